@@ -63,10 +63,10 @@ def run(
     `python -m benchmarks SUITE` is short for `python -m benchmarks run SUITE`.
     """
     if not suite:
-        _say(f"suites: {', '.join(suites.SUITES)}")
+        _say(f"suites: {', '.join(sorted(suites.SUITES))}")
         return
     options = Options(case, only, quick, device, thorough, limit, count, scenes, most, inline)
-    suites.record(suites.run(suite, _say, options), out, _say)
+    suites.record(suites.run(suite, _say, options), out)
 
 
 @app.command()

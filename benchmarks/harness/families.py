@@ -1,4 +1,4 @@
-"""Which cases of the ledger answer one question: families of cases, how they are read, and who their rivals are.
+"""Which cases of the results file answer one question: families of cases, how they are read, and who their rivals are.
 
 A case names a cell (what was computed) and, in many suites, the way in which we did it, as in
 waymo_1f_5cm/k3/C64/fwd/tuned. A family's pattern reads it: `group` and `series` say where the cell stands in a picture,
@@ -10,27 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from benchmarks.harness.rows import Row
 
-SUITES: Mapping[str, str] = MappingProxyType(
-    {
-        "stream": "networks over scenes never seen",
-        "workloads": "whole networks",
-        "tuner": "tuned networks",
-        "engine": "captured networks",
-        "conv-forward": "single layers, forward",
-        "conv-train": "single layers, forward and backward",
-        "maps": "kernel maps",
-        "einsum": "sparse einsums",
-        "tensor-product": "equivariant tensor products",
-        "graph": "graph layers",
-        "ucf": "other libraries' benchmarks",
-        "cpu-conv": "layers on a CPU",
-    }
-)
-"""The suites of the ledger, and what they are about."""
+SUITES: Mapping[str, str] = {
+    "stream": "networks over scenes never seen",
+    "workloads": "whole networks",
+    "tuner": "tuned networks",
+    "engine": "captured networks",
+    "conv-forward": "single layers, forward",
+    "conv-train": "single layers, forward and backward",
+    "maps": "kernel maps",
+    "einsum": "sparse einsums",
+    "tensor-product": "equivariant tensor products",
+    "graph": "graph layers",
+    "ucf": "other libraries' benchmarks",
+    "cpu-conv": "layers on a CPU",
+}
+"""The suites of the results file, and what they are about."""
 
 SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"
 """Where a peer's value comes from."""
@@ -191,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
     *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph", "ucf")),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
-"""What the ledger's ratios are averaged over, in the order of the report."""
+"""What the results file's ratios are averaged over, in the order of the report."""
 
 
 def suites_of(rows: Iterable[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The ledger of results, read: rows, which of them still stand, and how many times as fast as a peer something is.
+"""The results file, read: rows, which of them still stand, and how many times as fast as a peer something is.
 
 A newer row supersedes an older one of the same suite, case, metric, peer, clock and device. Its dtype and where the
 peer's value comes from belong to what must be the same too: some cases do not say their dtype, and spconv is both
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.harness.families import BOUND, Family, Place
 from benchmarks.harness.rows import ANY, Row
@@ -23,6 +23,8 @@ from pumice.errors import FileError, OptionError
 
 __all__ = ["Compared", "Mean", "chosen", "compared", "current", "geomean", "mean_of", "reached", "read", "told"]
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 _KEY = ("suite", "case", "metric", "peer", "clock", "device", "dtype", "peer_source")
 _KINDS: Mapping[str, tuple[type, ...]] = {"str": (str,), "float": (int, float), "dict[str, str]": (dict,)}
 _FIELDS = {field.name: _KINDS[str(field.type)] for field in fields(Row)}
@@ -30,7 +32,7 @@ _NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a ledger, in its order; blank lines are passed over.
+    """The rows of a results file, in its order; blank lines are passed over.
 
     Raises FileError where the file cannot be read or a line is no row; the message names the file and the line.
     """
@@ -76,7 +78,7 @@ def _wrong_date(text: str) -> str:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """The rows that no newer one supersedes, in the order of the ledger."""
+    """The rows that no newer one supersedes, in the order of the results file."""
     kept: dict[tuple[str, ...], tuple[int, Row]] = {}
     for place, row in enumerate(rows):
         key = tuple(getattr(row, name) for name in _KEY)
@@ -94,7 +96,7 @@ def chosen(rows: Sequence[Row], device: str = "", commits: Collection[str] = ())
     devices = sorted({row.device for row in rows} - {ANY})
     if rows and device and not any(device.lower() in name.lower() for name in devices):
         raise OptionError(f"no row is of a device like {device!r}; there are {', '.join(devices)}")
-    known = list(dict.fromkeys(row.commit for row in rows))
+    known = commits_of(rows)
     for commit in commits if rows else ():
         if not any(name.startswith(commit) for name in known):
             raise OptionError(f"no row is of a commit like {commit!r}; there are {', '.join(known)}")
@@ -126,7 +128,7 @@ class Compared:
     @property
     def ratio(self) -> float:
         """How many times as fast we are."""
-        return self.row.peer_value / self.row.value
+        return self.row.ratio
 
 
 def compared(rows: Iterable[Row], family: Family, against: str, ways: Collection[str] = ()) -> list[Compared]:
@@ -183,16 +185,33 @@ def mean_of(found: Sequence[Compared], plain: Sequence[Compared] = ()) -> Mean:
     return Mean(len(found), whole, least, most, geomean(p.ratio for p in plain) if len(plain) == len(found) else None)
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key | None]) -> dict[Key, list[Item]]:
+    """Items by key, in the order in which keys first appear; those whose key is None are left out."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        if (held := key(item)) is not None:
+            found.setdefault(held, []).append(item)
+    return found
+
+
+def days(rows: Iterable[Row]) -> str:
+    """The dates of rows, as a range where there are several."""
+    dates = sorted({row.date for row in rows})
+    return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+
+
+def commits_of(rows: Iterable[Row]) -> list[str]:
+    """The commits of rows in their order."""
+    return list(dict.fromkeys(row.commit for row in rows))
+
+
 def told(rows: Iterable[Row]) -> str:
     """Device, clocks, dates and commits of rows in one line: what is said of every figure."""
     found = list(rows)
     devices = dict.fromkeys("counted, the same on any device" if row.device == ANY else row.device for row in found)
     clocks = dict.fromkeys(row.clock for row in found)
-    dates = sorted({row.date for row in found})
-    commits = list(dict.fromkeys(row.commit for row in found))
+    commits = commits_of(found)
     more = f" and {len(commits) - 3} more" if len(commits) > 3 else ""
     name = "commit" if len(commits) == 1 else "commits"
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return " · ".join(
-        (" and ".join(devices), f"clock {', '.join(clocks)}", days, f"{name} {', '.join(commits[-3:])}{more}")
-    )
+    last = f"{name} {', '.join(commits[-3:])}{more}"
+    return " · ".join((" and ".join(devices), f"clock {', '.join(clocks)}", days(found), last))

@@ -1,4 +1,4 @@
-"""Rows of the ledger: results as data, one JSON object a line."""
+"""Rows of the results file: results as data, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the ledger; lower is better for times."""
+    """One line of the results file; lower is better for times."""
 
     suite: str
     case: str
@@ -42,56 +42,39 @@ class Row:
     date: str
     lib: str = "pumice"
 
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the peer."""
+        return self.peer_value / self.value
+
 
 @dataclass(frozen=True)
 class Peer:
-    """What a time is held against: its name, its median in the row's unit, and where that comes from."""
+    """What a value is compared with: a name, a value in the row's unit, and its source.
+
+    package: the peer's distribution, whose version the row records.
+    """
 
     name: str
     value: float
     source: str = "same run"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What was measured, and on what. packages: the peers' distributions, whose versions are kept."""
-
-    suite: str
-    case: str
-    dtype: str
-    device: torch.device
-    packages: tuple[str, ...] = ()
-    metric: str = "time"
-    unit: str = "ms"
+    package: str = ""
 
 
 def append(ledger: Path, row: Row) -> None:
-    """Add one row at the end of the ledger."""
+    """Add one row at the end of the results file."""
     ledger.parent.mkdir(parents=True, exist_ok=True)
     with ledger.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(row)) + "\n")
 
 
-def row(subject: Subject, times: Times, clock: str, peer: Peer) -> Row:
-    """A measurement in the subject's unit as a row."""
-    return Row(
-        suite=subject.suite,
-        case=subject.case,
-        metric=subject.metric,
-        value=_rounded(times.median),
-        unit=subject.unit,
-        p20=_rounded(times.p20),
-        p80=_rounded(times.p80),
-        dtype=subject.dtype,
-        clock=clock,
-        peer=peer.name,
-        peer_value=_rounded(peer.value),
-        peer_source=peer.source,
-        device=device_name(subject.device),
-        versions=versions(subject.packages),
-        commit=commit(),
-        date=date.today().isoformat(),
-    )
+def row_of(about: tuple[str, str, str, str, str], times: Times, clock: str, peer: Peer, device: torch.device) -> Row:
+    """A measurement as a row. about: suite, case, metric, unit, dtype."""
+    suite, case, metric, unit, dtype = about
+    value, p20, p80 = (_rounded(value) for value in (times.median, times.p20, times.p80))
+    against = peer.name, _rounded(peer.value), peer.source
+    origin = device_name(device), versions((peer.package,) if peer.package else ()), commit()
+    return Row(suite, case, metric, value, unit, p20, p80, dtype, clock, *against, *origin, date.today().isoformat())
 
 
 def _rounded(value: float) -> float:
@@ -124,16 +107,13 @@ def commit() -> str:
     """The commit of the source tree, "+dirty" if it was changed; "unknown" outside a repository."""
     here = Path(__file__).parent
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=here, capture_output=True, text=True, check=True
-        )
-        state = subprocess.run(
-            ["git", "status", "--porcelain", "--", ":/", ":!/bench/results.jsonl"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            check=True,
+        head, state = (
+            subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (
+                ("rev-parse", "--short=12", "HEAD"),
+                ("status", "--porcelain", "--", ":/", ":!/bench/results.jsonl"),
+            )
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+dirty" if state.stdout.strip() else "")
+    return f"{head}+dirty" if state else head

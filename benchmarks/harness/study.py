@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.results import geomean, grouped
+from benchmarks.harness.rows import Peer, Row, device_name, row_of
 from benchmarks.harness.timing import Times, clocks, together
+from pumice.cli.job import pick_device
 from pumice.errors import OptionError, PumiceError
 from pumice.lower import plan
 from pumice.lower.graph import PreparedGraph, prepare
@@ -41,12 +43,12 @@ TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, tor
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks of a suite: a study or all, a part of the names of its cases, sizes, and where.
+    """Options of the command line.
 
-    thorough: peers and sizes that take minutes to tune, too. limit: of the suites tuner and engine: seconds that a
-    study (of stream: a way) may take; 0: as long as it does. count: of the suites engine and stream: scans or
-    geometries of a study; 0: its own. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are
-    cropped, and whether all is measured in this process.
+    case: one study. only: cases whose name contains this text. thorough: also peers and sizes that take minutes to
+    tune. limit: seconds that a study (of stream: a way) may take; 0: no limit. count: scans or geometries of a study;
+    0: its own number. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are cropped, and
+    whether all is measured in this process.
     """
 
     case: str = ""
@@ -69,11 +71,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a study runs.
+    """Where and how a study runs.
 
-    quick: tiny sizes, few repeats. only: a part of the names of the cases that are wanted.
-    failures: what was wrong, absent: peers that are not installed; added to as they are found. until: when the study is
-    to have ended, by time.perf_counter. count: of scans or geometries, where a study is asked for so many; 0: its own.
+    quick: tiny sizes, few repeats. failures: wrong results of Pumice so far. absent: peers that are not installed.
+    until: the end of the study by time.perf_counter. count: scans or geometries; 0: the study's own number.
     """
 
     device: torch.device
@@ -99,8 +100,13 @@ class Setup:
 
     @property
     def half(self) -> torch.dtype:
-        """float16; on a CPU float32, which has no units for less."""
+        """float16; float32 on a CPU."""
         return torch.float16 if self.device.type == "cuda" else torch.float32
+
+    @property
+    def clock(self) -> str:
+        """The clock of the device alone where there is one, else the wall clock."""
+        return clocks(self.device)[-1]
 
     def wants(self, name: str) -> bool:
         return self.only in name
@@ -114,6 +120,21 @@ class Setup:
         if self.failures:
             raise PumiceError(f"{len(self.failures)} failed: {'; '.join(self.failures)}")
 
+    def row(
+        self,
+        case: str,
+        times: Times | float,
+        clock: str,
+        peer: Peer,
+        metric: str = "time",
+        unit: str = "ms",
+        dtype: str | torch.dtype = "",
+    ) -> Row:
+        """A row of this suite on this device; by default of `half`. A number is a value without quantiles."""
+        label = dtype if isinstance(dtype, str) else DTYPES[dtype]
+        about = (self.suite, case, metric, unit, label or DTYPES[self.half])
+        return row_of(about, times if isinstance(times, Times) else Times.exactly(times), clock, peer, self.device)
+
     def random(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
         """Normal numbers, the same on every device."""
         chance = torch.Generator().manual_seed(seed)
@@ -125,12 +146,47 @@ class Setup:
         return torch.randn(*shape, generator=chance, device=self.device).to(dtype)
 
 
+Study = Callable[[Setup], Iterator[Row]]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Studies by name. every: without a case all of them run, else the first one alone."""
+
+    name: str
+    studies: Mapping[str, Study]
+    every: bool = True
+
+    def __call__(self, say: Say, options: Options) -> Iterator[Row]:
+        """The rows of the study that the options name, or of the default ones.
+
+        With a limit a study leaves out what it has no time for. Where one of several studies raises, the others still
+        run. Raises OptionError for an unknown case, and PumiceError at the end if a result of Pumice was wrong.
+        """
+        if options.case and options.case not in self.studies:
+            raise OptionError(f"case {options.case!r} of {self.name} is unknown; there are {', '.join(self.studies)}")
+        device = pick_device(options.device)
+        setup = Setup(device, options.quick, say, options.only, options.thorough, self.name, count=options.count)
+        say(f"{device_name(device)}, torch {torch.__version__}; milliseconds, median (20 %, 80 %; relative error)")
+        names = [options.case] if options.case else list(self.studies)[: None if self.every else 1]
+        for name in names:
+            begin = time.perf_counter()
+            try:
+                yield from self.studies[name](replace(setup, until=begin + options.limit) if options.limit else setup)
+            except Exception as reason:
+                if len(names) == 1:
+                    raise
+                setup.failed(f"{name}: {one_line(reason)}")
+            say(f"{name}: {time.perf_counter() - begin:.0f} s")
+        setup.settle()
+
+
 @dataclass(frozen=True)
 class Way:
-    """A way of computing the result. make() prepares it and gives the call; it may raise what a missing peer raises.
+    """A way of computing the result. make() prepares it and returns the call; a peer's may raise ModuleNotFoundError.
 
-    package: the distribution of a peer. view: from what the call gives to what is compared. slack: how many
-    times the error of the dtype is still good enough. optional: ours, but another way may stand in for it.
+    package: the distribution of a peer. view: from what the call returns to what is compared. slack: factor on the
+    tolerance of the dtype. optional: one of our ways whose failure is no failure of the run.
     """
 
     name: str
@@ -187,12 +243,12 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
             distance = error(way.view(call()), case.truth)
     except ModuleNotFoundError as reason:
         setup.absent.add(way.package)
-        told = f"{way.package or way.name} is left out: {_line(reason)}"
+        told = f"{way.package or way.name} is left out: {one_line(reason)}"
         setup.failed(told) if ours else setup.say(told)
         return None
     except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
-        _recover(setup)
-        told = f"{case.name}: {way.name}: {_line(reason)}"
+        recover(setup)
+        told = f"{case.name}: {way.name}: {one_line(reason)}"
         setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
         return None
     bound = way.slack * TOLERANCE[case.dtype]
@@ -223,12 +279,15 @@ def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Read
         try:
             spent = together([r.call for r in everyone], setup.device, clock, setup.seconds)
         except Exception as reason:  # a way that runs once may still run out of memory among the others
-            _recover(setup)
-            setup.failed(f"{case.name}: while timed: {_line(reason)}")
+            recover(setup)
+            setup.failed(f"{case.name}: while timed: {one_line(reason)}")
             return
         times = dict(zip((r.name for r in everyone), spent, strict=True))
-        setup.say(f"{case.name} {DTYPES[case.dtype]} {clock}: " + "   ".join(_told(r, times[r.name]) for r in everyone))
-        _say_bounds(setup, case, min(times[r.name].median for r in mine))
+        setup.say(f"{case.name} {DTYPES[case.dtype]} {clock}: {times_told(everyone, times)}")
+        if case.bounds and setup.device.type == "cuda":
+            best = min(times[r.name].median for r in mine)
+            told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
+            setup.say("  " + ", ".join(told))
         for own in mine:
             yield from _rows(setup, case, clock, own, times, theirs)
 
@@ -253,16 +312,14 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
 
 def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     """By case, the fastest peer's time over the fastest of ours."""
-    cases: dict[str, list[Row]] = {}
-    for found in rows:
-        cases.setdefault(found.case.rpartition("/")[0], []).append(found)
+    cases = grouped(rows, lambda row: row.case.rpartition("/")[0])
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
 
 
 def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
-    """The rows of one case that the ledger gets.
+    """The rows of one case that the results file gets.
 
-    Ways that are only `beside` the others, and not the fastest of ours, are held against the fastest peer alone.
+    Ways that are only `beside` the others, and not the fastest of ours, are compared with the fastest peer alone.
     """
     found: list[Row] = []
     for clock in dict.fromkeys(r.clock for r in rows):
@@ -278,9 +335,8 @@ def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
 
 def mean_told(ratios: Mapping[str, float]) -> str:
     """The geometric mean of ratios by case, and the least of them."""
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
     worst = min(ratios, key=lambda name: ratios[name])
-    return f"{mean:.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
+    return f"{geomean(ratios.values()):.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
 
 
 def _say_fastest(setup: Setup, rows: Sequence[Row]) -> None:
@@ -298,24 +354,16 @@ def _say_fastest(setup: Setup, rows: Sequence[Row]) -> None:
 def _rows(
     setup: Setup, case: Case, clock: str, own: Ready, times: Mapping[str, Times], theirs: Sequence[Ready]
 ) -> Iterator[Row]:
-    subject = Subject(setup.suite, f"{case.name}/{own.name}", DTYPES[case.dtype], setup.device)
-    for peer in theirs:
-        packages = (peer.package,) if peer.package else ()
-        found = Peer(peer.name, times[peer.name].median)
-        yield row(replace(subject, packages=packages), times[own.name], clock, found)
-    bounds = case.bounds if setup.device.type == "cuda" else {}
-    for name, least in bounds.items():
-        yield row(subject, times[own.name], clock, Peer(name, least, "bound"))
+    peers = [Peer(peer.name, times[peer.name].median, package=peer.package) for peer in theirs]
+    if setup.device.type == "cuda":
+        peers += [Peer(name, least, "bound") for name, least in case.bounds.items()]
+    for peer in peers:
+        yield setup.row(f"{case.name}/{own.name}", times[own.name], clock, peer, dtype=case.dtype)
 
 
-def _told(found: Ready, times: Times) -> str:
-    return f"{found.name} {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g}; error {found.error:.1e})"
-
-
-def _say_bounds(setup: Setup, case: Case, best: float) -> None:
-    if setup.device.type == "cuda" and case.bounds:
-        told = (f"{name} {least:.4g} ms ({least / best:.0%} reached)" for name, least in case.bounds.items())
-        setup.say("  " + ", ".join(told))
+def times_told(ways: Sequence[Ready], times: Mapping[str, Times]) -> str:
+    """Times and errors by name, in a line."""
+    return "   ".join(f"{way.name} {str(times[way.name])[:-1]}; error {way.error:.1e})" for way in ways)
 
 
 def _forget_compiled() -> None:
@@ -332,13 +380,14 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def _line(reason: Exception) -> str:
+def one_line(reason: Exception) -> str:
     """An error in one line."""
     lines = [line.strip() for line in f"{type(reason).__name__}: {reason}".splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}")[:240]
 
 
-def _recover(setup: Setup) -> None:
+def recover(setup: Setup) -> None:
+    """Free what a failed call left in the allocator."""
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -372,8 +421,8 @@ def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: floa
     if not ratios:
         setup.say(f"goal {name}, {least:.3g}x: not measured")
         return
-    mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-    setup.say(f"goal {name}, {least:.3g}x: {mean_told(ratios)}: {'met' if mean >= least else 'NOT met'}")
+    met = "met" if geomean(ratios.values()) >= least else "NOT met"
+    setup.say(f"goal {name}, {least:.3g}x: {mean_told(ratios)}: {met}")
 
 
 def untuned(call: Callable[[], Any]) -> Callable[[], Any]:

@@ -39,16 +39,24 @@ class Times:
     def of(spent: Sequence[float]) -> Times:
         return Times(*np.quantile(spent, (0.5, 0.2, 0.8)).tolist())
 
+    @staticmethod
+    def exactly(value: float) -> Times:
+        """A value without quantiles."""
+        return Times(value, value, value)
+
+    def __str__(self) -> str:
+        return f"{self.median:.4g} ms ({self.p20:.4g}, {self.p80:.4g})"
+
 
 def clocks(device: torch.device) -> tuple[str, ...]:
-    """The clocks of a device."""
+    """The clocks of a device; the last one is that of the device alone where there is one."""
     return ("wall", "gpu") if device.type == "cuda" else ("wall",)
 
 
-def interleaved(ours: Call, theirs: Call, seconds: float) -> tuple[Times, Times]:
-    """Time two calls in turn on the CPU, so that what disturbs one disturbs both; at least 7 runs of each."""
-    first, second = together((ours, theirs), torch.device("cpu"), "wall", seconds)
-    return first, second
+def synchronize(device: torch.device) -> None:
+    """Wait until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: float, cold: bool = True) -> list[Times]:

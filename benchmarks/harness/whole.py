@@ -6,27 +6,25 @@ gpu   the sum over what the device did for the call, as the profiler records it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import Case, Ready, Setup, Way, ready
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Ready, Setup, Way, ready, recover, times_told
 from benchmarks.harness.timing import Times, busy, clocks, together
 from pumice.errors import PumiceError
 
 Result = TypeVar("Result")
-Clock = Callable[[Setup, Sequence[Ready]], list[Times]]
 
 
 def checked(setup: Setup, way: Way, cases: Sequence[tuple[Case, Way]], ours: bool) -> Ready | None:
-    """The way made once, and its result held against each truth: the view and slack are those of the way beside it.
+    """The way made once, and its result compared with each truth by the view and slack of the way beside it.
 
-    None where one of them is wrong, or where a peer cannot; the error is the largest.
+    None where one of them is wrong, or where a peer cannot run; the error is the largest.
     """
     calls: list[Callable[[], object]] = []
 
@@ -44,57 +42,60 @@ def checked(setup: Setup, way: Way, cases: Sequence[tuple[Case, Way]], ours: boo
     return worst
 
 
-def compared(setup: Setup, subject: Subject, mine: Ready, theirs: Sequence[Ready]) -> Iterator[Row]:
-    """Ours against each peer: a row for each clock and each of them; without a peer the times are told only."""
-    everyone = (mine, *theirs)
+def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: float = 0.0) -> dict[str, Times]:
+    """Times by name of ways in turn; none where the profiler or the memory fails, which is said."""
+    calls = [way.call for way in ways]
+    try:
+        if clock == "gpu":
+            found = [busy(call) for call in calls]
+        else:
+            found = together(calls, setup.device, clock, seconds or setup.seconds)
+    except PumiceError as reason:
+        setup.say(f"{case} {clock} is left out: {reason}")
+        return {}
+    except RuntimeError as reason:  # what runs once may still run out of memory among the others
+        recover(setup)
+        setup.failed(f"{case} {clock}: while timed: {str(reason).splitlines()[0]}")
+        return {}
+    times = {way.name: time for way, time in zip(ways, found, strict=True)}
+    setup.say(f"{case} {clock}: {times_told(ways, times)}")
+    return times
+
+
+def compared(
+    setup: Setup, case: str, mine: Ready, theirs: Sequence[Ready], seconds: float = 0.0, **about: Any
+) -> Iterator[Row]:
+    """Ours against each peer: a row for each clock and each of them; without a peer the times are said only.
+
+    about: metric and dtype of the rows.
+    """
     for clock in clocks(setup.device):
-        try:
-            times = CLOCKS[clock](setup, everyone)
-        except PumiceError as reason:
-            setup.say(f"{subject.case} {clock} is left out: {reason}")
-            continue
-        except RuntimeError as reason:  # what runs once may still run out of memory among the others
-            if setup.device.type == "cuda":
-                torch.cuda.empty_cache()
-            setup.failed(f"{subject.case} {clock}: while timed: {str(reason).splitlines()[0]}")
-            continue
-        told = (f"{one.name} {_ms(spent)}; error {one.error:.1e})" for one, spent in zip(everyone, times, strict=True))
-        setup.say(f"{subject.case} {clock}: " + "   ".join(told))
-        for one, spent in zip(theirs, times[1:], strict=True):
-            packages = (one.package,) if one.package else ()
-            yield row(replace(subject, packages=packages), times[0], clock, Peer(one.name, spent.median))
+        times = spent(setup, case, clock, (mine, *theirs), seconds)
+        for one in theirs if times else ():
+            peer = Peer(one.name, times[one.name].median, package=one.package)
+            yield setup.row(case, times[mine.name], clock, peer, **about)
 
 
 def in_tf32(call: Callable[[], Result]) -> Callable[[], Result]:
-    """The call while torch multiplies float32 as tf32; Pumice does as torch is told."""
+    """The call while torch multiplies float32 as tf32; Pumice follows torch's setting."""
 
     def run() -> Result:
-        with _fp32_precision("tf32"):
+        with multiplying("tf32"):
             return call()
 
     return run
 
 
 @contextmanager
-def _fp32_precision(name: str) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = name
+def multiplying(precision: str) -> Iterator[None]:
+    """Within it torch multiplies float32 so, in products of matrices and in convolutions."""
+    backends: Any = torch.backends
+    switches = backends.cuda.matmul, backends.cudnn.conv
+    before = [switch.fp32_precision for switch in switches]
     try:
+        for switch in switches:
+            switch.fp32_precision = precision
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
-def _on_wall(setup: Setup, calls: Sequence[Ready]) -> list[Times]:
-    return together([one.call for one in calls], setup.device, "wall", setup.seconds)
-
-
-def _on_device(setup: Setup, calls: Sequence[Ready]) -> list[Times]:
-    return [busy(one.call) for one in calls]
-
-
-CLOCKS: Mapping[str, Clock] = MappingProxyType({"wall": _on_wall, "gpu": _on_device})
-
-
-def _ms(times: Times) -> str:
-    return f"{times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g}"
+        for switch, kept in zip(switches, before, strict=True):
+            switch.fp32_precision = kept

@@ -54,7 +54,11 @@ def e3nn_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
     for mode in MODES:
         yield _way(f"e3nn {mode}", "e3nn", partial(_e3nn, setup, given, mode), given, backward, "mul_ir")
     if not setup.quick and not backward and given.highest <= COMPILED_UP_TO:
-        yield _way("e3nn compiled", "e3nn", partial(_e3nn_compiled, setup, given), given, backward, "mul_ir")
+
+        def compiled() -> Callable[..., Tensor]:
+            return torch.compile(_e3nn(setup, given, "eager"), fullgraph=True, dynamic=False)
+
+        yield _way("e3nn compiled", "e3nn", compiled, given, backward, "mul_ir")
 
 
 def _e3nn(setup: Setup, given: Product, mode: str) -> Callable[..., Tensor]:
@@ -68,10 +72,6 @@ def _e3nn(setup: Setup, given: Product, mode: str) -> Callable[..., Tensor]:
         return made.to(setup.device)
     finally:
         e3nn.set_optimization_defaults(jit_mode=before)
-
-
-def _e3nn_compiled(setup: Setup, given: Product) -> Callable[..., Tensor]:
-    return torch.compile(_e3nn(setup, given, "eager"), fullgraph=True, dynamic=False)
 
 
 def cue_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
@@ -93,17 +93,9 @@ def _cue(setup: Setup, given: Product, method: str, layout: str) -> Callable[...
     # The group whose coefficients are e3nn's.
     group = import_module("cuequivariance.group_theory.experimental.e3nn").O3_e3nn
     both, one = (cue.Irreps(group, irreps(c, given.highest)) for c in (given.channels, 1))
-    made = cuet.FullyConnectedTensorProduct(
-        both,
-        one,
-        both,
-        layout=getattr(cue, layout),
-        shared_weights=given.shared,
-        internal_weights=False,
-        device=setup.device,
-        dtype=torch.float32,
-        method=method,
-    )
+    how = {"layout": getattr(cue, layout), "method": method, "device": setup.device, "dtype": torch.float32}
+    weights = {"shared_weights": given.shared, "internal_weights": False}
+    made = cuet.FullyConnectedTensorProduct(both, one, both, **how, **weights)
     return lambda x, y, w: made(x, y, w[None] if w.ndim == 1 else w)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -21,47 +20,45 @@ _CODE = "torchsparse 2.1, public code, "
 _README = "torchsparse 2.1, README.md, benchmarks"
 _DOCS = "torchsparse 2.1, documentation, changes: convolution modes"
 
-PUBLISHED: Mapping[str, tuple[Published, ...]] = MappingProxyType(
-    {
-        "movement": (
-            Published("vectorised, quantised, fused and locality-aware access costs 2.7 times less movement", _TS),
+PUBLISHED: Mapping[str, tuple[Published, ...]] = {
+    "movement": (
+        Published("vectorised, quantised, fused and locality-aware access costs 2.7 times less movement", _TS),
+    ),
+    "grouping": (
+        Published("adaptive grouping speeds the matrix products up 1.4 to 1.5 times", _TS),
+        Published(
+            "epsilon 0 to 0.5 in steps of 0.1 and S 0 or 5,000 to 25,000 in steps of 2,500 are tried for a layer",
+            f"{_CODE}utils/tune.py",
         ),
-        "grouping": (
-            Published("adaptive grouping speeds the matrix products up 1.4 to 1.5 times", _TS),
-            Published(
-                "epsilon 0 to 0.5 in steps of 0.1 and S 0 or 5,000 to 25,000 in steps of 2,500 are tried for a layer",
-                f"{_CODE}utils/tune.py",
-            ),
+    ),
+    "splits": (
+        Published("the tuner tries unsorted and 1 to 4 splits of sorted rows", f"{_CODE}utils/tune.py"),
+        Published("without tuning: unsorted; 3 splits in the mode for tf32 and fp32", f"{_CODE}conv_config.py"),
+    ),
+    "sorted": (
+        Published(
+            "unsorted is recommended in fp16, for segmentation and detection; sorted in 3 splits for segmentation "
+            "in tf32 and fp32 and for detection in fp32",
+            _DOCS,
         ),
-        "splits": (
-            Published("the tuner tries unsorted and 1 to 4 splits of sorted rows", f"{_CODE}utils/tune.py"),
-            Published("without tuning: unsorted; 3 splits in the mode for tf32 and fp32", f"{_CODE}conv_config.py"),
+    ),
+    "hybrid": (
+        Published(
+            "by default the tuner tries implicit GEMM alone; fetch on demand and gather-scatter on request",
+            f"{_CODE}utils/tune.py",
         ),
-        "sorted": (
-            Published(
-                "unsorted is recommended in fp16, for segmentation and detection; sorted in 3 splits for segmentation "
-                "in tf32 and fp32 and for detection in fp32",
-                _DOCS,
-            ),
+    ),
+    "bindings": (
+        Published("mixed precision training is 1.2 to 1.3 times as fast as with SpConv v2", _TSPP),
+        Published("1.16 times on an A100, 1.27 times on an RTX 2080 Ti, at batch size 2", _README),
+    ),
+    "gains": (
+        Published(
+            "inference on an A100: 2.9 times MinkowskiEngine, 3.3 times SpConv 1.2, 2.2 times TorchSparse, 1.7 "
+            "times SpConv v2",
+            _TSPP,
         ),
-        "hybrid": (
-            Published(
-                "by default the tuner tries implicit GEMM alone; fetch on demand and gather-scatter on request",
-                f"{_CODE}utils/tune.py",
-            ),
-        ),
-        "bindings": (
-            Published("mixed precision training is 1.2 to 1.3 times as fast as with SpConv v2", _TSPP),
-            Published("1.16 times on an A100, 1.27 times on an RTX 2080 Ti, at batch size 2", _README),
-        ),
-        "gains": (
-            Published(
-                "inference on an A100: 2.9 times MinkowskiEngine, 3.3 times SpConv 1.2, 2.2 times TorchSparse, 1.7 "
-                "times SpConv v2",
-                _TSPP,
-            ),
-            Published("1.6 times MinkowskiEngine and 1.5 times SpConv, of the gather-scatter kind", _TS),
-        ),
-    }
-)
+        Published("1.6 times MinkowskiEngine and 1.5 times SpConv, of the gather-scatter kind", _TS),
+    ),
+}
 """By study. Of the figures in the tables and drawings of both papers none could be looked up beside these."""

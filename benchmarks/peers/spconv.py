@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from benchmarks.harness.study import Way
 from pumice.cli.info import distribution
 
 Result = TypeVar("Result")
@@ -34,30 +35,54 @@ def train_without_cuda() -> None:
         operators.get_current_stream = lambda: 0
 
 
-def layer(feats: Tensor, weight: Tensor, coords: Tensor, anew: bool = False) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """(module, call): spconv's 3x3x3 layer with this weight, and its result for features on coords [N, 4].
+def way(layer: Any, training: bool = False, anew: bool = False, tf32: bool = False) -> Way:
+    """spconv's 3x3x3 layer as a peer of a layer of ours, with its operands.
 
-    weight: [C_out, 27, C_in]. anew: each call finds the map. Raises ModuleNotFoundError without spconv.
+    training: the result with the gradients of features and weights. anew: each call finds its kernel map.
     """
+
+    def make() -> Callable[[], Any]:
+        module, tensor = _module(layer), _tensor_maker(layer)
+        with torch.no_grad():
+            known = module(tensor(layer.feats)).indice_dict
+        module.train(training)
+
+        def run(feats: Tensor) -> Tensor:
+            x = tensor(feats)
+            if not anew:
+                x.indice_dict = known
+            return module(x).features
+
+        def both() -> tuple[Tensor, ...]:
+            feats = layer.feats.detach().requires_grad_()
+            y = run(feats)
+            dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
+            return y.detach(), dx, dw.view_as(layer.weight)
+
+        call = both if training else torch.no_grad()(lambda: run(layer.feats))
+        return in_tf32(call) if tf32 else call
+
+    name = "spconv tf32" if tf32 else "spconv"
+    return Way(name, make, package(), slack=20 if tf32 else slack(layer.feats.device))
+
+
+def _module(layer: Any) -> Any:
     spconv: Any = import_module("spconv.pytorch")
-    inputs, outputs = weight.shape[2], weight.shape[0]
+    inputs, outputs, feats = layer.weight.shape[2], layer.weight.shape[0], layer.feats
     module = spconv.SubMConv3d(inputs, outputs, 3, bias=False, indice_key="map").to(feats.device, feats.dtype)
     with torch.no_grad():
-        module.weight.copy_(weight.view_as(module.weight))
-    least = coords.amin(0)
+        module.weight.copy_(layer.weight.view_as(module.weight))
+    return module
+
+
+def _tensor_maker(layer: Any) -> Callable[[Tensor], Any]:
+    """What makes spconv's tensor of features; its coordinates begin at 0."""
+    spconv: Any = import_module("spconv.pytorch")
+    least = layer.coords.amin(0)
     least[0] = 0
-    coords = (coords - least).int()
+    coords = (layer.coords - least).int()
     batch, *shape = (coords.amax(0) + 1).tolist()
-    with torch.no_grad():
-        known = module(spconv.SparseConvTensor(feats, coords, shape, batch)).indice_dict
-
-    def call(feats: Tensor) -> Tensor:
-        x = spconv.SparseConvTensor(feats, coords, shape, batch)
-        if not anew:
-            x.indice_dict = known
-        return module(x).features
-
-    return module, call
+    return lambda feats: spconv.SparseConvTensor(feats, coords, shape, batch)
 
 
 def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Result]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,28 +82,43 @@ class _Block(nn.Module):
         return y.replace_feature(self.act(self.last(y.features) + short))
 
 
-class _MinkUNet(nn.Module):
+class _UNet(nn.Module):
+    """A U-Net by its stem, by (down, blocks) and (up, blocks) of its levels, and by its head."""
+
+    stem: nn.Module
+    head: nn.Module
+
+    def levels(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        raise NotImplementedError
+
+    def forward(self, x: Any) -> Any:
+        down, up = self.levels()
+        kept = [self.stem(x)]
+        for strided, blocks in down:
+            kept.append(blocks(strided(kept[-1])))
+        y = kept.pop()
+        for inverse, blocks in up:
+            finer = inverse(y)
+            y = blocks(finer.replace_feature(torch.cat([finer.features, kept.pop().features], dim=1)))
+        return y.replace_feature(self.head(y.features))
+
+
+class _MinkUNet(_UNet):
     def __init__(self, spconv: Any, net: Any) -> None:
         super().__init__()
         self.stem = nn.Sequential(*(_Unit(_kept(spconv, unit[0], "same0"), _norm(unit[1])) for unit in net.stem))
         self.encoders, self.decoders = nn.ModuleList(), nn.ModuleList()
         for level, encoder in enumerate(net.encoders):
             down = _Unit(_strided(spconv, encoder.down[0], f"down{level}"), _norm(encoder.down[1]))
-            self.encoders.append(nn.Sequential(down, *_blocks(spconv, encoder.blocks, f"same{level + 1}")))
+            blocks = nn.Sequential(*_blocks(spconv, encoder.blocks, f"same{level + 1}"))
+            self.encoders.append(nn.ModuleList([down, blocks]))
         for level, decoder in reversed(list(enumerate(reversed(net.decoders)))):
             up = _Unit(_inverse(spconv, decoder.up, f"down{level}"), _norm(decoder.norm[0]))
             self.decoders.append(nn.ModuleList([up, nn.Sequential(*_blocks(spconv, decoder.blocks, f"same{level}"))]))
         self.head = _linear(net.head)
 
-    def forward(self, x: Any) -> Any:
-        levels = [self.stem(x)]
-        for encoder in self.encoders:
-            levels.append(encoder(levels[-1]))
-        y = levels.pop()
-        for up, blocks in self.decoders:  # type: ignore[misc]
-            finer = up(y)
-            y = blocks(finer.replace_feature(torch.cat([finer.features, levels.pop().features], dim=1)))
-        return y.replace_feature(self.head(y.features))
+    def levels(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        return self.encoders, self.decoders
 
 
 def _centerpoint(spconv: Any, net: Any) -> nn.Module:
@@ -131,7 +145,7 @@ def _conv_pool(spconv: Any, net: Any) -> nn.Module:
     return spconv.SparseSequential(*layers)
 
 
-class _StreamUNet(nn.Module):
+class _StreamUNet(_UNet):
     def __init__(self, spconv: Any, net: Any) -> None:
         super().__init__()
 
@@ -150,15 +164,8 @@ class _StreamUNet(nn.Module):
         self.dec = nn.ModuleList(pair(blocks, 3 - place) for place, blocks in enumerate(net.dec))
         self.head = _linear(net.head)
 
-    def forward(self, x: Any) -> Any:
-        levels = [self.stem(x)]
-        for down, blocks in zip(self.down, self.enc, strict=True):
-            levels.append(blocks(down(levels[-1])))
-        y = levels.pop()
-        for up, blocks in zip(self.up, self.dec, strict=True):
-            finer = up(y)
-            y = blocks(finer.replace_feature(torch.cat([finer.features, levels.pop().features], dim=1)))
-        return y.replace_feature(self.head(y.features))
+    def levels(self) -> tuple[Iterable[Any], Iterable[Any]]:
+        return zip(self.down, self.enc, strict=True), zip(self.up, self.dec, strict=True)
 
 
 def _stream_encoder(spconv: Any, net: Any) -> nn.Module:
@@ -173,15 +180,13 @@ def _stream_encoder(spconv: Any, net: Any) -> nn.Module:
     return nn.Sequential(*stages)
 
 
-TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = MappingProxyType(
-    {
-        MinkUNet: _MinkUNet,
-        CenterPointBackbone: _centerpoint,
-        ConvPool: _conv_pool,
-        UNet: _StreamUNet,
-        Encoder: _stream_encoder,
-    }
-)
+TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = {
+    MinkUNet: _MinkUNet,
+    CenterPointBackbone: _centerpoint,
+    ConvPool: _conv_pool,
+    UNet: _StreamUNet,
+    Encoder: _stream_encoder,
+}
 """What makes the twin of a kind of network, given the module spconv.pytorch and the network.
 
 Networks and their parts are taken as they are built: modules know each other's attributes, types do not.

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,27 +23,29 @@ from torch import Tensor, nn
 
 import pumice as pm
 from benchmarks.harness.study import TOLERANCE, error
+from benchmarks.harness.timing import synchronize
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.peers import spconv_nets
 from benchmarks.scenes.stream import Source, samples
 from benchmarks.scenes.stream_nets import NETS
-from benchmarks.scenes.workloads import Sample
-from benchmarks.suites.workloads import EXACT, Side
-from pumice.nn.conv import convolutions
+from benchmarks.scenes.workloads import Sample, exact_copy
+from benchmarks.suites.workloads import Side
 
 Tell = Callable[[str, Any], object]
 
 MODES = ("infer", "train")
 WAYS = ("spconv", "eager", "compiled", "captured")
-CLOCKS: Mapping[str, Callable[[], float]] = MappingProxyType({"wall": time.perf_counter, "cpu": time.process_time})
+CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Seconds by clock. The second is that of the process on all threads: on a CPU it does not see what else runs there."""
 CHECKED = 3
 """Scenes whose results are compared."""
 LOSS = 2.0**-8
 """By which the sum of squares is multiplied, so that its gradients are within float16."""
-SLACK: Mapping[str, Mapping[str, float]] = MappingProxyType(
-    {"result": {"cuda": 4, "cpu": 1}, "loss": {"cuda": 4, "cpu": 1}, "gradients": {"cuda": 80, "cpu": 100}}
-)
+SLACK: Mapping[str, Mapping[str, float]] = {
+    "result": {"cuda": 4, "cpu": 1},
+    "loss": {"cuda": 4, "cpu": 1},
+    "gradients": {"cuda": 80, "cpu": 100},
+}
 """Times the error of the dtype, by what is compared, as in the suite workloads."""
 
 
@@ -107,10 +108,10 @@ class Ready:
     def timed(self, sample: Sample) -> list[float]:
         """Milliseconds, by each of CLOCKS, from an idle device with features and coordinates on it to an idle one."""
         make, device = self.maker(sample), sample.coords.device
-        _wait(device)
+        synchronize(device)
         begin = _now()
         self.run(make())
-        _wait(device)
+        synchronize(device)
         return _since(begin)
 
     def results(self, sample: Sample, training: bool) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def measure(asked: Asked, tell: Tell) -> None:
     tell("voxels", (min(sizes), max(sizes)))
     net = _network(asked, given[0])
     kept = copy.deepcopy(net)
-    _wait(device)
+    synchronize(device)
     begin = _now()
     ready = _ready(asked, net, max(given, key=len))
     if asked.way in ("compiled", "captured"):
@@ -166,11 +167,6 @@ def _now() -> list[float]:
 
 def _since(begin: Sequence[float]) -> list[float]:
     return [1e3 * (now - then) for now, then in zip(_now(), begin, strict=True)]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) -> Ready:
@@ -240,9 +236,7 @@ def _exact(asked: Asked, net: nn.Module, sample: Sample) -> Ready:
     try:
         return _ready(replace(asked, way="spconv"), wide, sample, mixed=False)
     except ModuleNotFoundError:
-        for layer in convolutions(wide):
-            layer.dataflow = EXACT
-        return _ready(replace(asked, way="eager"), wide, sample, mixed=False)
+        return _ready(replace(asked, way="eager"), exact_copy(wide, torch.float32), sample, mixed=False)
 
 
 def _wrong(errors: Mapping[str, float], device: torch.device) -> str:

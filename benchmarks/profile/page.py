@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.profile.parts import OTHER, PARTS, HostTime, Shares, part_of
+from benchmarks.profile.parts import OTHER, PARTS, HostTime, Shares, part_of, place_of
 from benchmarks.profile.profile import Profiled
 from benchmarks.profile.trace import Node
 from benchmarks.report.charts import colours
-from benchmarks.report.png import readable
+from benchmarks.report.html import table
+from benchmarks.report.png import readable, saved
 from pumice.cli.page import MISSING, Page, card, digits, panel, write_page
-from pumice.errors import FileError
 
 COLOURS: Mapping[str, str] = colours(list(PARTS))
 _MANY, _FEW = 60, 14
@@ -56,19 +56,10 @@ def blocks(found: Profiled) -> list[FlameBlock]:
         node = _through(node, _BARE * whole / scale, _THIN * whole / scale)
         layer = next((one.layer for one in node.above() if one.layer), "")
         label = _label(node, layer, above)
-        told = f"{layer} {node.name} ({_place(node)}), {node.calls / found.traced.passes:.4g} calls"
+        told = f"{layer} {node.name} ({place_of(node)}), {node.calls / found.traced.passes:.4g} calls"
         width, part = node.total * scale, part_of(node) if node.parent else OTHER
-        block = FlameBlock(
-            len(made),
-            -1 if above is None else above.number,
-            label,
-            told,
-            part,
-            start,
-            width,
-            0 if above is None else above.depth + 1,
-            layer,
-        )
+        number, depth = (-1, 0) if above is None else (above.number, above.depth + 1)
+        block = FlameBlock(len(made), number, label, told, part, start, width, depth, layer)
         made.append(block)
         at = start
         for child in sorted(node.children.values(), key=lambda child: -child.total):
@@ -96,10 +87,6 @@ def _label(node: Node, layer: str, above: FlameBlock | None) -> str:
     if not layer or layer == outer:
         return node.name
     return layer.removeprefix(f"{outer.partition(' ')[0]}.")
-
-
-def _place(node: Node) -> str:
-    return f"{Path(node.file).parent.name}/{Path(node.file).name}:{node.line}" if node.file else "C"
 
 
 # The page
@@ -133,7 +120,7 @@ def _parts(found: Profiled) -> str:
     note = "Microseconds of the host in a pass. A call of torch belongs to what it was called from."
     if found.hidden > 1:
         note += f" {found.hidden:,.0f} us are missing: waits for the device, of which a traced, slower host has fewer."
-    return panel("By part", note, _table(("part", "us", "share"), rows))
+    return panel("By part", note, table(("part", "us", "share"), rows))
 
 
 def _flame() -> str:
@@ -150,7 +137,7 @@ def _functions(shares: Shares) -> str:
         for one in shares.functions[:_MANY]
     ]
     note = f"What functions spend themselves; {len(shares.functions):,} in all."
-    return panel("By function", note, _table(("function", "file", "calls", "us", "part"), rows))
+    return panel("By function", note, table(("function", "file", "calls", "us", "part"), rows))
 
 
 def _layers(shares: Shares) -> str:
@@ -160,14 +147,7 @@ def _layers(shares: Shares) -> str:
         for one in shares.layers
     ]
     note = "A layer with what it calls, without the layers within it. Maps that several share are with who asked first."
-    return panel("By layer", note, _table(("layer", "us", *used), rows))
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="inside wide"><table class="results"><tr>{head}</tr>{body}</table></div>'
+    return panel("By layer", note, table(("layer", "us", *used), rows))
 
 
 def _key(part: str) -> str:
@@ -251,12 +231,7 @@ def draw(path: Path, found: Profiled, made: Sequence[FlameBlock]) -> Path:
     busy_ = "" if found.busy is None else f", device busy {1e3 * found.busy:.3g} ms"
     figure.suptitle(f"{found.title}: a pass {1e3 * found.traced.wall:.3g} ms{busy_}", x=0.01, ha="left", fontsize=12)
     axis.set_title(found.where, loc="left", fontsize=8, color="#5a6474")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-    except OSError as error:
-        raise FileError(f"{path}: expected a file that can be written, found: {error.strerror}") from error
-    return path
+    return saved(figure, path)
 
 
 # The terminal
@@ -281,7 +256,7 @@ def tables(found: Profiled) -> Iterator[Table]:
     yield parts
     functions = _rich("by function, itself", "function", "us", "calls", "part", "file")
     for one in found.shares.functions[:_FEW]:
-        functions.add_row(escape_(one.name), f"{one.total:,.1f}", _calls(one), _most(one), one.where)
+        functions.add_row(one.name.replace("[", "\\["), f"{one.total:,.1f}", _calls(one), _most(one), one.where)
     yield functions
     layers = _rich("by layer, without the layers within it", "layer", "us", "most of it")
     for one in found.shares.layers[:_FEW]:
@@ -296,8 +271,3 @@ def _rich(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="right" if name in ("us", "share", "calls") else "left")
     return table
-
-
-def escape_(text: str) -> str:
-    """Text in which rich sees no marks of its own."""
-    return text.replace("[", "\\[")

@@ -1,4 +1,4 @@
-"""What the host does in a pass, by part, by function and by layer: a traced tree (host_trace.py), added up.
+"""What the host does in a pass, by part, by function and by layer: a traced tree (trace.py), added up.
 
 A place belongs to the part of the first function above it that the tables below know: a call of torch from a module is
 the module's, the same call from where maps are found is theirs.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 from benchmarks.profile.trace import Node, Traced
 
@@ -20,37 +19,31 @@ STARTING, ON_CPU, MODULES = "starting kernels", "arithmetic on the CPU", "module
 PARTS = (MAPS, LAYING, READY, STARTING, ON_CPU, MODULES, ALLOCATING, WAITING, OTHER)
 """In the order of tables and colours."""
 
-_BY_NAME: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("tolist", "item", "synchronize", "_cuda_synchronize", "wait_stream", "cpu"), WAITING),
-        **dict.fromkeys(("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full"), ALLOCATING),
-        **dict.fromkeys(("new_full", "ones", "empty_strided", "full_like", "new_ones", "pin_memory"), ALLOCATING),
-    }
-)
+_BY_NAME: Mapping[str, str] = {
+    **dict.fromkeys(("tolist", "item", "synchronize", "_cuda_synchronize", "wait_stream", "cpu"), WAITING),
+    **dict.fromkeys(("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full"), ALLOCATING),
+    **dict.fromkeys(("new_full", "ones", "empty_strided", "full_like", "new_ones", "pin_memory"), ALLOCATING),
+}
 """Functions of C."""
-_BY_FILE: Mapping[str, str] = MappingProxyType(
-    {
-        "pumice/runtime/launch.py": STARTING,
-        "pumice/lower/kernel.py": STARTING,
-        "pumice/lower/direct.py": STARTING,
-        "pumice/ops/line.py": STARTING,
-        "/triton/": STARTING,
-        **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
-        **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
-        **dict.fromkeys(
-            (f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU
-        ),
-        "pumice/coords/": MAPS,
-        "pumice/ops/prepare.py": MAPS,
-        "pumice/ops/": READY,
-        "pumice/lower/": READY,
-        "pumice/schedule/": READY,
-        "pumice/language/": READY,
-        "pumice/nn/": MODULES,
-        "pumice/models/": MODULES,
-        "torch/nn/": MODULES,
-    }
-)
+_BY_FILE: Mapping[str, str] = {
+    "pumice/runtime/launch.py": STARTING,
+    "pumice/lower/kernel.py": STARTING,
+    "pumice/lower/direct.py": STARTING,
+    "pumice/ops/line.py": STARTING,
+    "/triton/": STARTING,
+    **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
+    **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
+    **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("cpu", "gathered", "embedding_bag", "movement")), ON_CPU),
+    "pumice/coords/": MAPS,
+    "pumice/ops/prepare.py": MAPS,
+    "pumice/ops/": READY,
+    "pumice/lower/": READY,
+    "pumice/schedule/": READY,
+    "pumice/language/": READY,
+    "pumice/nn/": MODULES,
+    "pumice/models/": MODULES,
+    "torch/nn/": MODULES,
+}
 """Parts of paths, the first that fits counts."""
 
 
@@ -116,7 +109,7 @@ def shares(traced: Traced) -> Shares:
     for node in traced.root.walk():
         spent, part = 1e6 * node.own / traced.passes, part_of(node)
         parts[part] += spent
-        name, where = _function(node)
+        name, where = node.name, place_of(node)
         one = functions.setdefault((name, where), HostTime(name, where))
         one.calls += node.calls / traced.passes
         one.add(part, spent)
@@ -137,10 +130,9 @@ def _longest(found: Iterable[HostTime]) -> list[HostTime]:
     return sorted(found, key=lambda one: -one.total)
 
 
-def _function(node: Node) -> tuple[str, str]:
-    """The name, and the file with its folder and the line; of C functions what they are called from is not told."""
+def place_of(node: Node) -> str:
+    """The file of a function, with its folder and the line; "C" for those of C."""
     if not node.file:
-        return node.name, "C"
-    path = node.file.replace("\\", "/")
-    short = "/".join(path.split("/")[-2:])
-    return node.name, f"{short}:{node.line}"
+        return "C"
+    path = "/".join(node.file.replace("\\", "/").split("/")[-2:])
+    return f"{path}:{node.line}"

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.rows import device_name
-from benchmarks.harness.timing import busy
+from benchmarks.harness.timing import busy, synchronize
 from benchmarks.profile.parts import Shares, shares
 from benchmarks.profile.trace import Traced, traced
-from benchmarks.scenes.clouds import shell
+from benchmarks.scenes.clouds import batched, shell
 from pumice.data import Scan, read_scan, street_scene
 from pumice.env import settings
 from pumice.errors import FileError, OptionError, PumiceError
@@ -26,16 +25,12 @@ from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.nn.conv import convolutions
 from pumice.ops import SparseTensor, voxelize
 
-NETWORKS: Mapping[str, Callable[[float], nn.Module]] = MappingProxyType(
-    {
-        "minkunet": lambda width: MinkUNet(4, 19, width),
-        "centerpoint": lambda width: CenterPointBackbone(5, "voxelres8x"),
-    }
-)
+NETWORKS: Mapping[str, Callable[[float], nn.Module]] = {
+    "minkunet": lambda width: MinkUNet(4, 19, width),
+    "centerpoint": lambda width: CenterPointBackbone(5, "voxelres8x"),
+}
 """By name; MinkUNet also with a width behind it, as minkunet-0.5."""
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
+DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STREET = "street"
 _WARM = 4
 """Passes before anything is measured: kernels are compiled, and what is kept of calls is there."""
@@ -106,7 +101,7 @@ def profile(asked: ProfileOptions) -> Profiled:
     for _ in range(_WARM):
         call()
     on_gpu = asked.device.type == "cuda"
-    found = traced(call, net, asked.passes, torch.cuda.synchronize if on_gpu else _no_wait)
+    found = traced(call, net, asked.passes, partial(synchronize, asked.device))
     spent, why = _busy(call) if on_gpu else (None, "on a CPU the arithmetic is the host's")
     counts = len(convolutions(net)), len(coords)
     return Profiled(asked, *counts, found, shares(found), spent, why, device_name(asked.device))
@@ -115,10 +110,6 @@ def profile(asked: ProfileOptions) -> Profiled:
 def _pass(net: nn.Module, feats: Tensor, coords: Tensor) -> Any:
     with torch.no_grad():
         return net(SparseTensor(feats, coords))
-
-
-def _no_wait() -> None:
-    return None
 
 
 def _busy(call: Callable[[], object]) -> tuple[float | None, str]:
@@ -196,7 +187,7 @@ def _named(name: str) -> Tensor | None:
         found = shell(int(size))
     else:
         return None
-    return torch.from_numpy(np.concatenate([np.zeros((len(found), 1), np.int32), found.astype(np.int32)], axis=1))
+    return batched(found)
 
 
 def _scan(name: str) -> Scan:

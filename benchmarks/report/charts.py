@@ -1,4 +1,4 @@
-"""Charts as data: what a picture shows, apart from how it is drawn. chart_png.py and chart_html.py draw the same ones.
+"""Charts as data: what a picture shows, apart from how it is drawn. png.py and html.py draw the same ones.
 
 Colours are told apart by people who are blind to some: those of Okabe and Ito for names, viridis for steps of one size.
 """

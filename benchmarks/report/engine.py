@@ -1,6 +1,6 @@
 """What the report shows of captured networks: milliseconds by scene, and how latencies spread over varied scans.
 
-Rows of the suite `engine` (bench_engine.py). Of captured and eager passes the newest row of each way counts, and what
+Rows of the suite `engine`. Of captured and eager passes the newest row of each way counts, and what
 its peers took beside it. A scene is drawn for each clock that it has.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from benchmarks.harness.families import MODES, NETWORK
-from benchmarks.harness.results import told
+from benchmarks.harness.results import grouped, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Bars, Chart, Values, stem
 from benchmarks.scenes.engine import BEST, GOAL
@@ -25,11 +25,11 @@ Held = dict[str, dict[str, float]]
 
 def captured(rows: Sequence[Row]) -> Iterator[Chart]:
     """For each mode, precision and device: captured, eager, spconv, the best peer and the goals, by scene."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
-    for row in rows:
-        place = re.fullmatch(NETWORK, row.case) if row.suite == "engine" and row.metric == "time" else None
-        if place is not None:
-            found.setdefault((place["mode"], place["precision"], row.device), []).append(row)
+    times = [row for row in rows if row.suite == "engine" and row.metric == "time"]
+    found = grouped(
+        times,
+        lambda row: (place := re.fullmatch(NETWORK, row.case)) and (place["mode"], place["precision"], row.device),
+    )
     for mode in MODES:
         for (other, precision, device), own in found.items():
             if other == mode:
@@ -64,11 +64,8 @@ def _bars(title: str, held: Held, order: Sequence[str]) -> Bars:
 
 def latencies(rows: Sequence[Row]) -> Iterator[Chart]:
     """p50, p99, p99.9 and the most by capacity, for each device: of all scans, and without those that waited."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        place = re.fullmatch(_VARIED, row.case) if row.suite == "engine" else None
-        if place is not None and row.metric in _QUANTILES:
-            found.setdefault((place["precision"], row.device), []).append(row)
+    times = [row for row in rows if row.suite == "engine" and row.metric in _QUANTILES]
+    found = grouped(times, lambda row: (place := re.fullmatch(_VARIED, row.case)) and (place["precision"], row.device))
     for (precision, device), own in found.items():
         panels = tuple(panel for which in ("later", "all") if (panel := _spread(own, which)))
         title = f"Latency of captured MinkUNet over varied scans, {precision}"
@@ -80,15 +77,13 @@ def latencies(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _spread(rows: Sequence[Row], which: str) -> Bars | None:
-    held: Held = {}
+    held: dict[str, dict[int, float]] = {}
     for row in rows:
         place = re.fullmatch(_VARIED, row.case)
         if place is not None and place["which"] == which:
-            held.setdefault(row.metric, {})[f"{int(place['capacity']):,} voxels"] = row.value
+            held.setdefault(row.metric, {})[int(place["capacity"])] = row.value
     names = {"all": "all scans", "later": "without the first scan of each capacity"}
-    ordered = {name: dict(sorted(values.items(), key=_size)) for name, values in held.items()}
+    ordered = {
+        name: {f"{size:,} voxels": value for size, value in sorted(values.items())} for name, values in held.items()
+    }
     return _bars(names[which], ordered, [name for name in _QUANTILES if name in held]) if held else None
-
-
-def _size(item: tuple[str, float]) -> int:
-    return int(item[0].partition(" ")[0].replace(",", ""))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from benchmarks.report.charts import Bars, Heat, HeatCell, Lines, Panel, Ranges, Stacks, colours
@@ -18,6 +18,13 @@ def drawn(panel: Panel) -> Drawn:
     """{"data": [...], "layout": {...}} of a panel; layout.height is in pixels."""
     data, more = _DRAW[type(panel)](panel)
     return {"data": data, "layout": _merged(_base(panel.title), more)}
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]], more: str = "") -> str:
+    """An HTML table; cells and further rows are HTML."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="inside wide"><table class="results"><tr>{head}</tr>{body}{more}</table></div>'
 
 
 def _base(title: str) -> Drawn:
@@ -146,9 +153,13 @@ def _heat(panel: Heat) -> tuple[list[Drawn], Drawn]:
     return [trace, *keys], layout
 
 
-_DRAW: Mapping[type, Callable[[Any], tuple[list[Drawn], Drawn]]] = MappingProxyType(
-    {Bars: _bars, Stacks: _stacks, Lines: _lines, Ranges: _ranges, Heat: _heat}
-)
+_DRAW: Mapping[type, Callable[[Any], tuple[list[Drawn], Drawn]]] = {
+    Bars: _bars,
+    Stacks: _stacks,
+    Lines: _lines,
+    Ranges: _ranges,
+    Heat: _heat,
+}
 
 
 def _trace(kind: str, name: str, x: tuple[str, ...], y: Any, notes: Mapping[str, Any], colour: str) -> Drawn:

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.families import DEFAULT, NETWORK, SAME_RUN
-from benchmarks.harness.results import told
+from benchmarks.harness.results import grouped, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Chart, Heat, HeatCell, Stacks, stem
 
@@ -116,10 +116,7 @@ def _part(row: Row) -> str:
 
 def _by_device(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Rows of networks by device and clock, with what tells their files apart where there are several."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if Network.of(row):
-            found.setdefault((row.device, row.clock), []).append(row)
+    found = grouped(rows, lambda row: (row.device, row.clock) if Network.of(row) else None)
     for place, own in found.items():
         yield f"-{stem(' '.join(place))}" if len(found) > 1 else "", own
 
@@ -127,15 +124,10 @@ def _by_device(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
 def _newest(rows: Iterable[Row]) -> Held:
     """By network, the rows of the newest run: layers and choices of an older one may no longer be there."""
     found: Held = {}
-    for row in rows:
-        if network := Network.of(row):
-            found.setdefault(network.whole(), []).append(row)
-    return {network: list(_last_run(own)) for network, own in found.items()}
-
-
-def _last_run(own: Sequence[Row]) -> Iterator[Row]:
-    last = sorted(own, key=lambda row: row.date)[-1]
-    return (row for row in own if (row.date, row.commit) == (last.date, last.commit))
+    for network, own in grouped(rows, lambda row: (of := Network.of(row)) and of.whole()).items():
+        last = sorted(own, key=lambda row: row.date)[-1]
+        found[network] = [row for row in own if (row.date, row.commit) == (last.date, last.commit)]
+    return found
 
 
 def _totals(found: Held, rows: Sequence[Row]) -> Stacks:
@@ -239,10 +231,7 @@ Groups = dict[str, HeatCell | None]
 
 
 def _groups(found: Iterable[Row]) -> Groups:
-    groups: dict[str, list[Row]] = {}
-    for row in found:
-        groups.setdefault(_group(row)[0], []).append(row)
-    return {group: _tile(own) for group, own in groups.items()}
+    return {group: _tile(own) for group, own in grouped(found, lambda row: _group(row)[0]).items()}
 
 
 def _kinds(own: Iterable[Groups]) -> tuple[str, ...]:
@@ -277,7 +266,7 @@ def _gain(taken: Row, candidates: Sequence[Row]) -> str:
     """
     own = [one for one in candidates if _flow(one) == _flow(taken)]
     row = own[0] if len(own) == 1 else taken if taken.peer == DEFAULT else None
-    return f"{row.peer_value / row.value:.2f}x" if row and row.value > 0 else ""
+    return f"{row.ratio:.2f}x" if row and row.value > 0 else ""
 
 
 def _passes(row: Row) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report.charts import Bars, Chart, Heat, Lines, Ranges, Stacks, colours
@@ -44,9 +43,13 @@ def draw(folder: Path, chart: Chart) -> Path:
         axis.tick_params(labelsize=8, colors=_SOFT, length=0)
         axis.spines[:].set_visible(False)
         _DRAW[type(panel)](axis, panel)
-    path = folder / f"{chart.name}.png"
+    return saved(figure, folder / f"{chart.name}.png")
+
+
+def saved(figure: Any, path: Path) -> Path:
+    """Writes a figure. Raises FileError where it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
     except OSError as error:
         raise FileError(f"{path}: expected a file that can be written, found: {error.strerror}") from error
@@ -149,18 +152,20 @@ def _heat(axis: Axes, panel: Heat) -> None:
     axis.legend(handles=patches, fontsize=7.5, frameon=False, labelcolor=_INK, **place)
 
 
-_DRAW: Mapping[type, Callable[[Any, Any], None]] = MappingProxyType(
-    {Bars: _bars, Stacks: _stacks, Lines: _lines, Ranges: _ranges, Heat: _heat}
-)
-_HEIGHTS: Mapping[type, Callable[[Any], float]] = MappingProxyType(
-    {
-        Bars: lambda panel: 2.9,
-        Stacks: lambda panel: 3.0,
-        Lines: lambda panel: 2.7,
-        Ranges: lambda panel: 0.9 + 0.27 * len(panel.spans),
-        Heat: lambda panel: 0.8 + 0.36 * len(panel.rows),
-    }
-)
+_DRAW: Mapping[type, Callable[[Any, Any], None]] = {
+    Bars: _bars,
+    Stacks: _stacks,
+    Lines: _lines,
+    Ranges: _ranges,
+    Heat: _heat,
+}
+_HEIGHTS: Mapping[type, Callable[[Any], float]] = {
+    Bars: lambda panel: 2.9,
+    Stacks: lambda panel: 3.0,
+    Lines: lambda panel: 2.7,
+    Ranges: lambda panel: 0.9 + 0.27 * len(panel.spans),
+    Heat: lambda panel: 0.8 + 0.36 * len(panel.rows),
+}
 """Inches of a panel."""
 
 

@@ -1,6 +1,6 @@
 """`python -m benchmarks report`: the results file as one self-contained page and static pictures.
 
-Both are made from the same charts (charts.py), and these from rows (result_charts.py, network_charts.py). A suite or a
+Both are made from the same charts (charts.py), and these from rows (results.py, networks.py). A suite or a
 figure that has no rows is said to have none.
 """
 
@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.harness.families import SUITES
-from benchmarks.harness.results import chosen, current, read
+from benchmarks.harness.results import chosen, commits_of, current, days, read
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Chart
 from benchmarks.report.engine import captured, latencies
-from benchmarks.report.html import drawn
+from benchmarks.report.html import drawn, table
 from benchmarks.report.networks import choices, parts
 from benchmarks.report.png import draw
-from benchmarks.report.results import history, overview, redundancy, speedups
+from benchmarks.report.results import history, overview, redundancy, scaling, speedups
 from benchmarks.report.stream import streams
 from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
 from pumice.cli.page import Page, card, panel, plural, write_page
@@ -65,6 +64,7 @@ SECTIONS: tuple[Section, ...] = (
         redundancy,
         "no rows yet: python -m benchmarks conv-forward --case redundancy counts them",
     ),
+    Section("Maps by size", scaling, "no rows yet: python -m benchmarks maps --case scaling"),
     Section("Tuned choices", choices, "no rows yet: metrics choice:... and chosen:... of the suite tuner"),
     Section("History", history, "no rows yet that hold us against another library", superseded=True),
 )
@@ -72,7 +72,7 @@ SECTIONS: tuple[Section, ...] = (
 
 @dataclass(frozen=True)
 class Written:
-    """The page, and the pictures beside it. rows: of the ledger; kept: of them, those not superseded."""
+    """The page, and the pictures beside it. rows: of the results file; kept: of them, those not superseded."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -83,7 +83,7 @@ class Written:
 def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
     """Writes folder/index.html and a PNG for each chart beside it.
 
-    Raises FileError where the ledger cannot be read, a line of it is no row, or the folder cannot be written, and
+    Raises FileError where the results file cannot be read, a line of it is no row, or the folder cannot be written, and
     OptionError where no row is of the chosen devices and commits.
     """
     choice = choice or Choice()
@@ -109,11 +109,8 @@ def _id(chart: Chart, number: int) -> str:
 
 
 def _header(ledger: Path, rows: Sequence[Row], kept: Sequence[Row]) -> str:
-    dates = sorted({row.date for row in rows})
-    days = "" if not dates else dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    devices = list(dict.fromkeys(row.device for row in rows))
-    commits = list(dict.fromkeys(row.commit for row in rows))
-    told = " · ".join(part for part in (str(ledger), days) if part)
+    devices, commits = list(dict.fromkeys(row.device for row in rows)), commits_of(rows)
+    told = " · ".join(part for part in (str(ledger), days(rows)) if part)
     cards = (
         card("Rows", f"{len(kept):,}", "", f"{len(rows):,} in the ledger, the others are superseded", main=True),
         card("Suites", str(len({row.suite for row in rows})), "", f"of {len(SUITES)} that are planned"),
@@ -124,23 +121,21 @@ def _header(ledger: Path, rows: Sequence[Row], kept: Sequence[Row]) -> str:
     return f'<header>{title}</header><section class="cards">{"".join(cards)}</section>'
 
 
-COLUMNS: Mapping[str, Callable[[Line], str]] = MappingProxyType(
-    {
-        "suite": lambda line: line.family.suite,
-        "what": lambda line: line.family.name,
-        "precision": lambda line: line.precision,
-        "clock": lambda line: line.clock,
-        "against": lambda line: line.against if line.source in line.against else f"{line.against} ({line.source})",
-        "cases": lambda line: str(line.mean.cells),
-        "geomean": lambda line: f"{line.mean.geomean:.2f}",
-        "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
-        "most": lambda line: f"{line.mean.most.ratio:.2f}",
-        "untuned": lambda line: "" if line.mean.plain is None else f"{line.mean.plain:.2f}",
-        "date": lambda line: _ends(sorted({row.date for row in line.rows})),
-        "commit": lambda line: _few(list(dict.fromkeys(row.commit for row in line.rows))),
-        "device": lambda line: line.device,
-    }
-)
+COLUMNS: Mapping[str, Callable[[Line], str]] = {
+    "suite": lambda line: line.family.suite,
+    "what": lambda line: line.family.name,
+    "precision": lambda line: line.precision,
+    "clock": lambda line: line.clock,
+    "against": lambda line: line.rivals,
+    "cases": lambda line: str(line.mean.cells),
+    "geomean": lambda line: f"{line.mean.geomean:.2f}",
+    "least": lambda line: f"{line.mean.least.ratio:.2f} ({line.mean.least.place})",
+    "most": lambda line: f"{line.mean.most.ratio:.2f}",
+    "untuned": lambda line: "" if line.mean.plain is None else f"{line.mean.plain:.2f}",
+    "date": lambda line: days(line.rows),
+    "commit": lambda line: _few(commits_of(line.rows)),
+    "device": lambda line: line.device,
+}
 """Of the summary, and what stands in them."""
 
 
@@ -152,24 +147,21 @@ def _summary(kept: Sequence[Row]) -> str:
         + "; ".join(f"clock {name}: {told}" for name, told in CLOCKS.items())
         + ". Untuned: the same mean by default tiles alone."
     )
-    rows = [[make(line) for make in COLUMNS.values()] for line in found]
+    rows = [[escape(make(line)) for make in COLUMNS.values()] for line in found]
     told = "".join(
         f"<tr><td>{escape(suite)}</td><td>{escape(about(suite))}</td>"
         f'<td class="absent" colspan="{len(COLUMNS) - 2}">{escape(what)}</td></tr>'
         for suite, what in without_lines(kept, found).items()
     )
-    return panel("Summary", note, _table(list(COLUMNS), rows, told))
+    return panel("Summary", note, table(list(COLUMNS), rows, told))
 
 
 def _bounds(kept: Sequence[Row]) -> str:
     names = {"suite", "what", "precision", "clock", "cases", "date", "commit", "device"}
     shown = {name: make for name, make in COLUMNS.items() if name in names}
     rows = [
-        [
-            *(make(line) for make in shown.values()),
-            line.against,
-            *map(_share, (line.mean.geomean, line.mean.least.ratio)),
-        ]
+        [*(escape(make(line)) for make in shown.values()), escape(line.against)]
+        + [f"{share:.0%}" for share in (line.mean.geomean, line.mean.least.ratio)]
         for line in bounded(kept)
         if line.clock != "wall"
     ]
@@ -178,13 +170,7 @@ def _bounds(kept: Sequence[Row]) -> str:
         "longest bound. Models of the device, not measurements."
     )
     absent = "" if rows else f'<tr><td class="absent" colspan="{len(shown) + 3}">no rows yet</td></tr>'
-    return panel("Shares of bounds", note, _table([*shown, "bounds", "geomean", "least"], rows, absent))
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]], more: str = "") -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="inside wide"><table class="results"><tr>{head}</tr>{body}{more}</table></div>'
+    return panel("Shares of bounds", note, table([*shown, "bounds", "geomean", "least"], rows, absent))
 
 
 def _section(section: Section, charts: Sequence[Chart]) -> str:
@@ -198,14 +184,6 @@ def _chart(chart: Chart) -> str:
     drawn_ = "".join(f'<div class="plot" id="{escape(_id(chart, n))}"></div>' for n in range(len(chart.panels)))
     source = f'<p class="source">{escape(chart.source)}</p>'
     return panel(chart.title, chart.note, f'<div class="inside">{drawn_}{source}</div>')
-
-
-def _share(ratio: float) -> str:
-    return f"{ratio:.0%}"
-
-
-def _ends(dates: Sequence[str]) -> str:
-    return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
 def _few(commits: Sequence[str]) -> str:

@@ -1,22 +1,19 @@
-"""What the report's pictures of speed-ups, of redundant products and of the history show, from rows of the ledger."""
+"""Charts of speed-ups, redundant products, map sizes and the history, from rows of the results file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
-from benchmarks.harness.families import FAMILIES, Family, suites_of
-from benchmarks.harness.results import Compared, current, geomean, told
+from benchmarks.harness.families import FAMILIES, SAME_RUN, Family, suites_of
+from benchmarks.harness.results import Compared, current, geomean, grouped, told
 from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_number, numbered, stem
 from benchmarks.report.summary import Line, headlines, lines
-from benchmarks.suites.redundancy import ALL_TAPS, SPLITS
+from benchmarks.suites.roofline import ALL_TAPS, SPLITS
 
 FASTER = "times as fast"
-_WALKS = MappingProxyType(
-    {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
-)
+_WALKS = {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
 
 
 def overview(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -63,19 +60,12 @@ def _note(family: Family) -> str:
 
 def _panels(own: Sequence[Line]) -> Iterator[Bars]:
     groups: tuple[str, ...] = ()
-    for (clock, against, source), cells in _by_panel(own).items():
+    for (clock, rivals), parts in grouped(own, lambda line: (line.clock, line.rivals)).items():
+        cells = [one for line in parts for one in line.found]
         groups = groups or _sorted(cells)
         extra = tuple(name for name in _sorted(cells) if name not in groups)
-        told = "" if source in against else f" ({source})"
-        title = f"against {against}{told}, clock {clock}: {_means(cells)}"
+        title = f"against {rivals}, clock {clock}: {_means(cells)}"
         yield _bars(title, [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)], cells)
-
-
-def _by_panel(own: Sequence[Line]) -> dict[tuple[str, str, str], list[Compared]]:
-    parts: dict[tuple[str, str, str], list[Compared]] = {}
-    for line in own:
-        parts.setdefault((line.clock, line.against, line.source), []).extend(line.found)
-    return parts
 
 
 def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:
@@ -153,6 +143,22 @@ def redundancy(rows: Sequence[Row]) -> Iterator[Chart]:
     yield Chart("redundancy", "Redundant computation against splits", note, told(own), tuple(panels))
 
 
+def scaling(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Time of a kernel map against the number of voxels, for each device by its last clock."""
+    own = [row for row in rows if re.fullmatch(_SCALING, row.case) and row.peer_source == SAME_RUN]
+    for device in dict.fromkeys(row.device for row in own):
+        clock = min(row.clock for row in own if row.device == device)
+        used = [row for row in own if (row.device, row.clock) == (device, clock)]
+        places = {int(row.case.split("_")[1].partition("/")[0]): row for row in used}
+        steps = sorted(places)
+        names = {"Pumice": [places[n].value for n in steps], used[0].peer: [places[n].peer_value for n in steps]}
+        values = {name: tuple(found) for name, found in names.items()}
+        panel = Lines(f"clock {clock}", "ms", tuple(f"{n:,}" for n in steps), values, about="voxels")
+        title = "3x3x3 submanifold map by number of voxels"
+        yield Chart(f"maps-scaling-{stem(device)}", title, "Lower is better.", told(used), (panel,))
+
+
+_SCALING = r"scaling/surface_\d+/k3"
 _REDUNDANCY = r"redundancy/[^/]+/k3/b\d+/[^/]+"
 
 
@@ -161,7 +167,7 @@ def _wasted(ratio: float | None) -> str:
 
 
 def history(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Means of each suite as the ledger stood after each commit, in the order in which commits appear in it.
+    """Means of each suite as the results file stood after each commit, in the order in which commits appear in it.
 
     rows: superseded ones, too. A commit that measured some cells of a family anew stands with the older rest.
     """

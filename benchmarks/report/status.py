@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from benchmarks.harness.families import SUITES
-from benchmarks.harness.results import current, read
+from benchmarks.harness.results import commits_of, current, days, read
 from benchmarks.harness.rows import Row
 from benchmarks.report.stream import stream_table
 from benchmarks.report.summary import Line, about, bounded, lines, without_lines
@@ -22,24 +21,22 @@ idle device to an idle device, `gpu` the time of its kernels alone. A newer row 
 metric, peer, clock and device.
 """
 
-CAVEATS: Mapping[str, str] = MappingProxyType(
-    {
-        "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
-        "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
-        "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
-        "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
-        "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
-        "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
-        "tuner": "Repeated scenes. `its default` is the same network untuned.",
-        "engine": "Repeated scenes, `pumice.models` alone; the host bounds eager passes and differs between machines.",
-        "conv-forward": "One layer, its kernel map at hand, repeated. Finding the map is the suite `maps`.",
-        "conv-train": "One layer, its kernel map at hand, repeated.",
-        "maps": "Shuffled coordinates; `gpu` in a CUDA graph.",
-        "einsum": "Operands at hand, repeated.",
-        "cpu-conv": "The kernel map is at hand, which flatters both: with the map found anew, and for whole networks "
-        "(suite `stream` on a CPU), spconv is faster. spconv's threads race, so that its result is wrong with two.",
-    }
-)
+CAVEATS: Mapping[str, str] = {
+    "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
+    "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
+    "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
+    "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
+    "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
+    "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
+    "tuner": "Repeated scenes. `its default` is the same network untuned.",
+    "engine": "Repeated scenes, `pumice.models` alone; the host bounds eager passes and differs between machines.",
+    "conv-forward": "One layer, its kernel map at hand, repeated. Finding the map is the suite `maps`.",
+    "conv-train": "One layer, its kernel map at hand, repeated.",
+    "maps": "Shuffled coordinates; `gpu` in a CUDA graph.",
+    "einsum": "Operands at hand, repeated.",
+    "cpu-conv": "The kernel map is at hand, which flatters both: with the map found anew, and for whole networks "
+    "(suite `stream` on a CPU), spconv is faster. spconv's threads race, so that its result is wrong with two.",
+}
 """What a reader has to know of a suite's figures."""
 
 _MARKS = re.compile(r"(<!-- table: stream -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -95,18 +92,15 @@ def _suite(suite: str, found: Sequence[Line]) -> Iterator[str]:
 
 
 def _cells(line: Line) -> list[str]:
-    against = line.against if line.source in line.against else f"{line.against} ({line.source})"
     mean = line.mean
     least = f"{mean.least.ratio:.2f} ({mean.least.place})"
     figures = [str(mean.cells), f"**{mean.geomean:.2f}**", least, f"{mean.most.ratio:.2f}"]
-    return [line.family.name, line.precision, line.clock, against, *figures, _measured(line)]
+    return [line.family.name, line.precision, line.clock, line.rivals, *figures, _measured(line)]
 
 
 def _measured(line: Line) -> str:
-    dates = sorted({row.date for row in line.rows})
-    commits = list(dict.fromkeys(row.commit for row in line.rows))
-    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return f"{days}, {commits[-1]}" + (f" and {len(commits) - 1} more" if len(commits) > 1 else "")
+    commits = commits_of(line.rows)
+    return f"{days(line.rows)}, {commits[-1]}" + (f" and {len(commits) - 1} more" if len(commits) > 1 else "")
 
 
 def _bounds(found: Sequence[Line]) -> Iterator[str]:

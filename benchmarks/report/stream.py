@@ -41,7 +41,7 @@ class Cell:
             rival, _, again = way.partition(", ")
             self.found.setdefault(f"{_SPCONV}, {again}" if again else _SPCONV, {})[metric] = row.peer_value
             if metric == _P50 and row.value > 0:
-                self.ratios[way] = row.peer_value / row.value
+                self.ratios[way] = row.ratio
 
     @property
     def ways(self) -> list[str]:

@@ -1,22 +1,19 @@
-"""The ledger in a table: each family of cases, on each device, by each clock, against each kind of rival."""
+"""The results file in a table: each family of cases, on each device, by each clock, against each kind of rival."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from benchmarks.harness.families import DEFAULT, FAMILIES, SUITES, Family, suites_of
-from benchmarks.harness.results import Compared, Mean, compared, mean_of, reached
+from benchmarks.harness.results import Compared, Mean, compared, grouped, mean_of, reached
 from benchmarks.harness.rows import Row
 
-CLOCKS: Mapping[str, str] = MappingProxyType(
-    {
-        "gpu": "the device alone",
-        "wall": "from an idle device to an idle device, the host's time in it",
-        "cpu": "the processor's time for the process, whatever else runs on the machine",
-    }
-)
+CLOCKS: Mapping[str, str] = {
+    "gpu": "the device alone",
+    "wall": "from an idle device to an idle device, the host's time in it",
+    "cpu": "the processor's time for the process, whatever else runs on the machine",
+}
 """By which times are taken, and what they hold."""
 
 
@@ -40,6 +37,11 @@ class Line:
     def source(self) -> str:
         """Where the rival's times come from."""
         return self.found[0].row.peer_source
+
+    @property
+    def rivals(self) -> str:
+        """What it is compared with, and where the times come from if that does not say so."""
+        return self.against if self.source in self.against else f"{self.against} ({self.source})"
 
     @property
     def name(self) -> str:
@@ -96,10 +98,11 @@ def about(suite: str) -> str:
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[Family, tuple[str, str, str], list[Row]]]:
     """Each family with (device, clock, precision) and the rows of that."""
     for family in FAMILIES:
-        parts: dict[tuple[str, str, str], list[Row]] = {}
-        for row in rows:
+
+        def part(row: Row, family: Family = family) -> tuple[str, str, str] | None:
             place = family.place(row)
-            if place is not None and row.clock in CLOCKS:
-                parts.setdefault((row.device, row.clock, place.precision), []).append(row)
+            return (row.device, row.clock, place.precision) if place and row.clock in CLOCKS else None
+
+        parts = grouped(rows, part)
         order = sorted(parts, key=lambda key: list(CLOCKS).index(key[1]))
         yield from ((family, key, parts[key]) for key in order)

@@ -10,24 +10,21 @@ one device the last one counts.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pumice.errors import FileError, OptionError
+from benchmarks.harness.results import current, grouped, read
+from benchmarks.harness.rows import Row
+from pumice.errors import OptionError
 
 SUITE = "tuner"
 ALONE = "itself"
-"""The peer of what is held against nothing."""
+"""The peer of what is compared with nothing."""
 _CHOICES = ("choice:", "chosen:")
 _MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-Line = Mapping[str, Any]
-"""A row as the ledger has it."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +49,26 @@ class Place:
         return Place(" ".join(parts[:3]), study, way, "/".join(parts[4:]))
 
 
-def tables(rows: Iterable[Line], study: str) -> Iterator[str]:
+def tables(rows: Iterable[Row], study: str) -> Iterator[str]:
     """The lines of the tables of a study, one table for each device."""
-    found = [(place, row) for row in _newest(rows) if (place := Place.of(row["case"])) and place.study == study]
-    for device in dict.fromkeys(row["device"] for _, row in found):
-        own = [(place, row) for place, row in found if row["device"] == device]
-        measures = [(p, r) for p, r in own if not r["metric"].startswith(_CHOICES)]
-        choices = [(p, r) for p, r in own if r["metric"].startswith(_CHOICES)]
+    newest = ((Place.of(row.case), row) for row in current(rows) if row.suite == SUITE)
+    found = [(place, row) for place, row in newest if place and place.study == study]
+    for device in dict.fromkeys(row.device for _, row in found):
+        own = [(place, row) for place, row in found if row.device == device]
+        measures = [(p, r) for p, r in own if not r.metric.startswith(_CHOICES)]
+        choices = [(p, r) for p, r in own if r.metric.startswith(_CHOICES)]
         yield from _told(own, device)
         yield from _measured(measures)
         yield from _chosen(choices)
 
 
-def studies(rows: Iterable[Line]) -> list[str]:
-    """The studies that have rows, in the order of the ledger."""
-    places = (Place.of(row["case"]) for row in rows if row["suite"] == SUITE)
+def studies(rows: Iterable[Row]) -> list[str]:
+    """The studies that have rows, in the order of the results file."""
+    places = (Place.of(row.case) for row in rows if row.suite == SUITE)
     return list(dict.fromkeys(place.study for place in places if place))
 
 
-def filled(page: str, rows: Sequence[Line]) -> str:
+def filled(page: str, rows: Sequence[Row]) -> str:
     """The page with the tables between its marks; a study without rows is said to be not measured."""
 
     def table(found: re.Match[str]) -> str:
@@ -80,45 +78,18 @@ def filled(page: str, rows: Sequence[Line]) -> str:
     return _MARKS.sub(table, page)
 
 
-def read(ledger: Path) -> list[Line]:
-    """The rows of a ledger. Raises FileError where it cannot be read or a line is no row."""
-    found = []
-    try:
-        lines = ledger.read_text(encoding="utf-8").splitlines()
-    except OSError as reason:
-        raise FileError(f"{ledger}: expected a ledger of rows: {reason}") from None
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as reason:
-            raise FileError(f"{ledger}:{number}: expected a row as JSON: {reason}") from None
-    return found
-
-
-def _newest(rows: Iterable[Line]) -> list[Line]:
-    kept: dict[tuple[str, ...], Line] = {}
-    for row in rows:
-        if row["suite"] != SUITE:
-            continue
-        key = tuple(row[name] for name in ("case", "metric", "peer", "clock", "device", "dtype"))
-        # In the place of the last one: a study that was run again is told in its new order.
-        kept.pop(key, None)
-        kept[key] = row
-    return list(kept.values())
-
-
-def _told(own: Sequence[tuple[Place, Line]], device: str) -> Iterator[str]:
-    commits = ", ".join(dict.fromkeys(row["commit"] for _, row in own))
-    yield f"{device}, {max(row['date'] for _, row in own)}, commit {commits}:"
+def _told(own: Sequence[tuple[Place, Row]], device: str) -> Iterator[str]:
+    commits = ", ".join(dict.fromkeys(row.commit for _, row in own))
+    yield f"{device}, {max(row.date for _, row in own)}, commit {commits}:"
     yield ""
 
 
-def _measured(found: Sequence[tuple[Place, Line]]) -> Iterator[str]:
+def _measured(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
     """A line for each subject and way, a column for each measure."""
     columns = list(dict.fromkeys(_column(row) for _, row in found))
-    cells: dict[Place, dict[str, list[Line]]] = {}
-    for place, row in found:
-        cells.setdefault(place, {}).setdefault(_column(row), []).append(row)
+    cells = {
+        place: grouped((row for _, row in own), _column) for place, own in grouped(found, lambda one: one[0]).items()
+    }
     if not cells:
         return
     yield from _head(["of", "way", *columns])
@@ -128,48 +99,47 @@ def _measured(found: Sequence[tuple[Place, Line]]) -> Iterator[str]:
     yield ""
 
 
-def _chosen(found: Sequence[tuple[Place, Line]]) -> Iterator[str]:
+def _chosen(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
     """What each group of layers was given, and what the candidates took; the fastest five."""
-    groups: dict[Place, list[Line]] = {}
-    for place, row in found:
-        groups.setdefault(place, []).append(row)
+    groups = grouped(found, lambda one: one[0])
     if not groups:
         return
     yield from _head(["of", "way", "group", "chosen", "candidates, ms end to end"])
-    for place, rows in groups.items():
-        picked = [_name(row) for row in rows if row["metric"].startswith("chosen:")]
-        tried = sorted((r for r in rows if r["metric"].startswith("choice:")), key=lambda r: r["value"])
-        told = ", ".join(f"{_name(row)} {row['value']:.4g}" for row in tried[:5])
+    for place, own in groups.items():
+        rows = [row for _, row in own]
+        picked = [_name(row) for row in rows if row.metric.startswith("chosen:")]
+        tried = sorted((r for r in rows if r.metric.startswith("choice:")), key=lambda r: r.value)
+        told = ", ".join(f"{_name(row)} {row.value:.4g}" for row in tried[:5])
         yield _line([place.whose, place.way, place.group or "all", ", ".join(picked), told])
     yield ""
 
 
-def _name(row: Line) -> str:
-    return row["metric"].partition(":")[2]
+def _name(row: Row) -> str:
+    return row.metric.partition(":")[2]
 
 
-def _column(row: Line) -> str:
+def _column(row: Row) -> str:
     """The head of a row's column."""
-    what = row["metric"].removeprefix("fact:").removeprefix("part:")
-    clock = "" if row["clock"] == "count" else f"{row['clock']} "
-    return f"{clock}{what}, {row['unit']}"
+    what = row.metric.removeprefix("fact:").removeprefix("part:")
+    clock = "" if row.clock == "count" else f"{row.clock} "
+    return f"{clock}{what}, {row.unit}"
 
 
-def _cell(rows: Sequence[Line]) -> str:
+def _cell(rows: Sequence[Row]) -> str:
     """The value, and how it stands to each peer."""
     if not rows:
         return ""
     against = [told for row in rows if (told := _against(row))]
-    return f"{rows[0]['value']:.4g}" + (f" ({'; '.join(against)})" if against else "")
+    return f"{rows[0].value:.4g}" + (f" ({'; '.join(against)})" if against else "")
 
 
-def _against(row: Line) -> str:
-    place, peer, value = Place.of(row["case"]), row["peer_value"], row["value"]
-    if row["peer"] in (ALONE, place.way if place else "") or not value or not peer:
+def _against(row: Row) -> str:
+    place, peer, value = Place.of(row.case), row.peer_value, row.value
+    if row.peer in (ALONE, place.way if place else "") or not value or not peer:
         return ""
-    if row["clock"] == "count" or row["unit"] not in ("ms", "us", "s"):
-        return f"{row['peer']} {peer:.4g}"
-    return f"{peer / value:.2f}x {row['peer']}"
+    if row.clock == "count" or row.unit not in ("ms", "us", "s"):
+        return f"{row.peer} {peer:.4g}"
+    return f"{peer / value:.2f}x {row.peer}"
 
 
 def _head(names: Sequence[str]) -> Iterator[str]:
@@ -182,7 +152,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of a ledger, or write them into a page."""
+    """Print the tables of a results file, or write them into a page."""
     if not 1 <= len(arguments) <= 2:
         raise OptionError(f"expected a ledger, and a page to write into if any; found {len(arguments)} arguments")
     rows = read(Path(arguments[0]))

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -34,17 +33,15 @@ class Known:
 # The 3x3x3 submanifold map from coordinates on the device in the file's order: the recorded baselines of 2026-11-20
 # (torch 2.11, spconv 2.3.8 with its sort of masks, FlexGEMM 1.1 without; events around the call, flushed L2, host
 # time included). FlexGEMM fails on waymo_1f_5cm.
-KNOWN: Mapping[str, Known] = MappingProxyType(
-    {
-        "nuscenes_1f_10cm": Known(
-            {"FlexGEMM": 0.0800, "spconv": 0.2262}, {"map": 0.035, "plan": 0.09, "network": 0.6}, True
-        ),
-        "waymo_1f_10x10x15cm": Known({"FlexGEMM": 0.1213, "spconv": 0.1886}, {"map": 0.060}, True),
-        "waymo_1f_5cm": Known({"spconv": 0.4229}, {"map": 0.080}, True),
-        "shell_256": Known({"FlexGEMM": 0.1606, "spconv": 0.3181}, {"map": 0.080}),
-        "shell_512": Known({"FlexGEMM": 0.4432, "spconv": 0.5380}, {"map": 0.22, "network": 1.5}),
-    }
-)
+KNOWN: Mapping[str, Known] = {
+    "nuscenes_1f_10cm": Known(
+        {"FlexGEMM": 0.0800, "spconv": 0.2262}, {"map": 0.035, "plan": 0.09, "network": 0.6}, True
+    ),
+    "waymo_1f_10x10x15cm": Known({"FlexGEMM": 0.1213, "spconv": 0.1886}, {"map": 0.060}, True),
+    "waymo_1f_5cm": Known({"spconv": 0.4229}, {"map": 0.080}, True),
+    "shell_256": Known({"FlexGEMM": 0.1606, "spconv": 0.3181}, {"map": 0.080}),
+    "shell_512": Known({"FlexGEMM": 0.4432, "spconv": 0.5380}, {"map": 0.22, "network": 1.5}),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +116,13 @@ def _folder(name: str) -> Path:
     return (settings().data or Path("no-data")) / name
 
 
+def batched(coords: np.ndarray) -> Tensor:
+    """Coordinates int32 [N, 3] as those of batch item 0, [N, 4]."""
+    return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords.astype(np.int32)], axis=1))
+
+
 def _voxels(setup: Setup, coords: np.ndarray) -> Voxels:
-    batch = np.zeros((len(coords), 1), np.int32)
-    return Voxels.of(torch.from_numpy(np.concatenate([batch, coords], axis=1)).to(setup.device))
+    return Voxels.of(batched(coords).to(setup.device))
 
 
 def shell(size: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -17,8 +16,7 @@ from benchmarks.harness.rows import Peer
 from benchmarks.harness.study import Setup
 from benchmarks.scenes.clouds import Voxels as Found
 from benchmarks.scenes.clouds import named, surface
-from benchmarks.scenes.workloads import Grid, Sample, Workload
-from benchmarks.suites.workloads import network
+from benchmarks.scenes.workloads import Grid, Sample, Workload, network
 from pumice.models import MinkUNet
 
 TINY = 300
@@ -38,29 +36,25 @@ class Known:
     eager: float
 
     def peers(self, eager: bool) -> tuple[Peer, Peer]:
-        """What a way of ours is held against beside those of its run."""
+        """What a way of ours is compared with beside those of its run."""
         goal = self.eager if eager else self.captured
         return Peer(BEST, self.best, "recorded"), Peer(GOAL, goal, "goal")
 
 
-INFERENCE: Mapping[str, Known] = MappingProxyType(
-    {
-        "nuscenes_1f_10cm": Known(11.8, 1.2, 4.0),
-        "scannet_2cm": Known(12.7, 1.4, 4.0),
-        "waymo_1f_10x10x15cm": Known(14.5, 2.0, 4.5),
-        "waymo_1f_5cm": Known(17.7, 2.3, 5.0),
-        "shell_256": Known(19.1, 2.8, 5.5),
-        "shell_512": Known(28.3, 8.0, 10.0),
-    }
-)
+INFERENCE: Mapping[str, Known] = {
+    "nuscenes_1f_10cm": Known(11.8, 1.2, 4.0),
+    "scannet_2cm": Known(12.7, 1.4, 4.0),
+    "waymo_1f_10x10x15cm": Known(14.5, 2.0, 4.5),
+    "waymo_1f_5cm": Known(17.7, 2.3, 5.0),
+    "shell_256": Known(19.1, 2.8, 5.5),
+    "shell_512": Known(28.3, 8.0, 10.0),
+}
 """Inference in fp16, one scene."""
-TRAINING: Mapping[str, Known] = MappingProxyType(
-    {
-        "nuscenes_1f_10cm": Known(33.8, 6.0, 14.0),
-        "waymo_1f_5cm": Known(78.0, 15.0, 20.0),
-        "shell_512": Known(217.0, 45.0, 50.0),
-    }
-)
+TRAINING: Mapping[str, Known] = {
+    "nuscenes_1f_10cm": Known(33.8, 6.0, 14.0),
+    "waymo_1f_5cm": Known(78.0, 15.0, 20.0),
+    "shell_512": Known(217.0, 45.0, 50.0),
+}
 """A training step in mixed precision, a batch of two."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from benchmarks.harness.study import Setup
 from benchmarks.scenes.clouds import Voxels, layer_scenes
-from benchmarks.suites.einsum_conv import Layer, exact
 from pumice.coords import KernelMap, Relation, kernel_map
 from pumice.lower import reference
+from pumice.lower.dataflow import CONV
 from pumice.ops import SparseTensor, conv_features
+from pumice.ops.autograd import einsum
 
 CHANNELS = (32, 64, 128, 256)
 WINDOW = Relation.of(3, 3)
@@ -73,6 +74,24 @@ class Cell:
 
 
 @dataclass(frozen=True, eq=False)
+class Layer:
+    """A convolution with its map and operands. weight: [C_out, 27, C_in / groups]."""
+
+    found: KernelMap
+    feats: Tensor
+    weight: Tensor
+    coords: Tensor
+
+    @property
+    def rows(self) -> int:
+        return len(self.coords)
+
+    @property
+    def groups(self) -> int:
+        return self.feats.shape[1] // self.weight.shape[2]
+
+
+@dataclass(frozen=True, eq=False)
 class Trained(Layer):
     """A layer, and the gradient of its result."""
 
@@ -112,19 +131,38 @@ def map_of(coords: Tensor) -> KernelMap:
 
 
 def layer_of(setup: Setup, cell: Cell, dtype: torch.dtype | None = None) -> Trained:
-    """The cell's layer with normal features, weights and gradient; by default in half precision where that is fast."""
-    rows, width, dtype = len(cell.voxels), cell.width, dtype or setup.half
+    """The cell's layer with normal operands; by default in half precision where that is fast."""
+    return layer_on(setup, cell.found, cell.voxels.coords, cell.width, dtype)
+
+
+def layer_on(setup: Setup, found: KernelMap, coords: Tensor, width: Width, dtype: torch.dtype | None = None) -> Trained:
+    """A layer over a map with normal features, weights and gradient of its result."""
+    rows, dtype, each = len(coords), dtype or setup.half, width.inputs // width.groups
     feats = setup.filled(rows, width.inputs, dtype=dtype, seed=6)
     grad = setup.filled(rows, width.outputs, dtype=dtype, seed=8)
-    each = width.inputs // width.groups
     weight = setup.filled(width.outputs, 27, each, seed=7) / math.sqrt(7 * each)
-    return Trained(cell.found, feats, weight.to(dtype), cell.voxels.coords, grad)
+    return Trained(found, feats, weight.to(dtype), coords, grad)
+
+
+def exact(layer: Layer) -> Tensor:
+    """The result in float64."""
+    x, weight = layer.feats.double(), layer.weight.double()
+    return reference.forward(x, weight, layer.found.pairs(), layer.rows, layer.groups)
 
 
 def forward(layer: Layer) -> Tensor:
     """The result, in inference."""
     with torch.no_grad():
         return conv_features(layer.feats, layer.weight, layer.found, layer.rows, layer.groups)
+
+
+def statement(
+    layer: Layer, arrays: tuple[Sequence[str], Sequence[Tensor]], text: str = CONV, lowering: str = ""
+) -> Callable[[], Tensor]:
+    """The layer in inference as a statement over index arrays, given with their names in the statement."""
+    names, held = "|".join(("x", "w", *arrays[0])), arrays[1]
+    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
+    return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))
 
 
 def both(layer: Trained) -> tuple[Tensor, ...]:
@@ -135,7 +173,7 @@ def both(layer: Trained) -> tuple[Tensor, ...]:
 
 
 def exact_both(layer: Trained) -> tuple[Tensor, ...]:
-    """`both` in float64, by the loop over taps."""
+    """`both` in float64, by the loop over kernel offsets."""
     x, weight, grad = (t.double() for t in (layer.feats, layer.weight, layer.grad))
     back = layer.found.transpose().pairs()
     dx = reference.forward(grad, reference.transposed(weight, layer.groups), back, layer.rows, layer.groups)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -65,13 +64,11 @@ class Graph:
     reach: int = 0
 
 
-_GRAPHS: Mapping[str, Graph] = MappingProxyType(
-    {
-        "artist-like": Graph(50_515, 1_638_396, 2.1, 1500, 1500),
-        "blog-like": Graph(88_784, 2_093_195, 2.1, 9500, 9500, 0.8, 60),
-        "amazon0505-like": Graph(410_236, 4_878_875, 2.9, 20, 2760, 0.57, 40),
-    }
-)
+_GRAPHS: Mapping[str, Graph] = {
+    "artist-like": Graph(50_515, 1_638_396, 2.1, 1500, 1500),
+    "blog-like": Graph(88_784, 2_093_195, 2.1, 9500, 9500, 0.8, 60),
+    "amazon0505-like": Graph(410_236, 4_878_875, 2.9, 20, 2760, 0.57, 40),
+}
 
 
 def stand_in(name: str, scale: float = 1.0) -> Matrix:
@@ -207,11 +204,10 @@ def _molecules(name: str, scale: float) -> Matrix:
     return _matrix(name, (size, size), _distinct(draw, edges, chance, chain))
 
 
-def _uniform(name: str, scale: float) -> Matrix:
-    return uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15)
-
-
-STAND_INS: Mapping[str, Callable[[str, float], Matrix]] = MappingProxyType(
-    {**{name: _like for name in _GRAPHS}, "stencil5": _stencil5, "dd-like": _molecules, "uniform": _uniform}
-)
+STAND_INS: Mapping[str, Callable[[str, float], Matrix]] = {
+    **{name: _like for name in _GRAPHS},
+    "stencil5": _stencil5,
+    "dd-like": _molecules,
+    "uniform": lambda name, scale: uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15),
+}
 """Makers of the stand-ins by name: maker(name, scale)."""

@@ -77,7 +77,7 @@ class Fed:
         return [y.detach(), *torch.autograd.grad(y, given, self.grad)]
 
     def exact(self, training: bool = False) -> list[Tensor]:
-        """The same in float64, by the loop over taps."""
+        """The same in float64, by the loop over kernel offsets."""
         x, weight, grad = (t.double() for t in (self.feats, self.weight, self.grad))
         y = reference.forward(x, weight, self.found.pairs(), self.found.num_outputs, 1)
         if not training:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from benchmarks.scenes.clouds import batched
 from benchmarks.scenes.workloads import Sample
 from pumice.data import street_scene
 from pumice.env import settings
@@ -54,7 +54,7 @@ def samples(source: Source, count: int, device: torch.device, dtype: torch.dtype
     made = []
     for number, coords in enumerate(found):
         feats = torch.randn(len(coords), 4, generator=chance).to(device, dtype)
-        made.append(Sample(_batched(coords).to(device), feats, extent, 1, f"scene {number}"))
+        made.append(Sample(batched(coords).to(device), feats, extent, 1, f"scene {number}"))
     return made
 
 
@@ -85,7 +85,3 @@ def _clouds(source: Source) -> list[np.ndarray]:
         return [np.load(path)["coords"].astype(np.int32) for path in files]
     scans = [street_scene(seed, beams=32, azimuths=720) for seed in range(_STREETS)]
     return [np.unique(np.floor(scan.xyz / _VOXEL).astype(np.int32), axis=0) for scan in scans]
-
-
-def _batched(coords: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords], axis=1))

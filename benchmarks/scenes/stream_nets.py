@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from torch import nn
 
@@ -97,10 +96,8 @@ def _pair(inputs: int, outputs: int) -> nn.ModuleList:
     return nn.ModuleList([Residual(inputs, outputs), Residual(outputs, outputs)])
 
 
-NETS: Mapping[str, Callable[[bool], nn.Module]] = MappingProxyType(
-    {
-        "unet": lambda quick: UNet([width // 8 for width in UNET] if quick else UNET),
-        "encoder": lambda quick: Encoder([width // 4 for width in ENCODER] if quick else ENCODER),
-    }
-)
+NETS: Mapping[str, Callable[[bool], nn.Module]] = {
+    "unet": lambda quick: UNet([width // 8 for width in UNET] if quick else UNET),
+    "encoder": lambda quick: Encoder([width // 4 for width in ENCODER] if quick else ENCODER),
+}
 """The networks by name; quick: with few channels."""

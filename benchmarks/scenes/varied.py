@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pumice.data import Scan, read_scan, street_scene
+from benchmarks.scenes.workloads import named_scan
+from pumice.data import Scan, street_scene
 from pumice.env import settings
 from pumice.ops import SparseTensor, voxelize
 
@@ -121,9 +122,9 @@ def _real(folder: Path | None) -> Iterator[Scan]:
     if folder is None:
         return
     for path in (*sorted(folder.glob("nuscenes_single/*.bin")), *sorted(folder.glob("waymo/*.bin"))):
-        yield _read(path)
+        yield named_scan(path)
     for path in sorted(folder.glob("nuscenes_10sweeps/*.bin")):
-        whole = _read(path)
+        whole = named_scan(path)
         ages = np.unique(whole.feats[:, -1])
         for count in (n for n in _MERGED if n <= len(ages)):
             chosen = np.isin(whole.feats[:, -1], ages[:count])
@@ -132,7 +133,7 @@ def _real(folder: Path | None) -> Iterator[Scan]:
 
 
 def _kitti(folder: Path) -> Iterator[Scan]:
-    sweeps = [_read(path) for path in sorted(folder.glob("*.bin"))]
+    sweeps = [named_scan(path) for path in sorted(folder.glob("*.bin"))]
     yield from sweeps
     poses = folder / "T_world_velo.npy"
     if not poses.is_file():
@@ -151,7 +152,3 @@ def _merged(sweeps: Sequence[Scan], frames: np.ndarray) -> Scan:
         moved.append(sweep.xyz @ move[:3, :3].T + move[:3, 3])
     feats = np.concatenate([sweep.feats for sweep in sweeps])
     return Scan(np.concatenate(moved).astype(np.float32), feats, name=f"{sweeps[0].name}, {len(sweeps)} sweeps")
-
-
-def _read(path: Path) -> Scan:
-    return replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}")

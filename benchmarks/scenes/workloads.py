@@ -8,11 +8,11 @@ TorchSparse's data sets.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,9 +24,13 @@ from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.nn import Conv3d, MaxPool3d, ReLU
+from pumice.nn.conv import convolutions
 from pumice.ops import SparseTensor, voxelize
 
 Scans = Callable[[Path], list[Scan]]
+
+EXACT = "gather-gemm-scatter-vectorised-separate"
+"""The dataflow of reference runs: a gather, a product of torch and an addition for each kernel offset."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,39 @@ def fresh(sample: Sample) -> SparseTensor:
     return SparseTensor(sample.feats, sample.coords, spatial_shape=sample.spatial_shape, batch_size=sample.batch)
 
 
+def with_dataflow(net: nn.Module, flow: str | None) -> nn.Module:
+    """The network, all of its convolutions set to one dataflow."""
+    for layer in convolutions(net):
+        layer.dataflow = flow
+    return net
+
+
+def exact_copy(net: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A copy in a wide dtype that runs by library products alone."""
+    return with_dataflow(copy.deepcopy(net).to(dtype), EXACT)
+
+
+def network(workload: Workload, sample: Sample) -> nn.Module:
+    """The network with the same weights each time, its norms' statistics those of this sample, in evaluation.
+
+    With the statistics that norms begin with, the features of a deep network would all but vanish. They are found by
+    library products, so that no kernel is compiled for them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        net = workload.model().to(sample.coords.device).train()
+    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm1d)]
+    usual = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        with_dataflow(net, EXACT)(fresh(sample))
+    with_dataflow(net, None)
+    for norm, momentum in zip(norms, usual, strict=True):
+        norm.momentum = momentum
+    return net.eval()
+
+
 def stand_in(workload: Workload) -> Workload:
     """The workload on small generated streets, for where no real scan is at hand and a tiny run is wanted."""
     return replace(workload, scans=partial(_streets, sweeps=1, beams=32, azimuths=360), generated=True)
@@ -262,19 +299,17 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Scan]:
     paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     if not paths:
         raise OptionError(f"PUMICE_DATA={folder}: expected scans {' or '.join(patterns)}, found none")
-    return [replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}") for path in paths]
+    return list(map(named_scan, paths))
 
 
-def _kitti(folder: Path) -> list[Scan]:
-    return _files(folder, ("kitti_seq00/*.bin", "semantickitti_labelled/*.bin"))
+def named_scan(path: Path) -> Scan:
+    """A scan, named by its folder and file."""
+    return replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}")
 
 
-def _waymo(folder: Path) -> list[Scan]:
-    return _files(folder, ("waymo/*.bin",))
-
-
-def _ten_sweeps(folder: Path) -> list[Scan]:
-    return _files(folder, ("nuscenes_10sweeps/*.bin",))
+_kitti = partial(_files, patterns=("kitti_seq00/*.bin", "semantickitti_labelled/*.bin"))
+_waymo = partial(_files, patterns=("waymo/*.bin",))
+_ten_sweeps = partial(_files, patterns=("nuscenes_10sweeps/*.bin",))
 
 
 def _nuscenes(folder: Path) -> list[Scan]:
@@ -342,27 +377,25 @@ def _centerpoint(name: str, scans: Scans, grid: Grid, features: int, source: str
     return Workload(name, model, scans, grid, features, generated, _DETECT + source)
 
 
-WORKLOADS: Mapping[str, Workload] = MappingProxyType(
-    {
-        workload.name: workload
-        for workload in (
-            _minkunet("minkunet-kitti-1x", _kitti, _KITTI, 19, 1.0, "KITTI sequence 00, SemanticKITTI"),
-            _minkunet("minkunet-kitti-0.5x", _kitti, _KITTI, 19, 0.5, "KITTI sequence 00, SemanticKITTI"),
-            _minkunet("minkunet-nuscenes-1f", _nuscenes, _LIDARSEG, 16, 1.0, "nuScenes, key sweeps"),
-            _minkunet("minkunet-nuscenes-3f", _three_sweeps, _LIDARSEG, 16, 1.0, "nuScenes, 3 of 10 sweeps"),
-            _centerpoint("centerpoint-nuscenes-10f", _ten_sweeps, _NUSCENES, 5, "nuScenes, 10 sweeps"),
-            _centerpoint("centerpoint-waymo-1f", _waymo, _WAYMO, 5, "Waymo, frames as they are"),
-            _centerpoint(
-                "centerpoint-waymo-3f",
-                partial(_streets, sweeps=3, beams=64, azimuths=2650),
-                _WAYMO,
-                6,
-                "generated streets, since no three Waymo frames with poses are at hand",
-                generated=True,
-            ),
-        )
-    }
-)
+WORKLOADS: Mapping[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _minkunet("minkunet-kitti-1x", _kitti, _KITTI, 19, 1.0, "KITTI sequence 00, SemanticKITTI"),
+        _minkunet("minkunet-kitti-0.5x", _kitti, _KITTI, 19, 0.5, "KITTI sequence 00, SemanticKITTI"),
+        _minkunet("minkunet-nuscenes-1f", _nuscenes, _LIDARSEG, 16, 1.0, "nuScenes, key sweeps"),
+        _minkunet("minkunet-nuscenes-3f", _three_sweeps, _LIDARSEG, 16, 1.0, "nuScenes, 3 of 10 sweeps"),
+        _centerpoint("centerpoint-nuscenes-10f", _ten_sweeps, _NUSCENES, 5, "nuScenes, 10 sweeps"),
+        _centerpoint("centerpoint-waymo-1f", _waymo, _WAYMO, 5, "Waymo, frames as they are"),
+        _centerpoint(
+            "centerpoint-waymo-3f",
+            partial(_streets, sweeps=3, beams=64, azimuths=2650),
+            _WAYMO,
+            6,
+            "generated streets, since no three Waymo frames with poses are at hand",
+            generated=True,
+        ),
+    )
+}
 """By name, in the order of the papers."""
 
 SPCONV_NET = Workload(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,53 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import (
-    DTYPES,
-    Case,
-    Setup,
-    Way,
-    eager,
-    graph_of,
-    inductor,
-    kept,
-    measured,
-    summarize,
-    tuned,
-)
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Setup, Way, eager, graph_of, inductor, kept, measured, summarize, tuned
 from benchmarks.harness.timing import together
 from benchmarks.peers import spconv as spconv_peer
-from pumice.coords import KernelMap, Relation, kernel_map
+from benchmarks.scenes.clouds import batched
+from benchmarks.scenes.layers import Layer, Width, exact, layer_on, map_of, statement
+from pumice.coords import KernelMap
 from pumice.env import settings
-from pumice.lower import maps, reference
+from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.graph import PreparedGraph
-from pumice.ops import SparseTensor, conv_features
-from pumice.ops.autograd import einsum
+from pumice.ops import conv_features
 
 FORMS = ("pairs", "grouped", "compacted", "split2")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
 # Inductor takes ten seconds to compile a scene.
 FOR_INDUCTOR = ("random_", "waymo_1f_10x10x15cm", "lobby")
 GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded baselines took
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """A convolution with its map and operands. weight: [C_out, 27, C_in / groups]."""
-
-    found: KernelMap
-    feats: Tensor
-    weight: Tensor
-    coords: Tensor
-
-    @property
-    def rows(self) -> int:
-        return len(self.coords)
-
-    @property
-    def groups(self) -> int:
-        return self.feats.shape[1] // self.weight.shape[2]
 
 
 def conv(setup: Setup) -> Iterator[Row]:
@@ -92,18 +61,14 @@ def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
         setup.say(f"no scene in {folder}: the random scene only")
     for path in paths:
         found = np.load(path)["coords"] if path.suffix == ".npz" else np.loadtxt(path, dtype=np.int32)
-        yield path.stem, _batched(found)
+        yield path.stem, batched(found[:, :3])
 
 
 def _random(setup: Setup) -> Tensor:
     """Voxels anywhere in a box, 6.8 neighbours of 27 each on average."""
     side, count = (12, 400) if setup.quick else (76, 100_000)
     cells = np.sort(np.random.default_rng(5).permutation(side**3)[:count])
-    return _batched(np.stack([cells // side**2, cells // side % side, cells % side], axis=1).astype(np.int32))
-
-
-def _batched(coords: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords[:, :3]], axis=1))
+    return batched(np.stack([cells // side**2, cells // side % side, cells % side], axis=1))
 
 
 def _channels(setup: Setup) -> int:
@@ -112,32 +77,19 @@ def _channels(setup: Setup) -> int:
 
 def layer_of(setup: Setup, coords: Tensor) -> Layer:
     """The layer on these coordinates with normal features and weights."""
-    coords, channels = coords.to(setup.device), _channels(setup)
-    x = SparseTensor(torch.zeros(len(coords), 1, device=setup.device), coords)
-    found, _ = kernel_map(x.geometry, Relation.of(3, 3))
-    feats = setup.random(len(coords), channels, dtype=setup.half, seed=6)
-    weight = setup.random(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
-    return Layer(found, feats, weight.to(setup.half), coords)
+    coords = coords.to(setup.device)
+    return layer_on(setup, map_of(coords), coords, Width.square(_channels(setup)))
 
 
 def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
-    ours = [
-        planned(layer),
-        *(Way(form, partial(forced, layer, form), optional=True) for form in FORMS),
-    ]
+    ours = [planned(layer), *(Way(form, partial(forced, layer, form), optional=True) for form in FORMS)]
     made = partial(grouped_graph, layer)
-    peers = [Way("spconv", partial(_spconv, layer), spconv_peer.package(), slack=spconv_peer.slack(setup.device))]
+    peers = [spconv_peer.way(layer)]
     if name.startswith(FOR_INDUCTOR):
         peers.append(eager("eager", made))
     if name.startswith(FOR_INDUCTOR) and not setup.quick:
         peers += [inductor("Inductor native", made, True), inductor("Inductor", made, False)]
     yield from measured(setup, Case(case, setup.half, exact(layer)), ours, peers)
-
-
-def exact(layer: Layer) -> Tensor:
-    """The result in float64."""
-    x, weight = layer.feats.double(), layer.weight.double()
-    return reference.forward(x, weight, layer.found.pairs(), layer.rows, layer.groups)
 
 
 def planned(layer: Layer) -> Way:
@@ -152,10 +104,7 @@ def convert(layer: Layer) -> None:
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
     """The layer with its map in one form."""
-    tokens, held = maps.build_form(layer.found, form)
-    names = "|".join(("x", "w", *tokens))
-    operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
-    return tuned(lambda: einsum(operands, names, CONV, shape))
+    return tuned(statement(layer, maps.build_form(layer.found, form)))
 
 
 def grouped_graph(layer: Layer) -> PreparedGraph:
@@ -179,8 +128,7 @@ def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
             continue
         (times,) = together([call], setup.device, "wall", setup.seconds)
         setup.say(f"{case}: to {name} {times.median:.4g} ms, paper {INSUM_CONVERSION.value} ms")
-        subject = Subject(setup.suite, f"{case}/to-{name}", DTYPES[setup.half], setup.device, metric="conversion")
-        yield row(subject, times, "wall", INSUM_CONVERSION)
+        yield setup.row(f"{case}/to-{name}", times, "wall", INSUM_CONVERSION, "conversion")
 
 
 def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:
@@ -198,8 +146,3 @@ def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:
 
 def _keys(inputs: Tensor, outputs: Tensor, taps: Tensor, layer: Layer) -> Tensor:
     return (outputs * layer.found.volume + taps) * layer.rows + inputs
-
-
-def _spconv(layer: Layer) -> Callable[[], Tensor]:
-    _, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords)
-    return torch.no_grad()(lambda: run(layer.feats))

@@ -8,19 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Case, Setup, Way, as_graph, eager, inductor, line, measured
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Setup, Way, as_graph, eager, inductor, line, measured
 from benchmarks.harness.timing import Times
 from benchmarks.scenes import matrices
-from benchmarks.suites import einsum_conv as bench_conv
-from benchmarks.suites import spmm_structured as bench_structured
-from benchmarks.suites import spmm_unstructured as bench_unstructured
+from benchmarks.scenes.layers import exact
+from benchmarks.suites import einsum_conv, spmm
 from benchmarks.suites.first_call import first_calls
 from pumice.lower.dataflow import CONV
 from pumice.ops.convert import group_cost
 from pumice.ops.sparse import sparse
 
-TEXT = "C[m,n] = A[m,k] * B[k,n]"
 # One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune (s), conversion, run (ms), lines.
 PUBLISHED = {
     "Insum (paper)": {"compile": 14.8e3, "conversion": 0.55, "run": 0.47},
@@ -38,11 +36,11 @@ def figure7(setup: Setup) -> Iterator[Row]:
 
 def _sweep(setup: Setup, matrix: matrices.Matrix) -> Iterator[Row]:
     dtype, columns = torch.float32, 16 if setup.quick else 128
-    csr = bench_unstructured.csr_of(setup, matrix, dtype)
+    csr = spmm.csr_of(setup, matrix, dtype)
     b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
-    truth = bench_unstructured.product(matrix, csr.values(), b)
+    truth = spmm.product(matrix, csr.values(), b)
     sizes = _sizes(matrix)
-    ours = [line(f"g{size}", TEXT, A=sparse(csr, f"m:C k:G{size}"), B=b) for size in sizes]
+    ours = [line(f"g{size}", spmm.TEXT, A=sparse(csr, f"m:C k:G{size}"), B=b) for size in sizes]
     peer = Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b), slack=4)
     case = f"figure7/{matrix.name}/N{columns}"
     rows = list(measured(setup, Case(case, dtype, truth), ours, [peer]))
@@ -71,19 +69,19 @@ def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -
             ("gathers+scatters", "entries", cost.total, bare.total),
             ("memory", "bytes", cost.bytes, bare.bytes),
         ):
-            subject = Subject(setup.suite, f"{case}/g{size}", "fp32", setup.device, (), metric, unit)
-            yield row(subject, Times(value, value, value), "count", Peer("groups of 1", other))
+            yield setup.row(f"{case}/g{size}", value, "count", Peer("groups of 1", other), metric, unit, "fp32")
 
 
 def table3(setup: Setup) -> Iterator[Row]:
     """Compile, conversion, run and lines of one point-cloud convolution, beside what others published."""
-    name, coords = next(bench_conv.scenes(setup))
-    layer = bench_conv.layer_of(setup, coords)
+    name, coords = next(einsum_conv.scenes(setup))
+    layer = einsum_conv.layer_of(setup, coords)
     case = f"table3/{name}"
-    run = list(_run(setup, case, layer))
-    convert = list(bench_conv.conversions(setup, case, layer))
+    peer = eager("eager", partial(einsum_conv.grouped_graph, layer))
+    run = list(measured(setup, Case(case, setup.half, exact(layer)), [einsum_conv.planned(layer)], [peer]))
+    convert = list(einsum_conv.conversions(setup, case, layer))
     build = first_calls(setup, ["conv"], warm=0)["conv"]["cold"]
-    found: dict[str, Times] = {"compile": build, "lines": Times(*(float(len(CONV.splitlines())),) * 3)}
+    found: dict[str, Times] = {"compile": build, "lines": Times.exactly(len(CONV.splitlines()))}
     wall = [r for r in run if r.clock == "wall"]
     if wall:
         found["run"] = Times(wall[0].value, wall[0].p20, wall[0].p80)
@@ -94,17 +92,10 @@ def table3(setup: Setup) -> Iterator[Row]:
     _say_table(setup, found)
     for metric, times in found.items():
         unit = "lines" if metric == "lines" else "ms"
-        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, (), metric, unit)
         clock = "count" if metric == "lines" else "wall"
         for peer, column in PUBLISHED.items():
             if metric in column:
-                yield row(subject, times, clock, Peer(peer, column[metric], "recorded"))
-
-
-def _run(setup: Setup, case: str, layer: bench_conv.Layer) -> Iterator[Row]:
-    truth = bench_conv.exact(layer)
-    peer = eager("eager", partial(bench_conv.grouped_graph, layer))
-    yield from measured(setup, Case(case, setup.half, truth), [bench_conv.planned(layer)], [peer])
+                yield setup.row(case, times, clock, Peer(peer, column[metric], "recorded"), metric, unit)
 
 
 def _say_table(setup: Setup, found: dict[str, Times]) -> None:
@@ -118,9 +109,9 @@ def _say_table(setup: Setup, found: dict[str, Times]) -> None:
 def ablation(setup: Setup) -> Iterator[Row]:
     """COO, + groups, + blocks, + tensor cores, + lazy broadcasting: one block-sparse product, step by step."""
     size, block = (128, 32) if setup.quick else (4096, 32)
-    a = bench_structured.block_matrix(setup, size, block, 0.9)
+    a = spmm.block_matrix(setup, size, block, 0.9)
     b = setup.random(size, size, dtype=setup.half, seed=2)
-    dense = bench_structured.filled_out(a)
+    dense = spmm.filled_out(a)
     truth = dense.double() @ b.double()
     peers = [Way("dense", lambda: lambda: torch.mm(dense, b))]
     times: dict[str, float] = {}
@@ -139,11 +130,13 @@ def _steps(setup: Setup, a: Tensor, b: Tensor, block: int) -> Iterator[Way]:
     flat = sparse(a, "(m k):C")
     grouped = sparse(flat, "m:C k:G16")
     blocked = sparse(a, f"m:C k:G4 m:B{block} k:B{block}")
-    yield eager("COO", lambda: as_graph(TEXT, A=flat, B=b))
-    yield eager("+ group", lambda: as_graph(TEXT, A=grouped, B=b))
-    yield eager("+ block", lambda: as_graph(TEXT, A=blocked, B=b))
+    yield eager("COO", lambda: as_graph(spmm.TEXT, A=flat, B=b))
+    yield eager("+ group", lambda: as_graph(spmm.TEXT, A=grouped, B=b))
+    yield eager("+ block", lambda: as_graph(spmm.TEXT, A=blocked, B=b))
     if setup.quick:
         setup.say("  + tensor cores: left out of a quick run, Inductor takes long to compile")
     else:
-        yield inductor("+ tensor cores", lambda: as_graph(TEXT, A=blocked, B=b), native=setup.device.type == "cuda")
-    yield line("+ lazy broadcasting", TEXT, A=blocked, B=b)
+        yield inductor(
+            "+ tensor cores", lambda: as_graph(spmm.TEXT, A=blocked, B=b), native=setup.device.type == "cuda"
+        )
+    yield line("+ lazy broadcasting", spmm.TEXT, A=blocked, B=b)

@@ -11,15 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup, quietly
-from benchmarks.harness.timing import Times
 from benchmarks.scenes.engine import net_for
 from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
@@ -31,7 +28,7 @@ COUNT, TINY = 1000, 8
 """Geometries of a run, and of a quick one."""
 SIDE = 128
 """Coordinates are from -SIDE to SIDE - 1."""
-BUCKETS: Mapping[bool, tuple[int, ...]] = MappingProxyType({False: (1024, 4096, 16384), True: (40, 120)})
+BUCKETS: Mapping[bool, tuple[int, ...]] = {False: (1024, 4096, 16384), True: (40, 120)}
 """Capacities; of a quick run."""
 
 Make = Callable[[int, torch.Generator], Tensor]
@@ -71,9 +68,13 @@ def _lines(count: int, chance: torch.Generator) -> Tensor:
     return found[(found < SIDE).all(1)]
 
 
-KINDS: Mapping[str, Make] = MappingProxyType(
-    {"anywhere": _anywhere, "block": _block, "surface": _surface, "clusters": _clusters, "lines": _lines}
-)
+KINDS: Mapping[str, Make] = {
+    "anywhere": _anywhere,
+    "block": _block,
+    "surface": _surface,
+    "clusters": _clusters,
+    "lines": _lines,
+}
 """Candidates of about a number of voxels: what is too much is left out, what is missing comes from anywhere."""
 
 
@@ -177,7 +178,7 @@ def _compare(
         want = _eager(net, feats, coords)
         # Half of them as features and coordinates, half as a tensor with its own geometry.
         got = fast(feats, coords) if seed % 2 else fast(SparseTensor(feats, coords))
-        again = partial(_shaken, net, feats, coords)
+        again = lambda f=feats, c=coords: _eager(net, perturb(f, ()), c)  # noqa: E731
         found.add(f"{kind}, {size} voxels, seed {seed}", got, want, again)
         done += 1
     return found, done
@@ -187,10 +188,6 @@ def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
     # No two are alike: graphs that find maps of scenes of about a size would be recorded for nothing.
     with torch.no_grad(), without_graphs():
         return net(SparseTensor(feats, coords))
-
-
-def _shaken(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
-    return _eager(net, perturb(feats, ()), coords)
 
 
 def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -> Iterator[Row]:
@@ -203,5 +200,4 @@ def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -
         "by graphs": (float(fast.replays), f"of {done}"),
     }
     for metric, (value, unit) in values.items():
-        subject = Subject(setup.suite, name, DTYPES[setup.half], setup.device, metric=metric, unit=unit)
-        yield row(subject, Times(value, value, value), "count", Peer("itself", value))
+        yield setup.row(name, value, "count", Peer("itself", value), metric, unit)

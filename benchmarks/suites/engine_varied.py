@@ -1,6 +1,6 @@
 """The study `varied` of the suite `engine`: how long a captured network takes for scans that it has never met.
 
-Thousands of scans (varied_scans.py), one after the other, each made on the device before the clock starts. A call
+Thousands of scans (scenes/varied.py), one after the other, each made on the device before the clock starts. A call
 begins on an idle device with features and coordinates there, and ends when the logits are. Nothing is made ready: the
 first scan of a capacity waits until that is captured, which counts in `all` rows and is left out of `later` ones.
 
@@ -14,15 +14,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup, quietly
-from benchmarks.harness.timing import Times
+from benchmarks.harness.timing import synchronize
 from benchmarks.scenes.engine import net_for
 from benchmarks.scenes.varied import BOX, Varied, hungry, source
 from benchmarks.scenes.workloads import Sample
@@ -31,13 +30,13 @@ from pumice.engine.compare import differ, perturb
 from pumice.ops import SparseTensor
 
 COUNT, TINY = 10_000, 30
-SIZES: Mapping[bool, tuple[int, int]] = MappingProxyType({False: (7_200, 120_000), True: (60, 300)})
+SIZES: Mapping[bool, tuple[int, int]] = {False: (7_200, 120_000), True: (60, 300)}
 """Voxels of a scan, from and to; of a quick run."""
 FEW: tuple[int, ...] = (100, 200)
 """Capacities of a quick run, besides the largest."""
 GOAL = 1.5
 """How many times p50 p99.9 may be, within a capacity."""
-QUANTILES: Mapping[str, float] = MappingProxyType({"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0})
+QUANTILES: Mapping[str, float] = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 _ASKED = 64
 """Scans that the example is chosen from."""
 _CHECKED = 20
@@ -140,13 +139,10 @@ def _seen(setup: Setup, scans: Varied, fast: Captured, count: int) -> Seen:
 
 
 def _timed(setup: Setup, fast: Captured, feats: torch.Tensor, coords: torch.Tensor) -> float:
-    on_gpu = setup.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize(setup.device)
     begin = time.perf_counter()
     fast(feats, coords)
-    if on_gpu:
-        torch.cuda.synchronize()
+    synchronize(setup.device)
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -205,11 +201,9 @@ def _tell(setup: Setup, name: str, seen: Seen, fast: Captured) -> None:
 
 def _rows(setup: Setup, name: str, seen: Seen, fast: Captured) -> Iterator[Row]:
     """Latencies by capacity, what the first scan of each waited, what memory grew by, and what ran eagerly."""
-    dtype, device = DTYPES[setup.half], setup.device
 
     def made(case: str, metric: str, value: float, unit: str, clock: str, peer: Peer | None = None) -> Row:
-        subject = Subject(setup.suite, f"{name}/{case}", dtype, device, metric=metric, unit=unit)
-        return row(subject, Times(value, value, value), clock, peer or Peer("itself", value))
+        return setup.row(f"{name}/{case}", value, clock, peer or Peer("itself", value), metric, unit)
 
     for capacity, which, spent in _parts(seen):
         found = quantiles(spent)

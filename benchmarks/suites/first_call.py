@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Setup
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Setup
 from benchmarks.harness.timing import Times
 from pumice.errors import PumiceError
 
@@ -38,13 +38,12 @@ def compile_times(setup: Setup) -> Iterator[Row]:
 
 def _rows(setup: Setup, name: str, state: str, times: Times) -> Iterator[Row]:
     case = f"compile/{name}/{state}"
-    setup.say(f"{case}: {times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})")
+    setup.say(f"{case}: {times}")
     if name == "start":
         return
-    dtype = "fp32" if name == "tensor-product" else DTYPES[setup.half]
-    subject = Subject(setup.suite, case, dtype, setup.device, metric="compile")
+    dtype = "fp32" if name == "tensor-product" else ""
     for peer in (GOALS[state], *([INSUM] if (name, state) == ("conv", "cold") else [])):
-        yield row(subject, times, "wall", peer)
+        yield setup.row(case, times, "wall", peer, "compile", dtype=dtype)
 
 
 def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict[str, Times]]:
@@ -70,17 +69,21 @@ def _spent(calls: Sequence[float]) -> float:
 def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
     """[first, later] by statement in a process of its own with these caches."""
     size = "quick" if setup.quick else "full"
-    return probed("first_statement", (str(setup.device), size, ",".join(names)), caches)
+    return probed((str(setup.device), size, ",".join(names)), caches)
 
 
-def probed(module: str, arguments: Sequence[str], caches: Path) -> Any:
-    """What a program of this room prints last, as JSON, in a process of its own with these caches.
+def fresh_caches(folder: Path) -> list[str]:
+    """The beginning of a command line that runs a program with its caches in a folder."""
+    variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    return ["env", *(f"{name}={folder / name.lower()}" for name in variables)]
+
+
+def probed(arguments: Sequence[str], caches: Path) -> Any:
+    """What probes/first_call.py prints, in a process of its own with these caches.
 
     Raises PumiceError where it ends badly, or takes too long.
     """
-    variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    command = ["env", *(f"{name}={caches / name.lower()}" for name in variables)]
-    command += [sys.executable, "-m", f"benchmarks.probes.{module}", *arguments]
+    command = [*fresh_caches(caches), sys.executable, "-m", "benchmarks.probes.first_call", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     except subprocess.CalledProcessError as error:

@@ -6,15 +6,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Case, Setup, Way, ready
-from benchmarks.harness.timing import Times, together
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Setup, Way, ready
+from benchmarks.harness.timing import Times, synchronize, together
 from benchmarks.scenes.clouds import surface
 from benchmarks.scenes.layers import FORWARD, TRAINING, Cell, Pass, Trained, Width, layer_of, map_of
 from benchmarks.suites.first_call import probed
@@ -25,7 +24,7 @@ from pumice.ops import SparseTensor, conv_features
 VOXELS, CHANNELS = 300, 16
 """So few that a GPU never limits."""
 _RUNS = 7
-STATES: Mapping[str, Peer] = MappingProxyType({"cold": Peer("goal", 20.0, "goal"), "warm": Peer("goal", 2.0, "goal")})
+STATES: Mapping[str, Peer] = {"cold": Peer("goal", 20.0, "goal"), "warm": Peer("goal", 2.0, "goal")}
 """Seconds of the first call: with empty caches, and in a new process that finds them filled."""
 
 
@@ -45,26 +44,20 @@ def host(setup: Setup) -> Iterator[Row]:
         times = queued(done.call, setup.device, 50 if setup.quick else 2000)
         told = f"{case}: {times.median:.2f} us of the host ({times.p20:.2f}, {times.p80:.2f}), goal {goal:g}"
         setup.say(told + _on_device(setup, done.call))
-        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, metric="host", unit="us")
-        yield row(subject, times, "wall", Peer("goal", goal, "goal"))
+        yield setup.row(case, times, "wall", Peer("goal", goal, "goal"), "host", "us")
 
 
 def queued(call: Callable[[], Any], device: torch.device, count: int) -> Times:
     """Microseconds of a call: so many in a row without a wait, over their count."""
     spent = []
     for _ in range(_RUNS):
-        _wait(device)
+        synchronize(device)
         begin = time.perf_counter()
         for _ in range(count):
             call()
         spent.append(1e6 * (time.perf_counter() - begin) / count)
-    _wait(device)
+    synchronize(device)
     return Times.of(spent)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _on_device(setup: Setup, call: Callable[[], Any]) -> str:
@@ -114,14 +107,12 @@ def _layer_and_gradients(layer: Trained) -> Callable[[], tuple[Tensor, ...]]:
     return call
 
 
-CALLS: Mapping[str, tuple[Callable[[Trained], Callable[[], Any]], Pass, float]] = MappingProxyType(
-    {
-        "function": (_function, FORWARD, 15.0),
-        "layer": (_layer, FORWARD, 15.0),
-        "function+backward": (_function_and_gradients, TRAINING, 70.0),
-        "layer+backward": (_layer_and_gradients, TRAINING, 70.0),
-    }
-)
+CALLS: Mapping[str, tuple[Callable[[Trained], Callable[[], Any]], Pass, float]] = {
+    "function": (_function, FORWARD, 15.0),
+    "layer": (_layer, FORWARD, 15.0),
+    "function+backward": (_function_and_gradients, TRAINING, 70.0),
+    "layer+backward": (_layer_and_gradients, TRAINING, 70.0),
+}
 """What is called, what it gives, and the goal in microseconds."""
 
 
@@ -130,16 +121,10 @@ def first_call(setup: Setup) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
         for state, goal in STATES.items():
             try:
-                first, later = _first(setup, Path(folder))
+                size = "quick" if setup.quick else "full"
+                first, later = probed((str(setup.device), size, "network"), Path(folder))["network"]
             except PumiceError as reason:
                 setup.failed(f"first-call/{state}: {reason}")
                 return
-            setup.say(f"first-call/{state}: {first:.3g} s, goal {goal.value:g}; a later call {1e3 * later:.4g} ms")
-            case = f"first-call/MinkUNet/{state}"
-            subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device, metric="first call", unit="s")
-            yield row(subject, Times(first, first, first), "wall", goal)
-
-
-def _first(setup: Setup, caches: Path) -> tuple[float, float]:
-    first, later = probed("first_network", (str(setup.device), "quick" if setup.quick else "full"), caches)
-    return first, later
+            setup.say(f"first-call/{state}: {1e-3 * first:.3g} s, goal {goal.value:g}; a later call {later:.4g} ms")
+            yield setup.row(f"first-call/MinkUNet/{state}", 1e-3 * first, "wall", goal, "first call", "s")

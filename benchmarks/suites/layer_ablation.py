@@ -1,35 +1,31 @@
-"""The study `ablation` of the suite `conv-forward`: what each idea brings to a layer, as predicted and as measured."""
+"""The studies `ablation` and `default-tile` of the suites `conv-forward` and `conv-train`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, ready, timed, untuned
-from benchmarks.harness.timing import Times
-from benchmarks.scenes.layers import Cell, Choice, Trained, cells, forward, layer_of
-from benchmarks.suites.einsum_conv import exact
+from benchmarks.harness.results import geomean
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Setup, Way, goals_told, ready, timed, tuned, untuned
+from benchmarks.scenes.layers import FORWARD, Cell, Choice, Pass, Trained, cells, exact, forward, layer_of, statement
 from benchmarks.suites.layer_model import Step, Walk, in_turn, least, needs, walks
 from pumice.lower import maps
 from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
-from pumice.ops.autograd import einsum
-from pumice.runtime.launch import has_triton
+from pumice.runtime.launch import has_triton, triton_unavailable_reason
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
 
 FORM = "compacted"
 ALL_TAPS = "O[o,n] = x[R[o,k],c] * w[n,k,c]"
-"""No form of a map walks all taps of every row: this statement over its table does."""
+"""No form of a map walks all kernel offsets of every row: this statement over its table does."""
 ONLINE = "O[rows[tile[e],b],n] = x[R[rows[tile[e],b],k[e]],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
 """Rows are reordered in the kernel: what a row meets is looked up in the table, not laid out before."""
 NO_FORM = (
@@ -70,14 +66,11 @@ class Subjected:
 
     def form(self, name: str) -> Callable[[], Tensor]:
         """The layer with its map in one form."""
-        tokens, held = maps.build_form(self.layer.found, name)
-        return self.line(CONV, "|".join(("x", "w", *tokens)), held)
+        return self.line(CONV, *maps.build_form(self.layer.found, name))
 
-    def line(self, text: str, names: str, arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
+    def line(self, text: str, names: Sequence[str], arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
         """A statement over features, weights and index arrays, by kernels where they run."""
-        operands, shape = [self.layer.feats, self.layer.weight, *arrays], (self.layer.rows, self.layer.weight.shape[0])
-        lowering = "triton" if self.kernels else ""
-        return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))
+        return statement(self.layer, (names, arrays), text, "triton" if self.kernels else "")
 
     def seconds(self, walked: Sequence[Walk]) -> float:
         """The least that a kernel of the default tile takes for these walks."""
@@ -100,21 +93,19 @@ def _split(cell: Subjected, form: str) -> Idea:
 def _compaction(cell: Subjected) -> Idea:
     table = cell.layer.found.rows()
     all_taps = Walk.of_all_taps(cell.layer.found, maps.tile_rows_for(cell.layer.rows))
-    dense = cell.line(ALL_TAPS, "x|w|R", [table])
+    dense = cell.line(ALL_TAPS, ["R"], [table])
     return cell.idea(cell.seconds([all_taps]) / cell.compacted(), cell.form(FORM), dense)
 
 
 def _reordering(cell: Subjected) -> Idea:
     rows, tiles, taps, _ = maps.build_form(cell.layer.found, FORM)[1]
-    online = cell.line(ONLINE, "x|w|R|rows|tile|k", [cell.layer.found.rows(), rows, tiles, taps])
+    online = cell.line(ONLINE, ["R", "rows", "tile", "k"], [cell.layer.found.rows(), rows, tiles, taps])
     # As measured of a first prototype: a load that waits for a load that waits for a load costs 1.3 to 1.5 times.
     return cell.idea(1.4, cell.form(FORM), online)
 
 
-def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea | str:
+def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea:
     """Against a chain of loads with so many stages. The gains are those of a first prototype."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     ahead, chain = replace(tile, prefetch_indices=True, stages=3), replace(tile, prefetch_indices=False, stages=stages)
@@ -127,8 +118,6 @@ def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
 
 def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
     """Against the same tile with something of it switched off."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     if tile.packed:
@@ -138,8 +127,6 @@ def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
 
 def _sharing(cell: Subjected) -> Idea | str:
     """Long segments shared by several programs, against one program for each."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
     if not tile.stream_k_chunk:
         return "there is work for all, and nothing is shared"
@@ -147,11 +134,9 @@ def _sharing(cell: Subjected) -> Idea | str:
     return _switched(cell, alone / least(needs(cell.layer, walked, tile)), stream_k_chunk=0)
 
 
-def _tile_by_size(cell: Subjected) -> Idea | str:
+def _tile_by_size(cell: Subjected) -> Idea:
     """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
     round."""
-    if not cell.kernels:
-        return "tiles are those of kernels, and none run here"
     layer = cell.layer
     own = maps.tile_rows_for(layer.rows)
     other = next(size for size in _SIZES if maps.tile_rows_for(size) != own)
@@ -184,24 +169,25 @@ def _epilogue(cell: Subjected) -> Idea:
     )
 
 
-IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = MappingProxyType(
-    {
-        "row-order": _row_order,
-        "look-ahead": partial(_look_ahead, stages=3, predicted=1.13),
-        "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
-        "compaction": _compaction,
-        "reordering": _reordering,
-        "tile-by-size": _tile_by_size,
-        "sharing": _sharing,
-        # By the instructions of the loop, which is bound by others of them.
-        "hoisting": partial(_switched, predicted=1.03, hoisted=False),
-        "padding": partial(_switched, predicted=1.01, padded=False),
-        "split2": partial(_split, form="split2"),
-        "split3": partial(_split, form="split3"),
-        "fused-epilogue": _epilogue,
-    }
-)
+IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = {
+    "row-order": _row_order,
+    "look-ahead": partial(_look_ahead, stages=3, predicted=1.13),
+    "look-ahead-against-5-stages": partial(_look_ahead, stages=5, predicted=1.0),
+    "compaction": _compaction,
+    "reordering": _reordering,
+    "tile-by-size": _tile_by_size,
+    "sharing": _sharing,
+    # By the instructions of the loop, which is bound by others of them.
+    "hoisting": partial(_switched, predicted=1.03, hoisted=False),
+    "padding": partial(_switched, predicted=1.01, padded=False),
+    "split2": partial(_split, form="split2"),
+    "split3": partial(_split, form="split3"),
+    "fused-epilogue": _epilogue,
+}
 """By name; a text says why there is nothing to compare."""
+TILED = {"look-ahead", "look-ahead-against-5-stages", "tile-by-size", "sharing", "hoisting", "padding"}
+"""Those that compare tiles of kernels."""
+NO_KERNELS = "tiles are those of kernels, and none run here"
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
@@ -212,42 +198,69 @@ def ablation(setup: Setup) -> Iterator[Row]:
         layer = layer_of(setup, cell)
         subjected = Subjected(layer, exact(layer))
         for name, make in IDEAS.items():
-            found = make(subjected)
+            found = make(subjected) if subjected.kernels or name not in TILED else NO_KERNELS
             if isinstance(found, str):
                 setup.say(f"  {cell.case}/{name} is left out: {found}")
                 continue
             for made in _compared(setup, cell, name, found):
-                if made.metric == "gain" and made.clock == _clock(setup):
+                if made.metric == "gain" and made.clock == setup.clock:
                     gains.setdefault(name, []).append((made.peer_value, made.value))
                 yield made
     _say_gains(setup, gains)
 
 
-def _clock(setup: Setup) -> str:
-    return "gpu" if setup.device.type == "cuda" else "wall"
-
-
 def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
     """The rows of an idea: its time against the time without, its gain against the predicted one."""
     case = Case(f"{cell.case}/{name}", setup.half, idea.truth)
-    has, lacks = (_made(setup, case, text, call) for text, call in (("with", idea.has), ("without", idea.lacks)))
+    has, lacks = (
+        ready(setup, case, Way(text, partial(untuned, call)), ours=True)
+        for text, call in (("with", idea.has), ("without", idea.lacks))
+    )
     if has is None or lacks is None:
         return
     for made in timed(setup, case, [has], [lacks]):
         yield made
-        gain = made.peer_value / made.value
-        subject = Subject(setup.suite, case.name, DTYPES[setup.half], setup.device, (), "gain", "x")
-        yield row(subject, Times(gain, gain, gain), made.clock, Peer("predicted", idea.predicted, "model"))
-
-
-def _made(setup: Setup, case: Case, name: str, call: Callable[[], Tensor]) -> Ready | None:
-    return ready(setup, case, Way(name, lambda: untuned(call)), ours=True)
+        predicted = Peer("predicted", idea.predicted, "model")
+        yield setup.row(case.name, made.ratio, made.clock, predicted, "gain", "x")
 
 
 def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     setup.say("idea, predicted gain (of an H200), measured gain (geometric means), measured least and most")
     for name, found in gains.items():
-        predicted, measured = (math.exp(sum(map(math.log, side)) / len(side)) for side in zip(*found, strict=True))
+        predicted, measured = (geomean(side) for side in zip(*found, strict=True))
         ends = [gain for _, gain in found]
         setup.say(f"  {name:<28} {predicted:6.2f}x {measured:6.2f}x   {min(ends):.2f} to {max(ends):.2f}")
     setup.say(NO_FORM)
+
+
+# The default tile against the best
+
+WITHIN = 1.1
+"""How many times the best tile's time the default's may be."""
+
+
+def default_tile(setup: Setup, passed: Pass) -> Iterator[Row]:
+    """Every cell by default tiles, against the fastest of all tiles that are worth timing."""
+    if why := triton_unavailable_reason(torch.empty(0, device=setup.device)):
+        setup.say(f"default-tile is left out: tiles are those of kernels, and {why}")
+        return
+    ratios: dict[str, float] = {}
+    for cell in cells(setup, Choice("default-tile", passed.name)):
+        for made in _beside_best(setup, cell, passed):
+            if made.clock == setup.clock:
+                ratios[cell.case] = made.ratio
+            yield made
+    goals_told(setup, "best tile over default tile", ratios, 1 / WITHIN)
+
+
+def _beside_best(setup: Setup, cell: Cell, passed: Pass) -> Iterator[Row]:
+    layer = layer_of(setup, cell)
+    case, call = Case(cell.case, setup.half, passed.exact(layer)), partial(passed.run, layer)
+    best = ready(setup, case, Way("best", lambda: tuned(call)), ours=True)
+    default = ready(setup, case, Way("default", lambda: untuned(call)), ours=True)
+    if default is None or best is None:
+        return
+    if passed is FORWARD:
+        step = Step.of(layer, FORM)
+        setup.say(f"  default {step.default()}, best {step.best()}")
+    yield from timed(setup, case, [default], [best])

@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from benchmarks.suites.einsum_conv import Layer
+from benchmarks.scenes.layers import Layer
 from pumice.coords import KernelMap
 from pumice.language.bind import BoundStatement
 from pumice.lower import maps, plan
@@ -49,14 +48,14 @@ class Walk:
 
     @staticmethod
     def of(rows: Tensor, tiles: Tensor, taps: Tensor, met: Tensor) -> Walk:
-        """Of the arrays of coords.Compacted."""
+        """Of the arrays of coords.TileList."""
         heaviest = int(torch.bincount(tiles.long(), minlength=1).max())
         held = sum(x.numel() * x.element_size() for x in (rows, tiles, taps, met))
         return Walk(rows.shape[1], rows.shape[0], tiles.shape[0], heaviest, held)
 
     @staticmethod
     def of_all_taps(found: KernelMap, block: int) -> Walk:
-        """Of the table of a map, every tap of every row."""
+        """Of the table of a map, every kernel offset of every row."""
         tiles = -(-found.num_outputs // block)
         return Walk(block, tiles, tiles * found.volume, found.volume, 4 * found.num_outputs * found.volume)
 
@@ -77,7 +76,7 @@ class Step:
 
     @staticmethod
     def of(layer: Layer, form: str, block: int = 0) -> Step:
-        """block: outputs of a tile of the form "compacted"; by default as many as maps.block_of says."""
+        """block: outputs of a tile of the form "compacted"; by default as many as maps.tile_rows_for says."""
         tokens, held = maps.build_form(layer.found, form)
         text, x, weight, shape = _statement(layer)
         names = "|".join(("x", "w", *tokens))
@@ -183,14 +182,12 @@ def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
 def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
     """Seconds of an H200 by name. floor: what a kernel takes that does nothing."""
     gpu = DEVICES["cuda"]
-    return MappingProxyType(
-        {
-            "memory": needed.memory / gpu.memory,
-            "cache": needed.cache / gpu.cache,
-            "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
-            "latency": floor + needed.chain,
-        }
-    )
+    return {
+        "memory": needed.memory / gpu.memory,
+        "cache": needed.cache / gpu.cache,
+        "matrix": (needed.padded - needed.plain) / gpu.matrix + needed.plain / gpu.plain,
+        "latency": floor + needed.chain,
+    }
 
 
 def least(needed: Needs) -> float:
@@ -218,4 +215,4 @@ def why(needed: Needs, floor: float) -> Mapping[str, float]:
         "the launch and the longest program": 0.0 if name == "latency" else found["latency"],
         "the last wave is not full": found[name] * (math.ceil(waves) / waves - 1) if waves > 1 else 0.0,
     }
-    return MappingProxyType(dict(sorted(left.items(), key=lambda item: -item[1])))
+    return dict(sorted(left.items(), key=lambda item: -item[1]))

@@ -1,26 +1,49 @@
-"""The study `layers` of the suites `conv-forward` and `conv-train`: single layers against peers, over all cells.
-
-Scenes and recorded peers are those of the project's baselines on an H200 (2026-11-20: torch 2.11, events around the
-call, flushed L2, host time included); spconv runs beside. The clock gpu is the device alone, the wall has the host in
-it.
-"""
+"""The studies `layers` and `gradients` of the suites `conv-forward` and `conv-train`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import Case, Setup, Way, measured, seconds_to_move, summarize, tuned, untuned
+from benchmarks.harness.study import (
+    Case,
+    Options,
+    Say,
+    Setup,
+    Way,
+    by_choice,
+    goals_told,
+    mean_told,
+    measured,
+    ready,
+    seconds_to_move,
+    summarize,
+    timed,
+    tuned,
+    untuned,
+)
+from benchmarks.harness.whole import compared
 from benchmarks.peers import spconv as spconv_peer
-from benchmarks.scenes.layers import CHANNELS, FORWARD, TRAINING, Cell, Choice, Pass, Trained, cells, layer_of
+from benchmarks.scenes.layers import (
+    CHANNELS,
+    FORWARD,
+    TRAINING,
+    Cell,
+    Choice,
+    Pass,
+    Trained,
+    cells,
+    exact,
+    forward,
+    layer_of,
+)
+from pumice.errors import OptionError
+from pumice.ops import conv_features
 
 # The best peer of each cell, fp16, milliseconds: (name, time) for 32, 64, 128 and 256 channels.
 _FORWARD = {
@@ -56,9 +79,7 @@ _PROTOTYPE = {
 }
 
 
-RECORDED: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]] = MappingProxyType(
-    {FORWARD.name: _FORWARD, TRAINING.name: _TRAINING}
-)
+RECORDED: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]] = {FORWARD.name: _FORWARD, TRAINING.name: _TRAINING}
 """The best peer of each width by scene, for each pass."""
 GOAL = 3.0  # times as fast as the best peer of a cell
 
@@ -78,15 +99,13 @@ def _cell(setup: Setup, cell: Cell, passed: Pass) -> Iterator[Row]:
     layer = layer_of(setup, cell)
     call = partial(passed.run, layer)
     ours = [Way("default", lambda: untuned(call)), Way("tuned", lambda: tuned(call))]
-    peers = [
-        Way("spconv", partial(_spconv, layer, passed), spconv_peer.package(), slack=spconv_peer.slack(setup.device))
-    ]
+    peer = spconv_peer.way(layer, passed is TRAINING)
     bounds = {} if passed is TRAINING else {"bound": 1e3 * least(layer)}
-    rows = list(measured(setup, Case(cell.case, setup.half, passed.exact(layer), bounds), ours, peers))
+    rows = list(measured(setup, Case(cell.case, setup.half, passed.exact(layer), bounds), ours, [peer]))
     yield from rows
-    for peer in _known(cell.scene, cell.channels, passed):
+    for known in _known(cell.scene, cell.channels, passed):
         for own in {(r.case, r.clock): r for r in rows if r.clock == "gpu"}.values():
-            yield replace(own, peer=peer.name, peer_value=peer.value, peer_source=peer.source)
+            yield replace(own, peer=known.name, peer_value=known.value, peer_source=known.source)
 
 
 def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
@@ -109,31 +128,84 @@ def least(layer: Trained) -> float:
     return seconds_to_move(cache=pairs * inputs * size, memory=features, flops=2.0 * pairs * outputs * each)
 
 
-def _spconv(layer: Trained, passed: Pass) -> Callable[[], Any]:
-    module, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords)
-
-    @torch.no_grad()
-    def forward() -> Tensor:
-        return run(layer.feats)
-
-    def both() -> tuple[Tensor, ...]:
-        feats = layer.feats.detach().requires_grad_()
-        y = run(feats)
-        dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
-        return y.detach(), dx, dw.view_as(layer.weight)
-
-    return forward if passed is FORWARD else both
-
-
 def _say_best(setup: Setup, rows: Sequence[Row]) -> None:
     """Ours against the best peer recorded of each cell, and against the prototype."""
     for way in ("default", "tuned"):
         own = [r for r in rows if r.clock == "gpu" and r.case.endswith(f"/{way}")]
         for beginning in ("best recorded", "prototype"):
-            ratios = {r.case: r.peer_value / r.value for r in own if r.peer.startswith(beginning)}
+            ratios = {r.case: r.ratio for r in own if r.peer.startswith(beginning)}
             if ratios:
-                mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-                worst = min(ratios, key=ratios.__getitem__)
-                setup.say(
-                    f"{way} over {beginning}: {mean:.2f}x of {len(ratios)}, least {ratios[worst]:.2f}x at {worst}"
-                )
+                setup.say(f"{way} over {beginning}: {mean_told(ratios)}")
+
+
+# What each gradient takes beside the forward pass
+
+_PARTS = ("forward", "dgrad", "wgrad")
+WGRAD_GOALS = {64: 1.6, 128: 1.3, 256: 1.3}
+"""How many times the forward pass wgrad may take, by channels."""
+
+
+def gradients(setup: Setup) -> Iterator[Row]:
+    """Every cell: forward, the gradient of the features and that of the weights, each alone, by default tiles.
+
+    All three are launched by autograd, or as autograd launches them; on the device's clock only kernels count.
+    """
+    ratios: dict[int, dict[str, float]] = {}
+    for cell in cells(setup, Choice("gradients")):
+        for made in _parts(setup, cell):
+            if made.case.endswith("/wgrad") and made.clock == setup.clock:
+                ratios.setdefault(cell.channels, {})[cell.case] = made.ratio
+            yield made
+    for channels, found in ratios.items():
+        if channels in WGRAD_GOALS:
+            goals_told(setup, f"forward over wgrad, C={channels}", found, 1 / WGRAD_GOALS[channels])
+
+
+def _parts(setup: Setup, cell: Cell) -> Iterator[Row]:
+    layer = layer_of(setup, cell)
+    truths = TRAINING.exact(layer)
+    found = []
+    for name, truth in zip(_PARTS, truths, strict=True):
+        way = Way(name, lambda name=name: by_choice(setup, _call(layer, name)))
+        found.append(ready(setup, Case(cell.case, setup.half, truth), way, ours=True))
+    if None not in found:
+        forward, *backward = (one for one in found if one)
+        yield from timed(setup, Case(cell.case, setup.half, truths[0]), backward, [forward])
+
+
+def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
+    """One part; a gradient is asked for alone, since autograd finds those of all that require one."""
+    wanted = {"dgrad": (0,), "wgrad": (1,)}.get(name, (0, 1))
+    given = [x.detach().requires_grad_(n in wanted) for n, x in enumerate((layer.feats, layer.weight))]
+    run = partial(conv_features, *given, layer.found, layer.rows)
+    if name == "forward":
+        return lambda: run().detach()
+    kept: list[Tensor] = []
+
+    def gradient() -> Tensor:
+        # What the gradient's tiles come from is known from the first call on, which records.
+        if not kept:
+            kept.append(run())
+        return torch.autograd.grad(kept[0], given[wanted[0]], layer.grad, retain_graph=True)[0]
+
+    return gradient
+
+
+# On a CPU
+
+
+def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
+    """The suite `cpu-conv`: fp32 layers on the CPU, map at hand, against spconv's CPU build."""
+    if options != Options():
+        raise OptionError("the suite cpu-conv has one case and runs on the CPU: it takes no options but --out")
+    setup, ratios = Setup(torch.device("cpu"), False, say, suite="cpu-conv"), {}
+    for cell in cells(setup, Choice(after="fp32/fwd", scenes=("waymo_1f_10x10x15cm",), channels=(16, 32, 64, 128))):
+        layer = layer_of(setup, cell)
+        case = Case(cell.case, torch.float32, exact(layer))
+        mine = ready(setup, case, Way("pumice", lambda layer=layer: partial(forward, layer), slack=0.1), ours=True)
+        peer = ready(setup, case, spconv_peer.way(layer), ours=False)
+        for made in compared(setup, cell.case, mine, [peer], seconds=8.0) if mine and peer else ():
+            ratios[cell.case] = made.ratio
+            yield made
+    setup.say(f"over spconv: {mean_told(ratios)}" if ratios else "nothing was compared")
+    setup.settle()

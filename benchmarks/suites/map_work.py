@@ -70,7 +70,7 @@ def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
     cloud = voxels.cloud()
     lookup = lookup_of(cloud, schedule)
     if schedule is not None and not schedule.fused:
-        # Every coordinate that is asked for goes through memory, and a kernel asks for those of one tap.
+        # Every coordinate that is asked for goes through memory, and a kernel asks for those of one kernel offset.
         near = cloud.coords.repeat(len(WINDOW.offsets), 1, 1)
         near[:, :, 1:] += offset_table(WINDOW.offsets, cloud.device)[:, None]
         return Mapped(torch.stack([find(lookup, part, cloud.bounds) for part in near], dim=1), None, cloud, WINDOW)

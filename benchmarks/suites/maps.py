@@ -1,6 +1,6 @@
 """The suite `maps`: kernel maps, from coordinates on the device to rows, plans and whole networks of plans.
 
-Everything is held against the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
+Everything is compared with the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
 The clock gpu is that of the graph's replay; the wall is that of the eager call. A box around the coordinates is known
 beforehand, as it is where an extent was given. Rows of a warm L2 end in /warm; all others are of a flushed one.
 """
@@ -10,35 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import packages_distributions
 from itertools import chain
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness.rows import Peer, Row, Subject, device_name, row
-from benchmarks.harness.study import Options, Say, Setup
-from benchmarks.harness.timing import Times, captured, clocks, together
+from benchmarks.harness.rows import Peer, Row, device_name
+from benchmarks.harness.study import Setup, one_line
+from benchmarks.harness.timing import Times, captured, together
+from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.clouds import KNOWN, Known, Voxels, published, scenes, surface
 from benchmarks.suites import map_work
 from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, Planned, Room, Truth, Work
-from pumice.cli.job import pick_device
 from pumice.coords.indexes import STRUCTURES as KINDS
 from pumice.coords.indexes import default
 from pumice.coords.lookup import STRUCTURES, MapSchedule
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import TileList
-from pumice.errors import OptionError
 from pumice.runtime.launch import has_triton
 
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 20_000_000)
 MANY = 10_000_000
 GOAL_OF_MANY = 5.0  # milliseconds
 PLAN_OVER_MAP, FROM = 2.0, 100_000  # a plan takes less than so many times its map, from so many voxels on
-OUTPUTS = MappingProxyType({"k2s2": (HALVED, 1.5), "k3s2": (SUPPORT, 3.0)})
+OUTPUTS = {"k2s2": (HALVED, 1.5), "k3s2": (SUPPORT, 3.0)}
 """Outputs and the map to them: relation, and how many times a submanifold map they may take."""
 
 Clocks = Mapping[str, Mapping[str, Times]]
@@ -54,26 +50,11 @@ class Ready:
     graph: Callable[[], Any]
 
 
-def maps(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of one study, or of all. Raises PumiceError at the end if anything of ours was wrong."""
-    if options.case and options.case not in STUDIES:
-        raise OptionError(f"case {options.case!r} is unknown; there are {', '.join(STUDIES)}")
-    setup = Setup(pick_device(options.device), options.quick, say, options.only, options.thorough, "maps")
-    say(f"{device_name(setup.device)}, torch {torch.__version__}; milliseconds, median (20 %, 80 %)")
-    _say_least(setup)
-    for name in [options.case] if options.case else list(STUDIES):
-        try:
-            yield from STUDIES[name](setup)
-        except Exception as reason:  # out of memory, a file that cannot be read: the other studies are still wanted
-            setup.failed(f"{name}: {_line(reason)}")
-    setup.settle()
-
-
 def _say_least(setup: Setup) -> None:
-    """What a graph takes in any case, and is part of every time of the clock gpu."""
+    """Say what any graph takes, which is part of every time of the clock gpu."""
     if setup.device.type == "cuda":
         least = captured(lambda: torch.zeros(1, device=setup.device), setup.device)
-        setup.say(f"a graph of one kernel that does next to nothing: {_ms(_clocked(setup, 'gpu', [least])[0])}")
+        setup.say(f"a graph of one kernel that does next to nothing: {_clocked(setup, 'gpu', [least])[0]}")
 
 
 # the studies
@@ -81,6 +62,7 @@ def _say_least(setup: Setup) -> None:
 
 def submanifold(setup: Setup) -> Iterator[Row]:
     """3x3x3 maps as rows, shuffled and in the file's order, against spconv in the same run and what was recorded."""
+    _say_least(setup)
     for name, load in scenes(setup):
         case = f"map/{name}/k3"
         if not setup.wants(case):
@@ -91,23 +73,14 @@ def submanifold(setup: Setup) -> Iterator[Row]:
         done = ready(setup, case, [_map_work(order, orders[order], truth) for order, truth in truths.items()])
         peer = _spconv(setup, case, orders["shuffled"], int((truths["shuffled"].rows >= 0).sum()))
         found = _spent(setup, done, peer)
-        _say_chosen(setup, case, filed)
+        setup.say(f"{case}: {len(filed)} voxels, {default(filed.cloud()).structure}")
         for one in done:
             yield from _map_rows(setup, case, one.name, found, KNOWN.get(name, Known()))
 
 
 def _map_work(name: str, voxels: Voxels, truth: Truth, schedule: MapSchedule | None = None) -> Work:
     graph = schedule is None or schedule.structure != "sorted"
-    return Work(name, partial(map_work.submanifold, voxels, schedule), partial(_wrong_map, truth), graph)
-
-
-def _wrong_map(truth: Truth, found: Mapped) -> str:
-    return map_work.wrong_map(found, truth)
-
-
-def _say_chosen(setup: Setup, case: str, voxels: Voxels) -> None:
-    cloud = voxels.cloud()
-    setup.say(f"{case}: {len(voxels)} voxels, {default(cloud).structure}")
+    return Work(name, partial(map_work.submanifold, voxels, schedule), partial(map_work.wrong_map, truth=truth), graph)
 
 
 def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -> Iterator[Row]:
@@ -118,7 +91,7 @@ def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -
         if clock == "warm":
             peers = [Peer("a flushed L2", found["gpu"][name].median)]
         elif "spconv" in times:
-            peers.append(Peer("spconv", times["spconv"].median))
+            peers.append(Peer("spconv", times["spconv"].median, package=spconv_peer.package()))
         if clock == "gpu":
             peers += _recorded(setup, found, known)
         yield from rows_of(setup, f"{case}/{name}", clock, times[name], peers or [Peer("itself", times[name].median)])
@@ -152,7 +125,7 @@ def plans(setup: Setup) -> Iterator[Row]:
         voxels, known = load().shuffled(), KNOWN.get(name, Known())
         truth = map_work.truth_of(voxels, WINDOW)
         room = Room.of(truth)
-        whole = Work("plan", partial(_plan, voxels, room), partial(_wrong_plan, truth))
+        whole = Work("plan", partial(_plan, voxels, room), partial(map_work.wrong_plan, truth=truth))
         done = ready(setup, case, [_map_work("map", voxels, truth), whole])
         found = _spent(setup, done)
         for clock, times in found.items():
@@ -163,10 +136,6 @@ def plans(setup: Setup) -> Iterator[Row]:
 
 def _plan(voxels: Voxels, room: Room) -> Planned:
     return map_work.planned(map_work.submanifold(voxels), room)
-
-
-def _wrong_plan(truth: Truth, found: Planned) -> str:
-    return map_work.wrong_plan(found, truth)
 
 
 def _plan_peers(bare: Times, clock: str, voxels: Voxels, known: Known) -> list[Peer]:
@@ -185,9 +154,8 @@ def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> 
         return
     share = tiles.nbytes / (4 * truth.rows.numel())
     setup.say(f"{case}: tiles of {room.block} outputs take {share:.1%} of int32 [N, 27], {len(tiles.tiles)} entries")
-    subject = Subject(setup.suite, case, "int32", setup.device, (), "memory", "share")
     for peer in (Peer("int32 [N, 27]", 1.0), *([Peer("goal", 0.5, "goal")] if known.lidar else [])):
-        yield row(subject, Times(share, share, share), "count", peer)
+        yield setup.row(case, share, "count", peer, "memory", "share", "int32")
 
 
 def strided(setup: Setup) -> Iterator[Row]:
@@ -216,7 +184,7 @@ def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSc
     def call() -> Mapped:
         return map_work.strided(voxels.cloud(), voxels.site, relation, capacity, schedule)
 
-    return Work(name, call, partial(_wrong_map, truth))
+    return Work(name, call, partial(map_work.wrong_map, truth=truth))
 
 
 def networks(setup: Setup) -> Iterator[Row]:
@@ -242,9 +210,7 @@ def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> lis
     counts = ", ".join(str(len(truth.outputs)) for truth in truths[::2])
     setup.say(f"{LEVELS} levels of {counts} voxels, {len(truths)} plans")
 
-    def wrong(found: Sequence[Planned]) -> str:
-        return map_work.wrong_network(found, truths)
-
+    wrong = partial(map_work.wrong_network, truths=truths)
     works = [Work("one-stream", partial(map_work.network, voxels, rooms), wrong)]
     if setup.device.type == "cuda":
         streams = [torch.cuda.Stream(setup.device) for _ in range(3)]
@@ -286,12 +252,13 @@ def _slopes(setup: Setup, times: Mapping[int, float]) -> Iterator[Row]:
             continue
         slope = float(np.polyfit(np.log(chosen), np.log([times[n] for n in chosen]), 1)[0])
         setup.say(f"scaling, {chosen[0]} to {chosen[-1]} voxels: time = N ** {slope:.3f}")
-        subject = Subject(setup.suite, f"scaling/{part}", "int32", setup.device, (), "slope", "exponent")
-        yield row(subject, Times(slope, slope, slope), clocks(setup.device)[-1], Peer("linear", 1.0, "bound"))
+        yield setup.row(
+            f"scaling/{part}", slope, setup.clock, Peer("linear", 1.0, "bound"), "slope", "exponent", "int32"
+        )
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
-    """What each idea brings: a structure, one kernel in place of stages, and half of the taps.
+    """What each idea brings: a structure, one kernel in place of stages, and half of the kernel offsets.
 
     It is the question of figure 13 of TorchSparse (MLSys 2022), which begins from a hash table and kernels apart.
     """
@@ -326,29 +293,13 @@ def _lookups(setup: Setup, voxels: Voxels) -> Iterator[Work]:
 def _table(setup: Setup, case: str, works: Sequence[Work]) -> Iterator[Row]:
     """Times of the device alone, where it has a clock, against the first."""
     done = ready(setup, case, works)
-    clock = clocks(setup.device)[-1]
-    times = dict(zip((r.name for r in done), _clocked(setup, clock, [r.graph for r in done]), strict=True))
+    times = _named(done, _clocked(setup, setup.clock, [r.graph for r in done]))
     first = next(iter(times), "")
     for name, spent in times.items():
-        setup.say(f"  {case.rpartition('/')[2]:<5}{name:<16} {spent.median:10.4g} {_ratio(times[first], spent):8.2f}x")
-        subject = Subject(setup.suite, f"{case}/{name}", "int32", setup.device)
-        yield row(subject, spent, clock, Peer(first, times[first].median))
-
-
-def _ratio(one: Times, other: Times) -> float:
-    return one.median / other.median
-
-
-STUDIES: Mapping[str, Callable[[Setup], Iterator[Row]]] = MappingProxyType(
-    {
-        "map": submanifold,
-        "plan": plans,
-        "outputs": strided,
-        "network": networks,
-        "scaling": scaling,
-        "ablation": ablation,
-    }
-)
+        setup.say(
+            f"  {case.rpartition('/')[2]:<5}{name:<16} {spent.median:10.4g} {times[first].median / spent.median:8.2f}x"
+        )
+        yield setup.row(f"{case}/{name}", spent, setup.clock, Peer(first, times[first].median), dtype="int32")
 
 
 # checked, then timed
@@ -365,7 +316,7 @@ def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
                 problem = work.wrong(graph())
                 problem = problem and f"captured: {problem}"
         except Exception as reason:  # the other calls are still wanted
-            problem, graph = _line(reason), work.call
+            problem, graph = one_line(reason), work.call
         if problem:
             setup.failed(f"{case}: {work.name}: {problem}; not timed")
         else:
@@ -382,10 +333,10 @@ def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Read
         pairs = int((call() >= 0).sum())
     except ImportError as reason:
         setup.absent.add("spconv")
-        setup.say(f"spconv is left out: {_line(reason)}")
+        setup.say(f"spconv is left out: {one_line(reason)}")
         return []
     except Exception as reason:  # peers fail in their own ways
-        setup.say(f"  {case}: spconv: {_line(reason)}")
+        setup.say(f"  {case}: spconv: {one_line(reason)}")
         return []
     if pairs != expected:
         setup.say(f"  {case}: spconv finds {pairs} pairs, there are {expected}; not timed")
@@ -422,66 +373,7 @@ def _named(done: Sequence[Ready], times: Sequence[Times]) -> dict[str, Times]:
 def rows_of(setup: Setup, case: str, clock: str, times: Times, peers: Sequence[Peer]) -> Iterator[Row]:
     """A row for each peer, and a line for all of them."""
     told = ", ".join(f"{peer.name} {peer.value:.4g} ({peer.value / times.median:.2f}x)" for peer in peers)
-    setup.say(f"{case} {clock}: {_ms(times)}; {told}")
+    setup.say(f"{case} {clock}: {times}; {told}")
     name = f"{case}/warm" if clock == "warm" else case
     for peer in peers:
-        packages = tuple(_distributions("spconv")) if peer.name == "spconv" and peer.source == "same run" else ()
-        subject = Subject(setup.suite, name, "int32", setup.device, packages)
-        yield row(subject, times, "gpu" if clock == "warm" else clock, peer)
-
-
-def _distributions(module: str) -> Sequence[str]:
-    """The distributions that a module came with."""
-    return packages_distributions().get(module, [module])
-
-
-def _ms(times: Times) -> str:
-    return f"{times.median:.4g} ms ({times.p20:.4g}, {times.p80:.4g})"
-
-
-def _line(reason: Exception) -> str:
-    lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or [""]
-    return f"{type(reason).__name__}: {lines[0]}"[:240]
-
-
-# the picture
-
-
-def picture(path: Path, rows: Sequence[Row]) -> Path | None:
-    """Draw time against voxels from the rows of `scaling`, as a PNG; None where there are none."""
-    points = _points(rows)
-    if not points:
-        return None
-    # The object interface needs no display and changes no global state of matplotlib.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    for name, line in points.items():
-        axes.plot(*zip(*sorted(line.items()), strict=True), marker="o", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="voxels", ylabel="ms", title="3x3x3 submanifold map")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    return path
-
-
-def _points(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """By line, milliseconds by voxels: ours, the same with time = N, and the peer of the same run."""
-    own: dict[int, float] = {}
-    other: dict[int, float] = {}
-    chosen = [r for r in rows if r.case.startswith("scaling/surface_") and r.peer_source == "same run"]
-    clock = "gpu" if any(r.clock == "gpu" for r in chosen) else "wall"
-    for found in chosen:
-        if found.clock == clock:
-            count = int(found.case.split("/")[1].removeprefix("surface_"))
-            own[count], other[count] = found.value, found.peer_value
-    if not own:
-        return {}
-    last = max(own)
-    return {
-        f"pumice ({clock})": own,
-        "sorted keys in torch": other,
-        "linear": {count: own[last] * count / last for count in own},
-    }
+        yield setup.row(name, times, "gpu" if clock == "warm" else clock, peer, dtype="int32")

@@ -1,21 +1,21 @@
-"""The studies `roofline` and `utilisation` of the suite `conv-forward`: how much of what can be reached is reached."""
+"""The studies `roofline`, `utilisation` and `redundancy` of the suite `conv-forward`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
-from benchmarks.harness.study import DTYPES, Case, Ready, Setup, Way, by_choice, ready, timed
-from benchmarks.harness.timing import Times, together
-from benchmarks.scenes.layers import Cell, Choice, Trained, cells, forward, layer_of
-from benchmarks.suites.einsum_conv import exact
-from benchmarks.suites.layer_model import Needs, Step, bounds, needs, walks, why
+from benchmarks.harness.rows import ANY, Peer, Row
+from benchmarks.harness.study import Case, Ready, Setup, Way, by_choice, ready, timed
+from benchmarks.harness.timing import together
+from benchmarks.scenes.clouds import layer_scenes
+from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, forward, layer_of, map_of
+from benchmarks.suites.layer_model import Needs, Step, Walk, bounds, needs, walks, why
+from pumice.coords import KernelMap, SortSpec
 from pumice.schedule.cost import DEVICES
 
 FORM = "compacted"
@@ -45,7 +45,8 @@ def roofline(setup: Setup) -> Iterator[Row]:
         layer = layer_of(setup, cell)
         done = _checked(setup, cell, layer)
         needed = _needed(setup, layer)
-        rows = list(timed(setup, _case(setup, cell, layer, needed, floor), [done], [])) if done else []
+        in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
+        rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0], in_ms), [done], [])) if done else []
         yield from rows
         spent = next((1e-3 * r.value for r in rows if r.clock == "gpu"), None)
         found.append(Placed(cell.case, needed, spent))
@@ -62,11 +63,6 @@ def _needed(setup: Setup, layer: Trained) -> Needs:
     """What the kernel needs that was timed."""
     step = Step.of(layer, FORM)
     return needs(layer, walks(layer.found, FORM), step.best() if setup.thorough else step.default())
-
-
-def _case(setup: Setup, cell: Cell, layer: Trained, needed: Needs, floor: float) -> Case:
-    in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
-    return Case(cell.case, setup.half, layer.feats[:0], in_ms)
 
 
 def _floor(setup: Setup) -> float:
@@ -86,9 +82,7 @@ def _rates(setup: Setup, placed: Placed) -> Iterator[Row]:
         return
     ceiling = Peer("dense ceiling", 1e-12 * DEVICES["cuda"].matrix, "recorded")
     for name, flops in (("useful", placed.needed.useful), ("padded", placed.needed.padded)):
-        subject = Subject(setup.suite, placed.case, DTYPES[setup.half], setup.device, (), name, "TFLOP/s")
-        rate = placed.rate(flops)
-        yield row(subject, Times(rate, rate, rate), "gpu", ceiling)
+        yield setup.row(placed.case, placed.rate(flops), "gpu", ceiling, name, "TFLOP/s")
 
 
 def _say_table(setup: Setup, found: Sequence[Placed], floor: float) -> None:
@@ -137,10 +131,11 @@ def utilisation(setup: Setup) -> Iterator[Row]:
         needed = _needed(setup, layer)
         rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0]), [done], [dense]))
         yield from rows
-        clock = "gpu" if setup.device.type == "cuda" else "wall"
-        for own in (r for r in rows if r.clock == clock):
-            found[cell.case] = _rates_beside(own, needed)
-            yield from _rate_rows(setup, own, found[cell.case])
+        for own in (r for r in rows if r.clock == setup.clock):
+            rates = found[cell.case] = _rates_beside(own, needed)
+            for name in ("useful", "padded"):
+                peer = Peer("torch.mm", rates["torch.mm"], package="torch")
+                yield setup.row(own.case, rates[name], own.clock, peer, name, "TFLOP/s")
     _say_rates(setup, found)
 
 
@@ -149,12 +144,8 @@ def _dense(setup: Setup, cell: Cell) -> Ready | None:
     pairs, width = len(cell.found.pairs().inputs), cell.channels
     a, b = setup.filled(pairs, width, dtype=setup.half), setup.filled(width, width, dtype=setup.half, seed=2)
     truth = a[:_CHECKED].double() @ b.double()
-    way = Way("torch.mm", lambda: _product(a, b), "torch", view=lambda y: y[:_CHECKED])
+    way = Way("torch.mm", lambda: partial(torch.mm, a, b), "torch", view=lambda y: y[:_CHECKED])
     return ready(setup, Case(cell.case, setup.half, truth), way, ours=False)
-
-
-def _product(a: Tensor, b: Tensor) -> Callable[[], Tensor]:
-    return lambda: torch.mm(a, b)
 
 
 def _rates_beside(own: Row, needed: Needs) -> Mapping[str, float]:
@@ -166,16 +157,52 @@ def _rates_beside(own: Row, needed: Needs) -> Mapping[str, float]:
     }
 
 
-def _rate_rows(setup: Setup, own: Row, rates: Mapping[str, float]) -> Iterator[Row]:
-    subject = Subject(setup.suite, own.case, own.dtype, setup.device, ("torch",), unit="TFLOP/s")
-    for name in ("useful", "padded"):
-        times = Times(rates[name], rates[name], rates[name])
-        yield row(replace(subject, metric=name), times, own.clock, Peer("torch.mm", rates["torch.mm"]))
-
-
 def _say_rates(setup: Setup, found: Mapping[str, Mapping[str, float]]) -> None:
     setup.say("cell, useful TFLOP/s, padded TFLOP/s, TFLOP/s of torch.mm of as many pairs, useful share, padded share")
     for case, rates in found.items():
         dense = rates["torch.mm"]
         told = " ".join(f"{rate:8.2f}" for rate in rates.values())
         setup.say(f"  {case:<40} {told} {rates['useful'] / dense:7.1%} {rates['padded'] / dense:7.1%}")
+
+
+# Redundant products
+#
+# A tile of B outputs multiplies all of them by the weights of a kernel offset if any of them has an input there. For a
+# map of P pairs whose tiles have E entries (tile, offset) in all, redundancy = E * B / P. It is counted, not timed, and
+# the same for every device, dtype and number of channels. The question, and splits of masks, are TorchSparse++'s.
+
+BLOCKS = (64, 128)
+"""Rows of a tile."""
+ALL_TAPS = "all-taps"
+SPLITS: Mapping[str, int] = {"unsorted": 0, "sorted": 1, "split2": 2, "split3": 3, "split4": 4}
+"""By name, into how many parts the kernel offsets are split, each with its own order of rows; 0: rows unsorted."""
+
+
+def redundancy(setup: Setup) -> Iterator[Row]:
+    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted ones in one to four splits."""
+    for scene, load in layer_scenes(setup):
+        case = f"redundancy/{scene}/k3"
+        if not setup.wants(case):
+            continue
+        found = map_of(load().coords)
+        setup.say(f"{scene}: {found}")
+        for block in BLOCKS:
+            ratios = redundancies(found, block)
+            setup.say(f"  tiles of {block:3} rows: " + ", ".join(f"{name} {x:.3f}" for name, x in ratios.items()))
+            for name, ratio in ratios.items():
+                peer = Peer("pairs", 1.0, "bound")
+                made = setup.row(f"{case}/b{block}/{name}", ratio, "count", peer, "redundancy", "ratio", "int32")
+                yield replace(made, device=ANY)
+
+
+def redundancies(found: KernelMap, block: int) -> dict[str, float]:
+    """By way of walking a map in tiles of `block` outputs: products that are computed over those that are needed."""
+    pairs = max(1, int(found.counts().sum()))
+    entries = {ALL_TAPS: Walk.of_all_taps(found, block).entries}
+    entries |= {name: _entries(found, block, splits) for name, splits in SPLITS.items() if splits <= found.volume}
+    return {name: count * block / pairs for name, count in entries.items()}
+
+
+def _entries(found: KernelMap, block: int, splits: int) -> int:
+    """Entries (tile, tap) of all parts."""
+    return sum(int(found.tiling(block, how).entries.sum()) for how in SortSpec.splits(found.volume, splits))

@@ -6,8 +6,7 @@ and with the map found anew in each call.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Row, Subject
+from benchmarks.harness.rows import Row
 from benchmarks.harness.study import DTYPES, Case, Setup, Way, by_choice, mean_told
 from benchmarks.harness.whole import checked, compared
 from benchmarks.peers import spconv as spconv_peer
-from benchmarks.scenes.layers import FORWARD, TRAINING, WINDOW, Pass, Trained, map_of
+from benchmarks.scenes.layers import FORWARD, TRAINING, WINDOW, Pass, Trained, Width, layer_on, map_of
 from pumice.coords import kernel_map
 from pumice.ops import SparseTensor
 
@@ -75,7 +74,7 @@ def shells(setup: Setup) -> Iterator[Row]:
         layer = _layer(setup, shell)
         for kind in wanted:
             for made in _compared(setup, _case(setup, shell, kind), kind, layer):
-                ratios.setdefault((str(kind), made.clock), {})[made.case] = made.peer_value / made.value
+                ratios.setdefault((str(kind), made.clock), {})[made.case] = made.ratio
                 yield made
     for (kind, clock), found in ratios.items():
         setup.say(f"{kind} over spconv, {clock}: {mean_told(found)}")
@@ -101,26 +100,21 @@ def _case(setup: Setup, shell: Shell, kind: Kind) -> str:
 
 
 def _layer(setup: Setup, shell: Shell) -> Trained:
-    coords, channels = shell_coords(shell.size, shell.batch, setup.device), shell.channels
-    feats = setup.filled(len(coords), channels, dtype=setup.half, seed=6)
-    grad = setup.filled(len(coords), channels, dtype=setup.half, seed=8)
-    weight = setup.filled(channels, 27, channels, seed=7) / math.sqrt(7 * channels)
+    coords = shell_coords(shell.size, shell.batch, setup.device)
     found = map_of(coords)
     setup.say(f"{shell}: {found}")
-    return Trained(found, feats, weight.to(setup.half), coords, grad)
+    return layer_on(setup, found, coords, Width.square(shell.channels))
 
 
 def _compared(setup: Setup, case: str, kind: Kind, layer: Trained) -> Iterator[Row]:
-    package, slack = spconv_peer.package(), spconv_peer.slack(setup.device)
     told = Case(case, setup.half, kind.passed.exact(layer))
     ways = (
         Way("pumice", lambda: by_choice(setup, partial(_ours, layer, kind))),
-        Way("spconv", partial(_spconv, layer, kind), package, slack=slack),
+        spconv_peer.way(layer, kind.passed is TRAINING, kind.anew),
     )
     mine, theirs = (checked(setup, way, [(told, way)], ours=not way.package) for way in ways)
     if mine is not None:
-        subject = Subject(setup.suite, case, DTYPES[setup.half], setup.device)
-        yield from compared(setup, subject, mine, [theirs] if theirs else [])
+        yield from compared(setup, case, mine, [theirs] if theirs else [])
 
 
 def _ours(layer: Trained, kind: Kind) -> Any:
@@ -128,16 +122,3 @@ def _ours(layer: Trained, kind: Kind) -> Any:
         found, _ = kernel_map(SparseTensor(layer.feats, layer.coords).geometry, WINDOW)
         layer = replace(layer, found=found)
     return kind.passed.run(layer)
-
-
-def _spconv(layer: Trained, kind: Kind) -> Callable[[], Any]:
-    module, run = spconv_peer.layer(layer.feats, layer.weight, layer.coords, kind.anew)
-    module.train(kind.passed is TRAINING)
-
-    def both() -> tuple[Tensor, ...]:
-        feats = layer.feats.detach().requires_grad_()
-        y = run(feats)
-        dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
-        return y.detach(), dx, dw.view_as(layer.weight)
-
-    return both if kind.passed is TRAINING else torch.no_grad()(lambda: run(layer.feats))

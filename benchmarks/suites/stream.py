@@ -31,14 +31,15 @@ import numpy as np
 import torch
 
 import pumice as pm
-from benchmarks.harness.rows import Peer, Row, Subject, device_name, row
-from benchmarks.harness.study import DTYPES, Options, Say, Setup
+from benchmarks.harness.rows import Peer, Row, device_name
+from benchmarks.harness.study import Options, Say, Setup
 from benchmarks.harness.timing import Times
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.probes import stream_way
 from benchmarks.probes.stream_way import CLOCKS, MODES, WAYS, Asked, Seen
 from benchmarks.scenes.stream import Source
 from benchmarks.scenes.stream_nets import NETS
+from benchmarks.suites.first_call import fresh_caches
 from pumice.cli.job import pick_device
 from pumice.errors import OptionError
 
@@ -48,7 +49,6 @@ FEW = 400
 """Voxels of a scene of a quick run, at most."""
 GRACE = 30.0
 """Seconds beyond the limit, or half of it where that is more, for what is compared; then a process is ended."""
-_CACHES = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
 
 Figures = Mapping[tuple[str, str], Times]
@@ -121,7 +121,7 @@ def _seen(run: Stream, asked: Asked) -> Seen:
         return seen
     with TemporaryDirectory(prefix="pumice-stream-") as folder:
         said, errors = Path(folder) / "said", Path(folder) / "errors"
-        caches = ["env", *(f"{name}={folder}/{name.lower()}" for name in _CACHES)] if run.cold else []
+        caches = fresh_caches(Path(folder)) if run.cold else []
         command = [*caches, sys.executable, "-m", stream_way.__name__, json.dumps(asdict(asked))]
         ended = _ended(command, said, errors, _most(asked.limit))
         for line in said.read_text().splitlines():
@@ -155,25 +155,21 @@ def figures_of(times: Sequence[float], first: bool = True) -> dict[str, Times]:
 
     Of fewer than two calls that count there is no second half, and of none nothing.
     """
-    found = {"first_call": _one(times[0])} if first and len(times) else {}
+    found = {"first_call": Times.exactly(times[0])} if first and len(times) else {}
     later = np.array(times[1:] if first else times)
     if len(later) >= 2:
         worst = float(later[len(later) // 2 :].max())
         found["p50"] = Times.of(later.tolist())
-        found["p90"] = _one(float(np.quantile(later, 0.9)))
-        found["max_second_half"] = _one(worst)
-        found["over_p50"] = _one(worst / found["p50"].median)
+        found["p90"] = Times.exactly(float(np.quantile(later, 0.9)))
+        found["max_second_half"] = Times.exactly(worst)
+        found["over_p50"] = Times.exactly(worst / found["p50"].median)
     return found
-
-
-def _one(value: float) -> Times:
-    return Times(value, value, value)
 
 
 def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[tuple[str, str], Times]:
     """The metrics of a way, those of the repeated scenes behind "repeated/"; of what was not right, or not compared,
     none but how many scenes it did."""
-    setup, scenes = run.setup, {("count", "scenes"): _one(len(seen.calls))}
+    setup, scenes = run.setup, {("count", "scenes"): Times.exactly(len(seen.calls))}
     if seen.absent:
         setup.say(f"{name} is left out: {seen.absent}")
         return {}
@@ -181,7 +177,7 @@ def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[tuple[str, str],
     if seen.wrong:
         setup.failed(f"{name}: {seen.wrong}") if way != "spconv" else setup.say(f"  refused: {seen.wrong}")
         return scenes
-    more = {} if seen.fallbacks is None else {("count", "fallbacks"): _one(seen.fallbacks)}
+    more = {} if seen.fallbacks is None else {("count", "fallbacks"): Times.exactly(seen.fallbacks)}
     clocks = list(CLOCKS) if setup.device.type == "cpu" else ["wall"]
     by_clock = {
         (clock, metric): times
@@ -197,8 +193,8 @@ def _by_clock(seen: Seen, place: int, cold: bool) -> dict[str, Times]:
     if cold and "first_call" in found:
         found["first_call_cold"] = found.pop("first_call")
     if seen.make is not None:
-        found["make"] = _one(seen.make[place])
-    found["total"] = _one(sum(calls) + (seen.make[place] if seen.make else 0.0))
+        found["make"] = Times.exactly(seen.make[place])
+    found["total"] = Times.exactly(sum(calls) + (seen.make[place] if seen.make else 0.0))
     again = figures_of([spent[place] for spent in seen.again], first=False)
     return found | {f"repeated/{metric}": times for metric, times in again.items()}
 
@@ -225,8 +221,8 @@ def _sentence(run: Stream, seen: Seen) -> str:
 def _rows(setup: Setup, name: str, figures: Figures, rivals: Figures) -> Iterator[Row]:
     for key, times in figures.items():
         clock, (again, _, metric) = key[0], key[1].rpartition("/")
-        held = key in rivals and clock != "count"
-        packages = (spconv_peer.package(),) if held else ()
+        peer = Peer("itself", times.median)
+        if key in rivals and clock != "count":
+            peer = Peer("spconv", rivals[key].median, package=spconv_peer.package())
         case = f"{name}/{again}" if again else name
-        subject = Subject("stream", case, DTYPES[setup.half], setup.device, packages, metric, _UNITS.get(metric, "ms"))
-        yield row(subject, times, clock, Peer("spconv", rivals[key].median) if held else Peer("itself", times.median))
+        yield setup.row(case, times, clock, peer, metric, _UNITS.get(metric, "ms"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
 from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_cases import ITSELF, Writer, exactly
+from benchmarks.suites.tuner_cases import ITSELF, Writer
 from benchmarks.suites.tuner_networks import Network, Ran
 from pumice.engine import DataflowChoice, Trial, Tuning, tune
 from pumice.lower.kernel import DEFAULT, LEDGER, use_tuning_mode
@@ -55,7 +55,8 @@ class Answer:
     def rows(self, write: Writer, way: str, longest: float | None = None) -> Iterator[Row]:
         """How long it took, against the longest that it may; of each group what was tried and what was chosen."""
         goal = Peer("goal", longest, "goal") if longest else Peer(ITSELF, self.seconds)
-        yield write.took(way, self.seconds, goal, self.tuning.finished)
+        took = "tuning" if self.tuning.finished else "tuning, cut short"
+        yield write.row(way, self.seconds, "wall", goal, took, "s")
         own = [one for one in self.tuning.choices if self.of(one) != PLANNED]
         groups = Peer("all groups", len(self.tuning.choices))
         if not self.tuning.finished:
@@ -68,8 +69,8 @@ class Answer:
             for trial in choice.trials:
                 if math.isfinite(trial.seconds):
                     peer, metric = Peer(PLANNED, 1e3 * trial.stood), f"choice:{trial.flow}"
-                    yield write.timed(f"{place}{_passes(trial)}", exactly(1e3 * trial.seconds), peer, metric)
-            yield write.timed(place, exactly(after), Peer(PLANNED, before), f"chosen:{self.of(choice)}")
+                    yield write.timed(f"{place}{_passes(trial)}", 1e3 * trial.seconds, peer, metric)
+            yield write.timed(place, after, Peer(PLANNED, before), f"chosen:{self.of(choice)}")
 
     def of(self, choice: DataflowChoice) -> str:
         """What a group runs, in words."""

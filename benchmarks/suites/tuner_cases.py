@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.rows import Peer, Row, Subject, row
+from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup
 from benchmarks.harness.timing import Times, in_pieces, together
 from benchmarks.peers.published import PUBLISHED
@@ -24,7 +24,7 @@ INFERENCE, TRAINING = "inference", "training"
 _TINY = 120
 """Voxels of a scan in a quick run."""
 ITSELF = "itself"
-"""The peer of what is held against nothing."""
+"""The peer of what is compared with nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,15 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
         longest = max(longest, time.perf_counter() - begin)
 
 
-def clock_of(setup: Setup) -> str:
-    """The clock of the device alone where there is one."""
-    return "gpu" if setup.device.type == "cuda" else "wall"
-
-
 def spent(setup: Setup, calls: Mapping[str, Callable[[], Any]], seconds: float = 0.0) -> dict[str, Times]:
     """The times of calls in turn, by name, on the clock of the device."""
-    found = together(list(calls.values()), setup.device, clock_of(setup), seconds or setup.seconds)
+    found = together(list(calls.values()), setup.device, setup.clock, seconds or setup.seconds)
     return dict(zip(calls, found, strict=True))
 
 
 def spent_in_pieces(setup: Setup, calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, Times]:
     """The same of calls that are made of pieces: the sum of what the pieces of a call take."""
-    found = in_pieces(list(calls.values()), setup.device, clock_of(setup), setup.seconds)
+    found = in_pieces(list(calls.values()), setup.device, setup.clock, setup.seconds)
     return dict(zip(calls, found, strict=True))
 
 
@@ -106,32 +101,17 @@ class Writer:
     subject: Subjected
     study: str
 
-    def timed(self, way: str, times: Times, peer: Peer, metric: str = "time", clock: str = "") -> Row:
-        """A row in milliseconds; lower is better."""
-        return self._row(way, times, peer, metric, "ms", clock or clock_of(self.setup))
+    def timed(self, way: str, times: Times | float, peer: Peer, metric: str = "time", clock: str = "") -> Row:
+        """A row in milliseconds, by default by the clock of the device; lower is better."""
+        return self.row(way, times, clock or self.setup.clock, peer, metric, "ms")
 
     def counted(self, way: str, metric: str, value: float, unit: str, peer: Peer | None = None) -> Row:
         """A row of what was counted or worked out."""
-        return self._row(way, exactly(value), peer or Peer(ITSELF, value), metric, unit, "count")
+        return self.row(way, value, "count", peer or Peer(ITSELF, value), metric, unit)
 
-    def rated(self, way: str, metric: str, value: float, unit: str, peer: Peer) -> Row:
-        """A row of what follows from times on the device; higher is better."""
-        return self._row(way, exactly(value), peer, metric, unit, clock_of(self.setup))
-
-    def took(self, way: str, seconds: float, peer: Peer, finished: bool) -> Row:
-        """A row of how long tuning took on the wall; finished: whether every group was asked."""
-        metric = "tuning" if finished else "tuning, cut short"
-        return self._row(way, exactly(seconds), peer, metric, "s", "wall")
-
-    def _row(self, way: str, times: Times, peer: Peer, metric: str, unit: str, clock: str) -> Row:
-        case = self.subject.case(self.study, way)
-        dtype = DTYPES[self.subject.dtype]
-        return row(Subject(self.setup.suite, case, dtype, self.setup.device, (), metric, unit), times, clock, peer)
-
-
-def exactly(value: float) -> Times:
-    """A value that has no quantiles."""
-    return Times(value, value, value)
+    def row(self, way: str, times: Times | float, clock: str, peer: Peer, metric: str, unit: str) -> Row:
+        """A row of a way of the subject."""
+        return self.setup.row(self.subject.case(self.study, way), times, clock, peer, metric, unit, self.subject.dtype)
 
 
 def say_published(setup: Setup, study: str) -> None:

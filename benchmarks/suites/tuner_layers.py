@@ -1,11 +1,4 @@
-"""The studies `movement` and `grouping` of the suite `tuner`: where the convolutions of a network spend their time when
-they are gathered, multiplied and scattered.
-
-All convolutions of a network run one after the other on normal features, over the maps of a real scan. On a GPU each
-layer is queued while the device sleeps, with a cold cache, and the times of the layers are added up: what launches cost
-the host is not in them. Nothing is captured: a graph of all layers holds thousands of products of torch's libraries and
-gigabytes of results, and the process did not survive several of them.
-"""
+"""The studies of the suite `tuner` about convolutions by themselves."""
 
 from __future__ import annotations
 
@@ -13,21 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Case, Setup, Way, ready
-from benchmarks.harness.timing import Times
+from benchmarks.harness.timing import Times, busy, together
+from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, layer_of
 from benchmarks.scenes.network_layers import Fed, Met, layers_of
 from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_cases import Subjected, Writer, exactly, say_published, spent, spent_in_pieces, subjects
+from benchmarks.suites.tuner_cases import Subjected, Writer, say_published, spent, spent_in_pieces, subjects
+from pumice.coords import KernelMap
+from pumice.coords.lookup import Neighbours
 from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
 from pumice.lower import movement, reference
-from pumice.ops import Dataflow
+from pumice.ops import Dataflow, conv_features
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.schedule.grouping import EPSILONS, SIZES, Grouping, padding
@@ -79,14 +74,12 @@ def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
 
 # Movement
 
-MOVEMENTS: Mapping[str, tuple[bool, str]] = MappingProxyType(
-    {
-        "fp32": (False, "vectorised"),
-        "vectorised": (True, "vectorised"),
-        "fused": (True, "fused"),
-        "locality-aware": (True, "locality-aware"),
-    }
-)
+MOVEMENTS: Mapping[str, tuple[bool, str]] = {
+    "fp32": (False, "vectorised"),
+    "vectorised": (True, "vectorised"),
+    "fused": (True, "fused"),
+    "locality-aware": (True, "locality-aware"),
+}
 """By name: whether in half precision, and the movement. What torch gathers and scatters is vectorised in any case:
 there is no scalar way to begin from."""
 
@@ -126,15 +119,11 @@ def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
             setup.say(f"  movement is the whole less the products alone: {reason}")
     alone = products(layers, [Grouping("separate")] * len(layers))
     times = spent_in_pieces(setup, {"whole": run, "products": alone})
-    return exactly(max(0.0, times["whole"].median - times["products"].median))
+    return Times.exactly(max(0.0, times["whole"].median - times["products"].median))
 
 
 def _movement_rows(
-    setup: Setup,
-    subject: Subjected,
-    layers: Sequence[Fed],
-    times: Mapping[str, Times],
-    moved: Mapping[str, Times],
+    setup: Setup, subject: Subjected, layers: Sequence[Fed], times: Mapping[str, Times], moved: Mapping[str, Times]
 ) -> Iterator[Row]:
     write = Writer(setup, subject, "movement")
     before = moved["fp32"].median
@@ -169,8 +158,8 @@ def _rate(volume: float, milliseconds: float) -> str:
 
 
 def grouping(setup: Setup) -> Iterator[Row]:
-    """The products of all convolutions, on rows that are gathered: taps by themselves, in twos, in runs, and in groups
-    that were tuned for each layer."""
+    """The products of all convolutions on gathered rows: kernel offsets alone, in pairs, in runs, and in groups that
+    were tuned for each layer."""
     for subject in subjects(setup, "grouping", NETWORKS):
         say_published(setup, "grouping")
         yield from _groupings(setup, subject)
@@ -233,7 +222,7 @@ def _grouping_rows(
         rate = 1e-9 * useful / times[name].median
         share, multiplies = _padded(layers, how)
         yield write.timed(name, times[name], separate)
-        yield write.rated(name, "rate", rate, "TFLOP/s", ceiling)
+        yield write.row(name, rate, setup.clock, ceiling, "rate", "TFLOP/s")
         yield write.counted(name, "fact:padding", share, "share")
         yield write.counted(name, "fact:products", multiplies, "calls")
         gain = separate.value / times[name].median
@@ -267,3 +256,68 @@ def _least(one: Fed, size: int) -> float:
     gpu = DEVICES["cuda"]
     moved = one.met.pairs * (one.met.inputs + one.met.outputs) * size + one.weight.numel() * size
     return max(one.met.flops / gpu.matrix, moved / gpu.memory)
+
+
+# Dataflows
+
+DEFAULT = "default"
+"""The dataflow that the planner picks."""
+WITH_FORM = "time with form"
+"""The metric of a layer and of what lays its map out."""
+
+
+def dataflows(setup: Setup) -> Iterator[Row]:
+    """A layer in every dataflow on the map at hand, and from the bare map on: with what its form takes to make."""
+    say_published(setup, "dataflows")
+    chosen = Choice("dataflows", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm"), channels=(32, 128))
+    for cell in cells(setup, chosen):
+        yield from _cell(setup, cell)
+
+
+def _cell(setup: Setup, cell: Cell) -> Iterator[Row]:
+    layer = layer_of(setup, cell)
+    case = Case(cell.case, setup.half, exact(layer))
+    flows = {flow or DEFAULT: flow for flow in (None, *DATAFLOWS)}
+    calls = {name: _layer(layer, flow) for name, flow in flows.items()}
+    done = [name for name, call in calls.items() if ready(setup, case, Way(name, lambda call=call: call), ours=True)]
+    if DEFAULT not in done:
+        return
+    at_hand = spent(setup, {name: calls[name] for name in done})
+    whole = {name: _spent_anew(setup, _anew(layer, flows[name])) for name in done}
+    for name in sorted(done, key=lambda name: whole[name].median):
+        setup.say(f"{cell.case}/{name}: {at_hand[name]}, with its form {whole[name]}")
+    for metric, times in (("time", at_hand), (WITH_FORM, whole)):
+        default = Peer(DEFAULT, times[DEFAULT].median)
+        for name in done:
+            yield setup.row(f"{cell.case}/{name}", times[name], setup.clock, default, metric)
+
+
+def _layer(layer: Trained, flow: str | None, found: KernelMap | None = None) -> Callable[[], Tensor]:
+    run = partial(conv_features, layer.feats, layer.weight, found or layer.found, layer.rows, dataflow=flow)
+    return torch.no_grad()(run)
+
+
+def _anew(layer: Trained, flow: str | None) -> Callable[[], Tensor]:
+    """The layer on the bare map, as it is found: rows and masks alone."""
+    rows, masks = layer.found.rows(), layer.found.masks()
+
+    def run() -> Tensor:
+        return _layer(
+            layer, flow, KernelMap.from_neighbours(layer.found.relation, Neighbours(rows, masks), layer.rows)
+        )()
+
+    return run
+
+
+def _spent_anew(setup: Setup, call: Callable[[], Tensor]) -> Times:
+    """What the device works on it: sizes of a form are waited for in the middle."""
+    clock = "wall"
+    if setup.device.type == "cuda":
+        call()
+        try:
+            return busy(call)
+        except PumiceError as reason:
+            setup.say(f"  between events: {reason}")
+            clock = "events"
+    (times,) = together([call], setup.device, clock, setup.seconds)
+    return times

@@ -1,6 +1,6 @@
 """What the studies of whole networks share: a network with its scans, in ways that differ in its layers' dataflows.
 
-A pass finds every kernel map anew, as a new scan would have it done. Before a way is timed every layer is held against
+A pass finds every kernel map anew, as a new scan would have it done. Before a way is timed every layer is compared with
 float64 by itself, by the tolerance of the dtype, and the whole network against library products in float32 (where
 half precision is float32 already, float64): it may be as far from them as the tolerance, or where a deep network rounds
 more than that, as its gradients do, FAIR times as far as the untuned network is.

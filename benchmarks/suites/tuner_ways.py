@@ -1,22 +1,23 @@
-"""The studies of the suite `tuner` that compare ways of one network: splits, sorted rows, hybrids, bindings, gains."""
+"""The studies of the suite `tuner` that compare ways of running one network, and whole networks tuned and untuned."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import torch
 
 from benchmarks.harness.rows import Row
-from benchmarks.harness.study import Setup
+from benchmarks.harness.study import Setup, goals_told
 from benchmarks.scenes.network_layers import Met, layers_of
-from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_asked import Asked, answered, budget
-from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, say_published, subjects
-from benchmarks.suites.tuner_networks import Network
-from benchmarks.suites.tuner_taken import compared, tile_facts, tiles_of
-from pumice.lower.kernel import DEFAULT
+from benchmarks.scenes.workloads import WORKLOADS, fresh
+from benchmarks.suites.tuner_asked import Asked, answered, budget, differing
+from benchmarks.suites.tuner_cases import INFERENCE, TRAINING, Subjected, Writer, say_published, subjects
+from benchmarks.suites.tuner_networks import Network, scans_of
+from benchmarks.suites.tuner_passes import CONVOLUTIONS, compared, tile_facts, tiles_of
+from pumice.errors import OptionError
+from pumice.lower.kernel import DEFAULT as DEFAULT_TILES
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
 """A large and a small scan to segment, and one to detect on."""
@@ -31,24 +32,20 @@ WEIGHT_STATIONARY = (
 _SUM = 4
 """Bytes of a sum that is read, added to and written."""
 
-SPLITS: Mapping[str, tuple[int, ...]] = MappingProxyType({"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)})
+SPLITS: Mapping[str, tuple[int, ...]] = {"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)}
 """By way: among which numbers of splits each group of layers has the best."""
-BOUND: Mapping[str, str] = MappingProxyType(
-    {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
-)
+BOUND: Mapping[str, str] = {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
 """By way: which passes of a layer share a dataflow, as the tuner calls it."""
-GAINS: Mapping[str, str | None] = MappingProxyType(
-    {
-        "1-gather-gemm-scatter": "gather-gemm-scatter-vectorised-separate",
-        "2-grouped": "gather-gemm-scatter-vectorised-adaptive",
-        "3-fused": "gather-gemm-scatter-fused-adaptive",
-        "4-locality-aware": "gather-gemm-scatter-locality-aware-adaptive",
-        "5-fetch-on-demand": "fetch-on-demand",
-        "6-implicit-unsorted": "implicit-gemm-unsorted",
-        "7-implicit-sorted": "implicit-gemm-sorted",
-        "8-default": None,
-    }
-)
+GAINS: Mapping[str, str | None] = {
+    "1-gather-gemm-scatter": "gather-gemm-scatter-vectorised-separate",
+    "2-grouped": "gather-gemm-scatter-vectorised-adaptive",
+    "3-fused": "gather-gemm-scatter-fused-adaptive",
+    "4-locality-aware": "gather-gemm-scatter-locality-aware-adaptive",
+    "5-fetch-on-demand": "fetch-on-demand",
+    "6-implicit-unsorted": "implicit-gemm-unsorted",
+    "7-implicit-sorted": "implicit-gemm-sorted",
+    "8-default": None,
+}
 """The steps from the plain way on: one dataflow for all layers, at last what the planner picks."""
 
 
@@ -59,18 +56,14 @@ _GAINED = 50.0
 def splits(setup: Setup) -> Iterator[Row]:
     """The best of so many splits for each group of layers, end to end; and what splits cost and give."""
     asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
-    for subject in subjects(setup, "splits", NETWORKS):
-        network = _begun(setup, "splits", subject)
-        write = Writer(setup, subject, "splits")
+    for network, write in _begun(setup, "splits", NETWORKS):
         yield from _tuned(write, network, asked, "1")
         yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
 
 
 def sorted_rows(setup: Setup) -> Iterator[Row]:
     """All layers over rows in their order, and all over sorted ones."""
-    for subject in subjects(setup, "sorted", NETWORKS):
-        network = _begun(setup, "sorted", subject)
-        write = Writer(setup, subject, "sorted")
+    for network, write in _begun(setup, "sorted", NETWORKS):
         ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
         yield from compared(write, network, ways, "no")
         yield from tile_facts(write, _met(network), {"no": 0, "yes": 1})
@@ -83,9 +76,7 @@ def hybrid(setup: Setup) -> Iterator[Row]:
         "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
         "all": Asked(),
     }
-    for subject in subjects(setup, "hybrid", NETWORKS):
-        network = _begun(setup, "hybrid", subject)
-        write = Writer(setup, subject, "hybrid")
+    for network, write in _begun(setup, "hybrid", NETWORKS):
         yield from _tuned(write, network, asked, "implicit-gemm")
         yield from _moved(write, _met(network))
 
@@ -93,21 +84,18 @@ def hybrid(setup: Setup) -> Iterator[Row]:
 def bindings(setup: Setup) -> Iterator[Row]:
     """Training with passes of a layer bound to one dataflow, in pairs or all three."""
     asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
-    for subject in subjects(setup, "bindings", NETWORKS[1:], TRAINING):
-        network = _begun(setup, "bindings", subject)
-        yield from _tuned(Writer(setup, subject, "bindings"), network, asked, "all")
+    for network, write in _begun(setup, "bindings", NETWORKS[1:], TRAINING):
+        yield from _tuned(write, network, asked, "all")
 
 
 def gains(setup: Setup) -> Iterator[Row]:
     """From gather, multiply, scatter to the tuned network, step by step."""
-    for subject in subjects(setup, "gains", (NETWORKS[0], NETWORKS[2])):
-        network = _begun(setup, "gains", subject)
+    for network, write in _begun(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
         answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
-        ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT)
+        ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT_TILES)
         if setup.thorough:
             ways["10-with-tuned-tiles"] = answer.ran
-        write = Writer(setup, subject, "gains")
         yield from compared(write, network, ways, next(iter(GAINS)))
         yield from answer.rows(write, "9-tuned")
 
@@ -123,9 +111,11 @@ def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
         write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")
 
 
-def _begun(setup: Setup, study: str, subject: Subjected) -> Network:
-    say_published(setup, study)
-    return Network.of(setup, subject)
+def _begun(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[tuple[Network, Writer]]:
+    """The networks of a study, each with what makes its rows."""
+    for subject in subjects(setup, study, names, mode):
+        say_published(setup, study)
+        yield Network.of(setup, subject), Writer(setup, subject, study)
 
 
 def _met(network: Network) -> list[Met]:
@@ -140,3 +130,112 @@ def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against:
     yield from compared(write, network, {name: one.ran for name, one in answers.items()}, against)
     for name, one in answers.items():
         yield from one.rows(write, name)
+
+
+# Whole networks: what tuning brings, how long it takes, and whether it holds on other scans
+
+DEFAULT, TUNED, NATIVE = "default", "tuned", "native"
+TRAINED = ("minkunet-nuscenes-1f",)
+"""The networks whose training is tuned, too."""
+GAIN = 1.05
+"""How many times as fast tuned convolutions and maps are to be, in the geometric mean of the seven."""
+NOISE = 1.02
+LONGEST: Mapping[str, float] = {"minkunet-kitti-1x": 120.0}
+"""Seconds that tuning may take."""
+APART = 1.05
+"""How many times as long a network may take that was tuned on other scans."""
+ABROAD: Mapping[str, str] = {
+    "minkunet-kitti-1x": "minkunet-nuscenes-1f",
+    "minkunet-nuscenes-1f": "minkunet-kitti-1x",
+    "centerpoint-waymo-1f": "centerpoint-nuscenes-10f",
+    "centerpoint-nuscenes-10f": "centerpoint-waymo-1f",
+}
+"""Whose scans a network is tuned on in place of its own."""
+
+
+@dataclass
+class Gains:
+    """By case default over tuned, and the cases that are slower tuned: by more than NOISE, and mostly."""
+
+    ratios: dict[str, float] = field(default_factory=dict)
+    slower: list[str] = field(default_factory=list)
+
+    def note(self, row: Row) -> None:
+        self.ratios[row.case] = row.ratio
+        if row.value > NOISE * row.peer_value and row.p20 > row.peer_value:
+            self.slower.append(row.case)
+
+
+def networks(setup: Setup) -> Iterator[Row]:
+    """Every network untuned and tuned in inference, some in training too; how long tuning took, and what it chose.
+
+    What is tuned are dataflows; in a thorough run, which takes two minutes a network, tiles as well.
+    """
+    say_published(setup, "networks")
+    gains = Gains()
+    inference = subjects(setup, "networks", tuple(WORKLOADS))
+    for subject in chain(inference, subjects(setup, "networks", TRAINED, TRAINING)):
+        for row in _network(setup, subject):
+            if _judged(setup, row) and row.case == subject.case("networks", TUNED) and subject.mode == INFERENCE:
+                gains.note(row)
+            yield row
+    goals_told(setup, "tuned over untuned, convolutions and maps", gains.ratios, GAIN)
+    setup.say(f"slower tuned than untuned: {', '.join(gains.slower) or 'none'}")
+
+
+def _judged(setup: Setup, row: Row) -> bool:
+    """Whether a row has what goals are about: convolutions and maps on the device, or without one the wall."""
+    return row.metric == (CONVOLUTIONS if setup.device.type == "cuda" else "time") and row.clock == setup.clock
+
+
+def _network(setup: Setup, subject: Subjected) -> Iterator[Row]:
+    network, write = Network.of(setup, subject), Writer(setup, subject, "networks")
+    answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup))
+    ways = {DEFAULT: network.all_in(None), TUNED: answer.ran}
+    yield from compared(write, network, ways, DEFAULT)
+    yield from answer.rows(write, TUNED, LONGEST.get(subject.workload.name))
+
+
+def transfer(setup: Setup) -> Iterator[Row]:
+    """Every network tuned on its own scans and on another's, run on its own."""
+    for subject in subjects(setup, "transfer", tuple(ABROAD)):
+        say_published(setup, "transfer")
+        yield from _transferred(setup, subject)
+
+
+def _transferred(setup: Setup, subject: Subjected) -> Iterator[Row]:
+    name = ABROAD[subject.workload.name]
+    foreign = _with_scans_of(subject, name)
+    try:
+        scans = scans_of(setup, foreign)
+    except OptionError as reason:
+        setup.say(f"{name} is left out: {reason}")
+        return
+    network, write = Network.of(setup, subject), Writer(setup, subject, "transfer")
+    native = answered(setup, network, Asked(), budget(setup, 2))
+    abroad = answered(setup, replace(network, samples=scans), Asked(), budget(setup))
+    way = f"from-{name}"
+    ways = {NATIVE: native.ran, way: abroad.ran, DEFAULT: network.all_in(None)}
+    rows = list(compared(write, network, ways, NATIVE))
+    yield from rows
+    groups = differing(native, abroad)
+    yield write.counted(way, "fact:groups that differ", len(groups), "groups")
+    for row in rows:
+        if _judged(setup, row) and row.case == subject.case("transfer", way):
+            _say_apart(setup, row, groups)
+    for held, answer in ((NATIVE, native), (way, abroad)):
+        yield from answer.rows(write, held)
+
+
+def _with_scans_of(subject: Subjected, name: str) -> Subjected:
+    """The subject with the scans of another workload, voxelised as it does."""
+    other = WORKLOADS[name]
+    scans = subject.workload.scans if subject.workload.generated else other.scans
+    workload = replace(subject.workload, name=name, scans=scans, grid=other.grid)
+    return replace(subject, workload=workload)
+
+
+def _say_apart(setup: Setup, row: Row, groups: Sequence[str]) -> None:
+    apart = row.value / row.peer_value
+    verdict = "met" if apart <= APART else f"NOT met; groups that differ: {'; '.join(groups)}"
+    setup.say(f"goal {row.case}: at most {APART:.2f} times as long as tuned natively: {apart:.3f}: {verdict}")

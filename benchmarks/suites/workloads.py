@@ -1,7 +1,7 @@
 """The suite `workloads`: whole networks on scans, inference and training, beside spconv's in the same run.
 
 A call makes a new tensor and runs the network over it: kernel maps are part of what is timed. Both libraries run
-eagerly, with nothing folded, from the same weights; what they give is held against a float64 run of our network by
+eagerly, with nothing folded, from the same weights; what they give is compared with a float64 run of our network by
 plain gathers and products before anything is timed.
 
 A case is one scan, again and again: what a library keeps for sizes that it has met serves every call. In inference in
@@ -18,36 +18,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import cycle
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.families import VARIED
-from benchmarks.harness.rows import Peer, Row, Subject
-from benchmarks.harness.study import Case, Options, Ready, Say, Setup, Way, by_choice, goals_told, mean_told
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Ready, Setup, Way, by_choice, goals_told, mean_told
 from benchmarks.harness.whole import checked, compared, in_tf32
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.peers import spconv_nets
 from benchmarks.scenes.workloads import (
-    SPCONV_NET,
     WORKLOADS,
     Sample,
     Workload,
+    exact_copy,
     fresh,
     narrow,
+    network,
     samples,
     stand_in,
     varied,
 )
-from benchmarks.suites.layer_suites import Study, study_of
-from benchmarks.suites.shells import shells
 from pumice.errors import OptionError
-from pumice.nn.conv import convolutions
 
-EXACT = "gather-gemm-scatter-vectorised-separate"
-"""The dataflow of the float64 run: a gather, a product of torch and an addition for each tap, no kernel of ours."""
 TINY = 150  # voxels of a scan in a quick run
 SCANS = 7
 """Scans that take turns: as many as a clock has runs at least, so that each counts."""
@@ -94,24 +89,20 @@ ON_CPU = (
     Mode("fp32/inference", torch.float32, varied=True),
     Mode("fp32/training", torch.float32, training=True, batch=2, slack=(1.0, 100.0)),
 )
-GOALS: Mapping[tuple[str, str], float] = MappingProxyType(
-    {
-        ("fp16/inference", "wall"): 2.0,
-        (f"fp16/inference, {VARIED}", "wall"): 2.0,
-        ("fp16/training", "wall"): 1.5,
-    }
-)
+GOALS: Mapping[tuple[str, str], float] = {
+    ("fp16/inference", "wall"): 2.0,
+    (f"fp16/inference, {VARIED}", "wall"): 2.0,
+    ("fp16/training", "wall"): 1.5,
+}
 """How many times as fast as spconv, by the geometric mean over the networks."""
 
-RECORDED: Mapping[str, tuple[Peer, ...]] = MappingProxyType(
-    {
-        "minkunet-nuscenes-1f/fp16/inference": (
-            Peer("spconv 2.3.8", 13.5, "recorded"),
-            Peer("torchsparse 2.1", 11.8, "recorded"),
-            Peer("warpconvnet 1.8.1", 37.6, "recorded"),
-        )
-    }
-)
+RECORDED: Mapping[str, tuple[Peer, ...]] = {
+    "minkunet-nuscenes-1f/fp16/inference": (
+        Peer("spconv 2.3.8", 13.5, "recorded"),
+        Peer("torchsparse 2.1", 11.8, "recorded"),
+        Peer("warpconvnet 1.8.1", 37.6, "recorded"),
+    )
+}
 """Wall milliseconds on an H200, 2026-11-20, torch 2.11: the same sweep, its voxels by floor (17,856, not 17,890).
 
 What spconv took then beside what it takes now says how far the other figures are to be scaled.
@@ -170,7 +161,7 @@ class Found:
     def add(self, mode: Mode, workload: Workload, made: Row) -> None:
         if made.peer_source == "same run":
             name = f"{mode.name}, {VARIED}" if made.metric == VARIED else mode.name
-            self.ratios.setdefault((name, made.clock), {})[workload.name] = made.peer_value / made.value
+            self.ratios.setdefault((name, made.clock), {})[workload.name] = made.ratio
 
     def tell(self, setup: Setup) -> None:
         for (mode, clock), ratios in self.ratios.items():
@@ -179,11 +170,6 @@ class Found:
                 goals_told(setup, name, ratios, GOALS[mode, clock])
             else:
                 setup.say(f"{name}: {mean_told(ratios)}")
-
-
-def workloads(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of a study of the suite. Raises PumiceError at the end if anything of ours was wrong."""
-    return study_of("workloads", STUDIES, say, options)
 
 
 def networks(setup: Setup, given: Mapping[str, Workload] = WORKLOADS, batch: int = 2) -> Iterator[Row]:
@@ -203,39 +189,6 @@ def networks(setup: Setup, given: Mapping[str, Workload] = WORKLOADS, batch: int
                 yield made
         setup.say(f"{workload.name}: {time.perf_counter() - begin:.1f} s in all")
     found.tell(setup)
-
-
-STUDIES: Mapping[str, Study] = MappingProxyType(
-    {
-        "networks": networks,
-        "shells": shells,
-        "spconv-net": partial(networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
-    }
-)
-
-
-def network(workload: Workload, sample: Sample) -> nn.Module:
-    """The network with the same weights each time, its norms' statistics those of this sample, in evaluation.
-
-    With the statistics that norms begin with, the features of a deep network would all but vanish. They are found by
-    library products, so that no kernel is compiled for them.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        net = workload.model().to(sample.coords.device).train()
-    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm1d)]
-    usual = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 1.0
-    for layer in convolutions(net):
-        layer.dataflow = EXACT
-    with torch.no_grad():
-        net(fresh(sample))
-    for layer in convolutions(net):
-        layer.dataflow = None
-    for norm, momentum in zip(norms, usual, strict=True):
-        norm.momentum = momentum
-    return net.eval()
 
 
 def _case(setup: Setup, workload: Workload, mode: Mode) -> str:
@@ -270,8 +223,8 @@ def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Itera
     case, sample = _case(setup, workload, mode), _samples(setup, workload, mode.kept, mode.batch)
     own = copy.deepcopy(net).to(mode.kept).train(mode.training)
     truths = list(zip(_VIEWS, _truths(own, sample, mode), mode.slack, strict=False))
-    subject, failed = Subject(setup.suite, case, mode.label, setup.device), len(setup.failures)
-    rows = list(_against_spconv(setup, mode, subject, own, truths, sample))
+    failed = len(setup.failures)
+    rows = list(_against_spconv(setup, mode, (case, "time"), own, truths, sample))
     yield from rows
     on_wall = [made for made in rows if made.clock == "wall"][:1]
     for peer in RECORDED.get(case, ()) if setup.device.type == "cuda" else ():
@@ -282,14 +235,18 @@ def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Itera
 
 
 def _against_spconv(
-    setup: Setup, mode: Mode, subject: Subject, net: nn.Module, truths: Sequence[Truth], *given: Sample
+    setup: Setup, mode: Mode, about: tuple[str, str], net: nn.Module, truths: Sequence[Truth], *given: Sample
 ) -> Iterator[Row]:
-    """Both libraries' calls over these samples in turn, checked and timed; nothing where ours is wrong."""
-    ours = _checked(setup, mode, subject.case, truths, partial(Side.ours, net, *given))
+    """Both libraries' calls over these samples in turn, checked and timed; nothing where ours is wrong.
+
+    about: case and metric.
+    """
+    case, metric = about
+    ours = _checked(setup, mode, case, truths, partial(Side.ours, net, *given))
     if ours is None:
         return
-    theirs = _checked(setup, mode, subject.case, truths, partial(Side.spconv, net, *given), spconv_peer.package())
-    yield from compared(setup, subject, ours, [theirs] if theirs else [])
+    theirs = _checked(setup, mode, case, truths, partial(Side.spconv, net, *given), spconv_peer.package())
+    yield from compared(setup, case, ours, [theirs] if theirs else [], metric=metric, dtype=mode.label)
 
 
 def _over_scans(setup: Setup, workload: Workload, mode: Mode, case: str, net: nn.Module) -> Iterator[Row]:
@@ -298,19 +255,16 @@ def _over_scans(setup: Setup, workload: Workload, mode: Mode, case: str, net: nn
     given = varied(real, SCANS)
     turned = f"-{SCANS - len(real)}-turned" if len(real) < SCANS else ""
     plural = "s" if len(real) > 1 else ""
-    subject = Subject(setup.suite, f"{case}/over-{len(real)}-scan{plural}{turned}", mode.label, setup.device)
+    case = f"{case}/over-{len(real)}-scan{plural}{turned}"
     truths = [(Side.result, _truths(net, one, mode)[0], mode.slack[0]) for one in given]
     sizes = [len(one) for one in given]
-    setup.say(f"  {subject.case}: {min(sizes)} to {max(sizes)} voxels")
-    yield from _against_spconv(setup, mode, replace(subject, metric=VARIED), net, truths, *given)
+    setup.say(f"  {case}: {min(sizes)} to {max(sizes)} voxels")
+    yield from _against_spconv(setup, mode, (case, VARIED), net, truths, *given)
 
 
 def _truths(net: nn.Module, sample: Sample, mode: Mode) -> list[Any]:
     """The result in float64, by coordinates, and in training all gradients."""
-    exact = copy.deepcopy(net).double()
-    for layer in convolutions(exact):
-        layer.dataflow = EXACT
-    side = Side.ours(exact, replace(sample, feats=sample.feats.double()))
+    side = Side.ours(exact_copy(net), replace(sample, feats=sample.feats.double()))
     y = _call(side, replace(mode, dtype=torch.float64, tf32=False))()
     return [side.result(y), side.gradients(y)] if mode.training else [side.result(y)]
 
@@ -346,20 +300,28 @@ def _tf32_tuner() -> Any:
 
 
 def _call(side: Side, mode: Mode) -> Callable[[], Any]:
-    return _step(side, mode) if mode.training else torch.no_grad()(lambda: side.net(side.tensor()))
+    if mode.training:
+        return step_of(side, mode.dtype == torch.float16)
+    return torch.no_grad()(lambda: side.net(side.tensor()))
 
 
-def _step(side: Side, mode: Mode) -> Callable[[], Any]:
-    """Forward, in mixed precision where products are of float16; a loss of the logits; backward. No optimizer."""
-    mixed, device = mode.dtype == torch.float16, next(side.net.parameters()).device.type
+def loss_of(feats: Tensor) -> Tensor:
+    """A loss over all voxels."""
+    wide = feats if feats.dtype == torch.float64 else feats.float()
+    return LOSS * wide.logsumexp(1).mean()
+
+
+def step_of(side: Side, mixed: bool, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], Any]:
+    """Forward, backward, and one step of the optimizer if there is one; mixed: under autocast to float16."""
+    device = next(side.net.parameters()).device.type
 
     def step() -> Any:
         side.net.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.float16, enabled=mixed):
             y = side.net(side.tensor())
-        logits = side.feats(y)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        (LOSS * wide.logsumexp(1).mean()).backward()
+        loss_of(side.feats(y)).backward()
+        if optimizer is not None:
+            optimizer.step()
         return y
 
     return step

@@ -1,9 +1,11 @@
 """Tables of the suite tuner, from rows that were made up."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from benchmarks.harness.rows import Row
 from benchmarks.report import tables as ablation_tables
 from benchmarks.report.tables import Place, filled, studies, tables
 from pumice.errors import FileError, OptionError
@@ -12,7 +14,7 @@ from pumice.errors import FileError, OptionError
 def made(case, value, metric="time", **more):
     row = {"suite": "tuner", "case": case, "metric": metric, "value": value, "unit": "ms", "p20": value, "p80": value}
     row |= {"dtype": "fp16", "clock": "gpu", "peer": "default", "peer_value": 2.0, "peer_source": "same run"}
-    return {**row, "device": "H200", "versions": {}, "commit": "abc", "date": "2026-11-22", "lib": "pumice", **more}
+    return Row(**{**row, "device": "H200", "versions": {}, "commit": "abc", "date": "2026-11-22", **more})
 
 
 CASE = "minkunet-kitti-1x/fp16/inference/splits-"
@@ -52,7 +54,7 @@ def test_pages_are_filled_between_their_marks(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- table: splits -->\nold\n<!-- end -->\nb\n<!-- table: hybrid -->\n<!-- end -->\nc\n")
     ledger = tmp_path / "rows.jsonl"
-    ledger.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    ledger.write_text("".join(json.dumps(asdict(row)) + "\n" for row in ROWS))
     ablation_tables.main([str(ledger), str(page)])
     text = page.read_text()
     assert "old" not in text and "1.60x default" in text and text.startswith("a\n<!--") and text.endswith("-->\nc\n")
@@ -66,7 +68,7 @@ def test_ledgers_that_cannot_be_read(tmp_path):
     with pytest.raises(FileError, match="expected a ledger"):
         ablation_tables.main([str(tmp_path / "none.jsonl")])
     (tmp_path / "bad.jsonl").write_text("{}\nnot a row\n")
-    with pytest.raises(FileError, match="bad.jsonl:2: expected a row"):
+    with pytest.raises(FileError, match="bad.jsonl, line 1: expected the fields of a row"):
         ablation_tables.main([str(tmp_path / "bad.jsonl")])
     with pytest.raises(OptionError, match="found 0"):
         ablation_tables.main([])

@@ -12,10 +12,8 @@ from benchmarks import run as bench
 from benchmarks.harness import rows as ledger
 from benchmarks.harness import study
 from benchmarks.peers import equivariant
-from benchmarks.suites import einsum as bench_einsum
 from benchmarks.suites import einsum_conv as bench_conv
-from benchmarks.suites import spmm_structured as bench_structured
-from benchmarks.suites import spmm_unstructured as bench_unstructured
+from benchmarks.suites import spmm as bench_spmm
 from benchmarks.suites import tensor_product as bench_tensor_product
 from pumice.env import Settings
 from pumice.errors import OptionError, PumiceError
@@ -73,7 +71,7 @@ def test_a_study_gives_whole_rows(measure, case):
 
 
 def test_every_study_is_tested():
-    assert set(EXPECTED) == set(bench_einsum.STUDIES)
+    assert set(EXPECTED) == set(bench.SUITES["einsum"].studies)
 
 
 def test_a_case_of_a_study_is_picked_by_a_part_of_its_name(measure):
@@ -112,8 +110,8 @@ def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):
         raise ValueError("a file that cannot be read")
         yield
 
-    monkeypatch.setattr(bench_einsum, "STUDIES", {"broken": broken, "table": lambda setup: iter(["a row"])})
-    rows = bench.run("einsum", print, bench.Options(device="cpu"))
+    suite = study.Suite("einsum", {"broken": broken, "table": lambda setup: iter(["a row"])})
+    rows = suite(print, bench.Options(device="cpu"))
     assert next(rows) == "a row"
     with pytest.raises(PumiceError, match="1 failed: broken: ValueError: a file"):
         next(rows)
@@ -121,11 +119,11 @@ def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):
 
 def test_a_data_folder_without_scenes_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(bench_conv, "settings", lambda: Settings(tmp_path, tmp_path))
-    monkeypatch.setattr(bench_unstructured, "settings", lambda: Settings(tmp_path, tmp_path))
+    monkeypatch.setattr(bench_spmm, "settings", lambda: Settings(tmp_path, tmp_path))
     said = []
     setup = study.Setup(CPU, False, said.append, only="unstructured/uniform/")
     assert [name for name, _ in bench_conv.scenes(setup)] == ["random_100000"]
-    assert [matrix.name for matrix in bench_unstructured._matrices(setup)] == ["uniform"]
+    assert [matrix.name for matrix in bench_spmm._matrices(setup)] == ["uniform"]
     assert len(said) == 2 and all(str(tmp_path) in line for line in said)
 
 
@@ -167,13 +165,13 @@ def test_errors_are_relative_and_see_what_is_not_a_number():
     ],
 )
 def test_the_crossing_lies_where_the_ratio_is_one(points, told):
-    assert told in bench_structured.crossing(points)
+    assert told in bench_spmm.crossing(points)
 
 
 def test_a_block_sparse_matrix_is_filled_out():
     setup = study.Setup(CPU, True, print)
-    a = bench_structured.block_matrix(setup, 96, 32, 0.5)
-    torch.testing.assert_close(bench_structured.filled_out(a), a.to_dense())
+    a = bench_spmm.block_matrix(setup, 96, 32, 0.5)
+    torch.testing.assert_close(bench_spmm.filled_out(a), a.to_dense())
 
 
 def test_layouts_go_back():
@@ -195,8 +193,7 @@ def test_ways_beside_the_others_are_held_against_the_fastest_peer_alone():
 
 
 def _row(case, value, peer, theirs):
-    subject = ledger.Subject("einsum", case, "fp32", CPU)
-    return ledger.row(subject, study.Times(value, value, value), "wall", ledger.Peer(peer, theirs))
+    return study.Setup(CPU, True, print).row(case, value, "wall", ledger.Peer(peer, theirs))
 
 
 def test_the_summary_weighs_the_best_of_ours_against_the_best_of_a_family():

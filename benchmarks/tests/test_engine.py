@@ -23,10 +23,10 @@ from benchmarks.scenes.clouds import surface
 from benchmarks.scenes.engine import INFERENCE, TINY, TRAINING, Known, sample_of
 from benchmarks.scenes.varied import BOX, source
 from benchmarks.suites import engine_equal as bench_engine_equal
-from benchmarks.suites import engine_training as bench_engine_training
+from benchmarks.suites import engine_passes as bench_engine_passes
 from benchmarks.suites.engine_equal import KINDS, SIDE, Compared, cases, geometry
+from benchmarks.suites.engine_passes import Reached, Timed, by_scene, in_time
 from benchmarks.suites.engine_varied import Memory, Seen, _parts, quantiles
-from benchmarks.suites.engine_ways import Reached, Timed, by_scene, in_time
 from pumice.data import Scan
 from pumice.engine import Captured
 from pumice.errors import OptionError, PumiceError
@@ -96,19 +96,20 @@ def test_goals_and_recorded_peers_stand_beside(monkeypatch):
     """As on a GPU: a row for each peer, and what is reached is told."""
     said = []
     setup = replace(setup_of(said), device=torch.device("cuda"), quick=False)
-    monkeypatch.setattr("benchmarks.suites.engine_ways.clocks", lambda device: ("wall", "gpu"))
+    monkeypatch.setattr("benchmarks.suites.engine_passes.clocks", lambda device: ("wall", "gpu"))
     spent = {"eager": 5.0, "captured": 1.0, "spconv": 12.0}
-    monkeypatch.setattr(Timed, "_times", lambda self, clock: {n: Times(t, t, t) for n, t in spent.items()})
+    times = {name: Times.exactly(value) for name, value in spent.items()}
+    monkeypatch.setattr("benchmarks.suites.engine_passes.spent", lambda *given: times)
     monkeypatch.setattr("benchmarks.harness.rows.device_name", lambda device: "a GPU")
     ways = [Ready(name, lambda: None, "spconv" * (name == "spconv"), 1e-3) for name in spent]
-    timed = Timed(setup, "scene", "inference", ways, Known(11.8, 1.2, 4.0), 1.0)
+    timed = Timed(setup, "scene", "inference", ways, Known(11.8, 1.2, 4.0))
     rows = [*timed.rows("wall"), *timed.rows("gpu")]
     held = {(row.case.rpartition("/")[2], row.clock, row.peer): row for row in rows}
     assert held["captured", "wall", "goal"].peer_value == 1.2 and held["eager", "wall", "goal"].peer_value == 4.0
     assert held["captured", "wall", "best recorded"].peer_source == "recorded"
     assert held["captured", "gpu", "spconv"].peer_value == 12.0 and ("captured", "gpu", "goal") not in held
     assert held["captured", "wall", "our eager pass"].peer_value == 5.0 and ("eager", "wall", "itself") not in held
-    assert "eager: goal 4 NOT met, best recorded peer 11.8 (2.36x), captured: goal 1.2 met" in said[1]
+    assert "eager: goal 4 NOT met, best recorded peer 11.8 (2.36x), captured: goal 1.2 met" in said[0]
     found = Reached()
     for row in rows:
         found.add(row)
@@ -128,7 +129,7 @@ def test_the_wall_of_all_scenes_comes_before_the_first_trace(monkeypatch):
             order.append((self.name, clock))
             return iter(())
 
-    monkeypatch.setattr("benchmarks.suites.engine_ways.clocks", lambda device: ("wall", "gpu"))
+    monkeypatch.setattr("benchmarks.suites.engine_passes.clocks", lambda device: ("wall", "gpu"))
     setup, sample = setup_of([]), sample_of(setup_of([]), "a", surface(TINY, CPU))
     samples = iter([sample, replace(sample, name="none"), replace(sample, name="b")])
     assert not list(by_scene(setup, samples, "inference", lambda _, x: None if x.name == "none" else Scene(x.name)))
@@ -283,13 +284,13 @@ def test_training_in_tiny():
 
 
 def test_wrong_gradients_are_not_timed(monkeypatch):
-    right = bench_engine_training._truths
+    right = bench_engine_passes._truths
 
     def other(net, sample):
         truths = right(net, sample)
         return truths | {"gradients": 2 * truths["gradients"]}
 
-    monkeypatch.setattr(bench_engine_training, "_truths", other)
+    monkeypatch.setattr(bench_engine_passes, "_truths", other)
     with pytest.raises(PumiceError, match=r"fp32/training: eager: relative error 0\.5"):
         quick("training")
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.scenes.layers import map_of
-from benchmarks.suites.einsum_conv import Layer
+from benchmarks.scenes.layers import Layer, map_of
 from benchmarks.suites.layer_model import LATENCY, Needs, Step, Walk, bounds, in_turn, least, needs, walks, why
 from pumice.schedule.cost import DEVICES
 from pumice.schedule.tile import Tile
@@ -144,7 +143,7 @@ import sys
 sys.path += {paths!r}
 from dataclasses import replace
 from benchmarks.tests.test_layer_model import row_of
-from benchmarks.suites.einsum_conv import exact
+from benchmarks.scenes.layers import exact
 from benchmarks.suites.layer_model import Step
 from benchmarks.harness.study import error
 layer = row_of(70)

@@ -15,19 +15,14 @@ from benchmarks.harness.study import Setup, error, goals_told
 from benchmarks.harness.timing import Times
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes import layers as layer_cells
-from benchmarks.scenes.layers import Width
+from benchmarks.scenes.layers import Layer, Width
 from benchmarks.suites import host as bench_host
 from benchmarks.suites import layer_ablation as bench_ablation
-from benchmarks.suites import layer_channels as bench_channels
-from benchmarks.suites import layer_errors as bench_errors
-from benchmarks.suites import layer_precisions as bench_precisions
-from benchmarks.suites import layer_suites
-from benchmarks.suites import layer_tiles as bench_tiles
+from benchmarks.suites import layer_accuracy as bench_accuracy
 from benchmarks.suites import roofline as bench_roofline
-from benchmarks.suites.einsum_conv import Layer
 from benchmarks.suites.layer_ablation import IDEAS
+from benchmarks.suites.layer_accuracy import GOALS, Found
 from benchmarks.suites.layer_model import Needs, walks
-from benchmarks.suites.layer_precisions import GOALS, Found
 from benchmarks.suites.roofline import Placed
 from pumice.coords import Relation, kernel_map
 from pumice.errors import PumiceError
@@ -114,9 +109,9 @@ def test_groups_are_bounded_as_they_are_multiplied(monkeypatch):
     layer, gpu = layer_cells.layer_of(setup, cell), DEVICES["cuda"]
     (walk,) = walks(cell.found, "compacted")
     flops = 2 * walk.entries * walk.block * 64
-    assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops / gpu.plain)
+    assert bench_accuracy._bounds(layer)["matrix"] == pytest.approx(1e3 * flops / gpu.plain)
     monkeypatch.setattr(sys.modules["pumice.ops.conv"], "_has_tensor_cores", lambda x: True)
-    assert bench_channels._bounds(layer)["matrix"] == pytest.approx(1e3 * flops * 32 / gpu.matrix)
+    assert bench_accuracy._bounds(layer)["matrix"] == pytest.approx(1e3 * flops * 32 / gpu.matrix)
 
 
 def test_widths_make_layers():
@@ -152,7 +147,7 @@ def test_dtypes_tell_times_and_errors(study):
 
 
 def test_dtypes_time_nothing_wrong(monkeypatch):
-    monkeypatch.setattr(bench_precisions, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
+    monkeypatch.setattr(layer_cells, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
     with pytest.raises(PumiceError, match="relative error 1"):
         list(bench.run("conv-forward", print, bench.Options("dtypes", CELL, True, "cpu")))
 
@@ -164,13 +159,13 @@ def test_bytes_are_held_against_halves(study):
 
 
 def test_wrong_layers_of_bytes_are_not_timed(monkeypatch):
-    monkeypatch.setattr(bench_precisions, "conv_features", lambda x, *_: torch.zeros(x.shape))
+    monkeypatch.setattr(bench_accuracy, "conv_features", lambda x, *_: torch.zeros(x.shape))
     with pytest.raises(PumiceError, match="2 failed: .*int8: relative error 1.*fp8: relative error 1"):
         list(bench.run("conv-forward", print, bench.Options("dtypes", CELL, True, "cpu")))
 
 
 def test_a_device_without_fp8_is_told(study, monkeypatch):
-    monkeypatch.setattr(bench_precisions, "without_fp8", lambda device: "it has no units for it")
+    monkeypatch.setattr(bench_accuracy, "without_fp8", lambda device: "it has no units for it")
     out, rows = study("dtypes")
     assert "fp8 is left out: it has no units for it" in out and "goal fp8 over fp16, 1x: not measured" in out
     assert not [r for r in rows if r["dtype"] == "fp8"]
@@ -187,7 +182,7 @@ def test_a_goal_takes_the_fastest_that_is_exact_enough():
     (goal,) = (goal for goal in GOALS if goal.ours == ("bf16x3",))
     found = Found("a", {"bf16x3": 2e-5, "spconv fp32": 1e-7}, {"bf16x3": times(1), "spconv fp32": times(3)})
     said = []
-    bench_precisions._say_goals(setup_of(said), [found])
+    bench_accuracy._say_goals(setup_of(said), [found])
     assert found.own(goal) == "" and "  a: none of bf16x3 has an error of at most 1e-05" in said
 
 
@@ -261,7 +256,7 @@ def test_rates_of_wrong_results_are_not_told(monkeypatch, name):
 def test_every_study_is_told_where_one_is_unknown():
     with pytest.raises(PumiceError) as raised:
         list(bench.run("conv-forward", print, bench.Options("roof", device="cpu")))
-    assert all(name in str(raised.value) for name in layer_suites.FORWARD_STUDIES)
+    assert all(name in str(raised.value) for name in bench.SUITES["conv-forward"].studies)
 
 
 # ablation and default tiles
@@ -281,7 +276,7 @@ def test_ablation_holds_every_idea_against_its_prediction(study):
 
 
 def test_an_idea_with_a_wrong_result_is_not_timed(monkeypatch):
-    monkeypatch.setattr(bench_ablation, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
+    monkeypatch.setattr(layer_cells, "einsum", lambda operands, *_: torch.zeros_like(operands[0]))
     done = []
     with pytest.raises(PumiceError, match="relative error 1"):
         done.extend(bench.run("conv-forward", print, bench.Options("ablation", CELL, True, "cpu")))
@@ -339,7 +334,7 @@ def layer_of_a_clump():
 def test_default_tiles_are_held_against_the_best(study, monkeypatch, suite, name):
     out, rows = study("default-tile", suite)
     assert "default-tile is left out: tiles are those of kernels" in out and not rows
-    monkeypatch.setattr(bench_tiles, "triton_unavailable_reason", lambda tensor: None)
+    monkeypatch.setattr(bench_ablation, "triton_unavailable_reason", lambda tensor: None)
     out, rows = study("default-tile", suite)
     assert [(r["case"], r["peer"]) for r in rows] == [(f"default-tile/{CELL}/{name}/default", "best")]
     assert "goal best tile over default tile, 0.909x" in out and ("  default 64x" in out) == (name == "fwd")
@@ -401,7 +396,7 @@ def test_errors_stand_beside_those_of_a_dense_convolution(study):
 
 def test_results_that_differ_when_repeated_are_failures(monkeypatch):
     chance = iter(range(100))
-    monkeypatch.setattr(bench_errors, "both", lambda layer: (torch.tensor([0.0, next(chance)]),))
+    monkeypatch.setattr(bench_accuracy, "both", lambda layer: (torch.tensor([0.0, next(chance)]),))
     said = []
     with pytest.raises(PumiceError, match="1 of 2 entries differ"):
         list(bench.run("conv-forward", said.append, bench.Options("errors", "repeated/" + CELL, True, "cpu")))
@@ -416,7 +411,7 @@ def test_wrong_results_have_no_place_among_errors(monkeypatch):
 def test_switches_are_put_back():
     switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = [s.fp32_precision for s in switches], torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(KeyError), bench_errors.multiplying("tf32"), bench_errors.deterministic():
+    with pytest.raises(KeyError), bench_accuracy.multiplying("tf32"), bench_accuracy.deterministic():
         assert [s.fp32_precision for s in switches] == ["tf32", "tf32"]
         assert torch.are_deterministic_algorithms_enabled()
         raise KeyError

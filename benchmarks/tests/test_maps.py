@@ -86,7 +86,7 @@ def test_a_study_gives_whole_rows(measure, case):
 
 
 def test_every_study_is_tested():
-    assert set(EXPECTED) == set(bench_maps.STUDIES)
+    assert set(EXPECTED) == set(bench.SUITES["maps"].studies)
 
 
 def test_a_case_is_picked_by_a_part_of_its_name(measure):
@@ -129,8 +129,8 @@ def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):
         raise ValueError("a file that cannot be read")
         yield
 
-    monkeypatch.setattr(bench_maps, "STUDIES", {"broken": broken, "map": lambda setup: iter(["a row"])})
-    rows = bench.run("maps", print, bench.Options(device="cpu"))
+    suite = study.Suite("maps", {"broken": broken, "map": lambda setup: iter(["a row"])})
+    rows = suite(print, bench.Options(device="cpu"))
     assert next(rows) == "a row"
     with pytest.raises(PumiceError, match="1 failed: broken: ValueError: a file"):
         next(rows)
@@ -296,25 +296,3 @@ def test_the_slope_of_a_linear_law_is_1():
     rows = list(bench_maps._slopes(setup, {100: 1.0, 1000: 10.0, 10_000: 100.0}))
     assert [(row.case, row.value) for row in rows] == [("scaling/all", 1.0), ("scaling/large", 1.0)]
     assert list(bench_maps._slopes(setup, {100: 1.0})) == []
-
-
-def test_the_scaling_is_drawn_beside_the_ledger(measure, tmp_path):
-    ran, _ = measure("scaling")
-    assert "picture" in ran.out and (tmp_path / "maps_scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_nothing_is_drawn_without_a_ledger_or_rows(tmp_path):
-    said = []
-    bench.record([], None, said.append)
-    bench.record([], tmp_path / "rows.jsonl", said.append)
-    assert not said and not list(tmp_path.iterdir())
-
-
-def test_a_missing_matplotlib_is_one_line(monkeypatch, tmp_path):
-    def missing(path, rows):
-        raise ImportError("No module named 'matplotlib'")
-
-    monkeypatch.setattr(bench, "picture", missing)
-    said = []
-    bench.record([], tmp_path / "rows.jsonl", said.append)
-    assert said == ["no picture: No module named 'matplotlib'"]

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.harness.rows import ANY
 from benchmarks.scenes.layers import map_of
-from benchmarks.suites.redundancy import ALL_TAPS, SPLITS, redundancies
+from benchmarks.suites.roofline import ALL_TAPS, SPLITS, redundancies
 from pumice.coords import SortSpec
 from pumice.testing import random_cloud
 

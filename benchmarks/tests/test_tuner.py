@@ -21,14 +21,12 @@ from benchmarks.scenes.workloads import WORKLOADS, fresh
 from benchmarks.suites import tuner_asked as bench_tuner_asked
 from benchmarks.suites import tuner_layers as bench_tuner_layers
 from benchmarks.suites import tuner_networks as bench_tuner_networks
-from benchmarks.suites import tuner_parts as bench_tuner_parts
-from benchmarks.suites import tuner_taken as bench_tuner_taken
-from benchmarks.suites.tuner import STUDIES
+from benchmarks.suites import tuner_passes as bench_tuner_passes
 from benchmarks.suites.tuner_asked import Answer, Asked, answered, budget, differing
 from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, subjects
 from benchmarks.suites.tuner_networks import Network, Ran, checked
-from benchmarks.suites.tuner_taken import CONVOLUTIONS, Taken, rows_of, tiles_of
-from benchmarks.suites.tuner_whole import Gains, _say_apart
+from benchmarks.suites.tuner_passes import CONVOLUTIONS, Taken, rows_of, tiles_of
+from benchmarks.suites.tuner_ways import Gains, _say_apart
 from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
@@ -76,7 +74,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("study", [name for name in STUDIES if name not in ("dataflows", "layers")])
+@pytest.mark.parametrize(
+    "study", [name for name in bench.SUITES["tuner"].studies if name not in ("dataflows", "layers")]
+)
 def test_every_study_in_tiny(study):
     out, rows = quick(study)
     assert rows and all(row.suite == "tuner" and row.value >= 0 and math.isfinite(row.value) for row in rows)
@@ -90,7 +90,7 @@ def test_every_study_in_tiny(study):
     assert all("-generated fp32" in place.whose for place in places)
     assert ("published: no figure" in out) == (study not in PUBLISHED) and f"{study}: " in out
     # And they make a table.
-    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables([vars(row) for row in rows], study))
+    assert f"| {next(iter(ways))} |" in "\n".join(ablation_tables.tables(rows, study))
 
 
 def test_dataflows_with_and_without_their_forms():
@@ -120,9 +120,9 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
     made, _ = setup
     network, trace = Network.of(made, subject_of(made)), []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
-    real = bench_tuner_parts.Convolution.forward_with_epilogue
+    real = bench_tuner_passes.Convolution.forward_with_epilogue
     monkeypatch.setattr(
-        bench_tuner_parts.Convolution,
+        bench_tuner_passes.Convolution,
         "forward_with_epilogue",
         lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
     )
@@ -138,11 +138,11 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
         return [Event(name, 2_000_000 * at, 2_000_000) for at, name in enumerate(trace[: len(trace) - 40 * lost])], []
 
     tries = []
-    monkeypatch.setattr(bench_tuner_parts, "profiled", profiled)
-    found = bench_tuner_parts.layered(replace(made, device=torch.device("cuda")), network)
+    monkeypatch.setattr(bench_tuner_passes, "profiled", profiled)
+    found = bench_tuner_passes.layered(replace(made, device=torch.device("cuda")), network)
     assert tries == [1, 0], "a trace that lacks marks is taken again"
     labels = sorted(found)
-    assert len(labels) == 22 and labels[-1] == bench_tuner_parts.BETWEEN
+    assert len(labels) == 22 and labels[-1] == bench_tuner_passes.BETWEEN
     for label in labels[:-1]:
         assert {part: times.median for part, times in found[label].items()} == pytest.approx(
             {"map": 2.0, "kernel": 2.0}
@@ -383,14 +383,14 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
 
     monkeypatch.setattr(measuring, "profiled", profiled)
     wall = Times(9.0, 9.0, 9.0)
-    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    found = bench_tuner_passes._on_device(made, lambda: None, wall)
     assert {name: times.median for name, times in found.parts.items()} == pytest.approx(
         {"map": 0.0, "sort": 0.0005, "kernel": 0.005, "other": 0.0001}
     )
     assert found.convolutions.median == pytest.approx(0.0055) and found.device.median == pytest.approx(0.0056)
     monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
-    monkeypatch.setattr(bench_tuner_taken, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
-    found = bench_tuner_taken._on_device(made, lambda: None, wall)
+    monkeypatch.setattr(bench_tuner_passes, "together", lambda *_: [Times(2.0, 1.0, 3.0)])
+    found = bench_tuner_passes._on_device(made, lambda: None, wall)
     assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
 
 

@@ -12,7 +12,7 @@ from benchmarks import run as bench
 from benchmarks.harness import timing
 from benchmarks.harness import whole as whole_calls
 from benchmarks.harness.families import FAMILIES, VARIED
-from benchmarks.harness.rows import Row, Subject
+from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Ready, Setup
 from benchmarks.peers import spconv_nets
 from benchmarks.scenes.workloads import SPCONV_NET, WORKLOADS, samples, stand_in
@@ -265,15 +265,15 @@ def test_studies_that_are_known():
 
 
 def test_a_clock_that_is_not_there_is_left_out(monkeypatch):
-    def missing(setup, calls):
+    def missing(call):
         raise PumiceError("no profiler")
 
-    monkeypatch.setattr(whole_calls, "CLOCKS", {**whole_calls.CLOCKS, "gpu": missing})
+    monkeypatch.setattr(whole_calls, "busy", missing)
     monkeypatch.setattr(whole_calls, "clocks", lambda device: ("wall", "gpu"))
     said = []
     setup = setup_of(said)
     mine, peer = (Ready(name, lambda: None, "", 0.0) for name in ("pumice", "spconv"))
-    rows = list(whole_calls.compared(setup, Subject("workloads", "x", "fp16", setup.device), mine, [peer]))
+    rows = list(whole_calls.compared(setup, "x", mine, [peer]))
     assert [row.clock for row in rows] == ["wall"] and said[-1] == "x gpu is left out: no profiler"
     assert not setup.failures
 

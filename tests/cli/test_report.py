@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from benchmarks.report.pictures import static_picture
 from pumice.cli import page as page_
 from pumice.cli import report as module
 from pumice.cli.evaluate import LayerTiming, Timing
@@ -187,15 +186,3 @@ def test_what_does_not_fit_is_refused(tmp_path):
         Report("t", [], class_styles(["a"]), metrics=Metrics(1.0, 1.0, (1.0, 1.0), (1,)))
     with pytest.raises(FileError, match="can be written"):
         write_report(tmp_path, Report("t", [], ()))
-
-
-@pytest.mark.parametrize("labelled", [True, False])
-def test_static_picture(tmp_path, labelled):
-    path = static_picture(tmp_path / "p.png", cloud(labelled=labelled), class_styles("abc"), width=4.0)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_static_picture_of_bare_and_empty_scans(tmp_path):
-    for points in (0, 5):
-        path = static_picture(tmp_path / f"{points}.png", CloudView("v", np.zeros((points, 3))), (), width=3.0)
-        assert path.read_bytes().startswith(b"\x89PNG")

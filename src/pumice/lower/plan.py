@@ -28,7 +28,7 @@ from pumice.lower import chained, embedding_bag, gathered, graph, loops, maps, w
 from pumice.lower import kernel as kernels
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
-from pumice.runtime.memory import require_memory
+from pumice.runtime.workspace import require_memory
 from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
 

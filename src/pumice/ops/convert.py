@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pumice.errors import CoordinateError, OptionError, ShapeError
 from pumice.language.formats import AUTOMATIC, Format, FormatLayout, Level, layout
-from pumice.runtime.memory import require_memory
+from pumice.runtime.workspace import require_memory
 
 _LEAST_LIMIT = 4096  # up to which a block or group may exceed its axis
 _KEYS = 2**62  # bound of the cells that int64 keys number, with a margin

@@ -1,7 +1,10 @@
-"""Device workspace shared by the programs of a kernel."""
+"""Device memory: workspace shared by the programs of a kernel, and checks before a large allocation."""
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
@@ -9,6 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from pumice.errors import ShapeError
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import outside_inference_mode
 
@@ -95,3 +99,22 @@ def _bytes(size: int, device: torch.device) -> Tensor:
 
 _COUNTER_POOLS: BoundedCache[_CounterPool] = BoundedCache(64)
 _WORKSPACES: BoundedCache[Workspace] = BoundedCache(256)
+
+
+def require_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device, what: str, copies: int = 1) -> None:
+    """Raise ShapeError, on behalf of `what`, if the device's whole memory is smaller than `copies` such tensors."""
+    needed, held = math.prod(shape) * dtype.itemsize, _memory(device)
+    if copies * needed > held:
+        times = f", and is held {copies} times" if copies > 1 else ""
+        raise ShapeError(
+            f"{what} has {math.prod(shape)} entries (shape {list(shape)}), {needed / 2**30:.1f} GiB of {dtype}{times}; "
+            f"the device {device} has {held / 2**30:.1f} GiB"
+        )
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "meta" or not hasattr(os, "sysconf"):
+        return 2**63 - 1  # what torch can count
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

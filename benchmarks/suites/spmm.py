@@ -1,4 +1,4 @@
-"""Structured SpMM: a block-sparse matrix by a dense one, against cuBLAS and PyTorch's BSR kernels."""
+"""Sparse times dense: block-sparse matrices against cuBLAS and PyTorch's BSR kernels, others against cuSPARSE."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.harness.rows import Row
 from benchmarks.harness.study import DTYPES, Case, Setup, Way, kept, line, measured, quietly, seconds_to_move, summarize
 from benchmarks.harness.timing import together
+from benchmarks.peers import cusparse
 from benchmarks.scenes import matrices
+from benchmarks.scenes.matrices import Matrix
+from pumice.env import settings
 from pumice.ops.sparse import sparse
 
+# Structured: square block-sparse matrices
+
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
-FORMATS = {"BlockGroupCOO": "m:C k:G m:B{b} k:B{b}", "BCSR": "m:U k:C m:B{b} k:B{b}"}
+BLOCK_FORMATS = {"BlockGroupCOO": "m:C k:G m:B{b} k:B{b}", "BCSR": "m:U k:C m:B{b} k:B{b}"}
 SPARSITIES = (0.25, 0.5, 0.75, 0.8, 0.9, 0.95, 0.99)
 TILE = 256  # columns of a tile of results, for the bound
 # (columns of a tile, stages, warps) of PyTorch's kernel: the best ones of the recorded baselines.
@@ -33,7 +39,7 @@ def structured(setup: Setup) -> Iterator[Row]:
             rows = list(_one(setup, size, block, sparsity))
             for found in rows:
                 if found.peer == "dense":
-                    ratios.setdefault(found.clock, []).append((sparsity, found.peer_value / found.value))
+                    ratios.setdefault(found.clock, []).append((sparsity, found.ratio))
             done += rows
             yield from kept(rows, ("BCSR",))
         for clock, points in ratios.items():
@@ -78,7 +84,7 @@ def _one(setup: Setup, size: int, block: int, sparsity: float) -> Iterator[Row]:
     a, b = block_matrix(setup, size, block, sparsity), setup.random(size, size, dtype=setup.half, seed=2)
     dense = filled_out(a)
     truth = dense.double() @ b.double()
-    ours = [line(name, TEXT, A=sparse(a, text.format(b=block)), B=b) for name, text in FORMATS.items()]
+    ours = [line(name, TEXT, A=sparse(a, text.format(b=block)), B=b) for name, text in BLOCK_FORMATS.items()]
     peers = [Way("dense", lambda: lambda: torch.mm(dense, b)), *_bsr(setup, a, b)]
     bound = {"L2 bound": 1e3 * _least(a.values().numel(), block, size)}
     yield from measured(setup, Case(name, setup.half, truth, bound), ours, peers)
@@ -161,3 +167,90 @@ def _swept(setup: Setup, a: Tensor, b: Tensor) -> Callable[[], Any]:
         raise RuntimeError(f"none of {len(KNOBS)} settings runs for {DTYPES[b.dtype]}")
     chosen = best[1]
     return lambda: call(meta=dict(chosen))
+
+
+# Unstructured: matrices by a dense one of 128 columns
+
+CSR_FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
+CHUNK = 1 << 20  # non-zeros of the float64 result at once
+LEAST = 150_000  # non-zeros of a real matrix, but for a thorough run: each size is tuned anew
+
+
+def unstructured(setup: Setup) -> Iterator[Row]:
+    """Every matrix in fp32 and, on a GPU, fp16, in all our formats."""
+    columns = 16 if setup.quick else 128
+    done: list[Row] = []
+    for matrix in _matrices(setup):
+        setup.say(str(matrix))
+        for dtype in dict.fromkeys((torch.float32, setup.half)):
+            rows = list(_matrix(setup, matrix, columns, dtype))
+            done += rows
+            yield from kept(rows, set(CSR_FORMATS) - {"GroupCOO"})
+    summarize(setup, done, {"cuSPARSE": ("torch.sparse.mm", "cuSPARSE")})
+
+
+def _matrices(setup: Setup) -> Iterator[Matrix]:
+    names = [name for name in matrices.STAND_INS if setup.wants(f"unstructured/{name}/")]
+    if setup.quick:
+        yield from (matrices.stand_in(name, 0.005) for name in names)
+        return
+    yield from map(matrices.stand_in, names)
+    folder = settings().data
+    if folder is None:
+        setup.say("PUMICE_DATA is not set: stand-ins only")
+        return
+    least = 20_000 if setup.thorough else LEAST
+    found = list(matrices.real(folder, least))
+    if not found:
+        setup.say(f"no matrix with {least} non-zeros in {folder}: stand-ins only")
+    yield from (m for m in found if setup.wants(f"unstructured/{m.name}/"))
+
+
+def _matrix(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> Iterator[Row]:
+    csr = csr_of(setup, matrix, dtype)
+    b = setup.filled(matrix.shape[1], columns, dtype=dtype, seed=6)
+    truth = product(matrix, csr.values(), b)
+    formats = {name: sparse(csr, text) for name, text in CSR_FORMATS.items()}
+    for name, made in formats.items():
+        setup.say(f"  {name}: {made}")
+    ours = [line(name, TEXT, A=made, B=b) for name, made in formats.items()]
+    peers = [Way("torch.sparse.mm", lambda: lambda: torch.sparse.mm(csr, b), slack=4), *_cached(setup, csr, b)]
+    case = Case(f"unstructured/{matrix.name}/N{columns}", dtype, truth, {"L2 bound": 1e3 * _least_of_rows(matrix, b)})
+    yield from measured(setup, case, ours, peers)
+
+
+def csr_of(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix with normal values as a torch CSR tensor with int32 coordinates."""
+    pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
+    with quietly():
+        return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
+
+
+def product(matrix: Matrix, values: Tensor, b: Tensor) -> Tensor:
+    """The product in float64, some non-zeros at a time."""
+    rows, cols = (torch.from_numpy(x).to(b.device) for x in (matrix.rows, matrix.cols))
+    out = torch.zeros(matrix.shape[0], b.shape[1], dtype=torch.float64, device=b.device)
+    for first in range(0, matrix.nnz, CHUNK):
+        part = slice(first, first + CHUNK)
+        out.index_add_(0, rows[part], values[part, None].double() * b[cols[part]].double())
+    return out
+
+
+def _cached(setup: Setup, csr: Tensor, b: Tensor) -> list[Way]:
+    """cuSPARSE without the host's work of torch: descriptors, buffer and preprocessing made once."""
+    if setup.device.type != "cuda":
+        return []
+    given = (csr.crow_indices(), csr.col_indices(), csr.values())
+    shape = (int(csr.shape[0]), int(csr.shape[1]))
+    return [
+        Way(f"cuSPARSE cached {name}", lambda name=name: cusparse.spmm(given, shape, b, name), slack=4)
+        for name in cusparse.ALGORITHMS
+    ]
+
+
+def _least_of_rows(matrix: Matrix, b: Tensor) -> float:
+    """Seconds: each non-zero reads a row of b through the L2 (only reuse across rows goes below)."""
+    size, columns = b.element_size(), b.shape[1]
+    entries = matrix.nnz * (4 + size)
+    compulsory = entries + size * columns * (matrix.shape[0] + len(np.unique(matrix.cols)))
+    return seconds_to_move(cache=matrix.nnz * columns * size + entries, memory=compulsory)
