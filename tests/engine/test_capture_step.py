@@ -372,9 +372,7 @@ def test_random_geometries(trained, count, extent, seed):
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kinks"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)]
-)
+@pytest.mark.parametrize(("dtype", "kinks"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)])
 def test_autocast_is_that_of_the_capture(dtype, kinks):
     """Gradients are as far from the truth as those of the eager step, no further and no nearer, as those are that are
     cast elsewhere or not at all. Without kinks they are also close to the eager ones."""
