@@ -125,7 +125,7 @@ def unet():
     return net, captured(net, scene(100, batch=2, extent=16), max_voxels=120, buckets=[50], margin=30.0)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.integers(0, 120), st.integers(1, 2), st.integers(7, 18), st.integers(0, 10**6))
 def test_random_geometries(unet, count, batch, extent, seed):
     net, fast = unet

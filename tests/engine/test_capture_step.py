@@ -153,8 +153,8 @@ def test_steps_of_a_unet(optimizer):
 
 
 def test_many_steps_stay_together():
-    """Nothing drifts: twenty steps without looking."""
-    pair = Pair(unet(), by_class, scene(150, extent=40), max_voxels=200, margin=4.0)
+    """Nothing drifts: fifteen steps without looking."""
+    pair = Pair(OneLevel().double(), by_class, scene(150, extent=40), max_voxels=200, margin=4.0)
     values = []
     for seed in range(15):
         x, labels = scene(150 + seed % 3, 5 + seed % 3, extent=40)
@@ -357,7 +357,7 @@ def trained():
     return Pair(net, loss, (scene(100, extent=16)[0], one), max_voxels=120, buckets=[50], margin=30.0), one
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(0, 120), st.integers(7, 18), st.integers(0, 10**6))
 def test_random_geometries(trained, count, extent, seed):
     pair, one = trained
@@ -372,8 +372,7 @@ def test_random_geometries(trained, count, extent, seed):
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
-@HALVES
-@pytest.mark.parametrize("kinks", [False, True])
+@pytest.mark.parametrize(("dtype", "kinks"), [(torch.bfloat16, False), (torch.float16, False), (torch.bfloat16, True)])
 def test_autocast_is_that_of_the_capture(dtype, kinks):
     """Gradients are as far from the truth as those of the eager step, no further and no nearer, as those are that are
     cast elsewhere or not at all. Without kinks they are also close to the eager ones."""

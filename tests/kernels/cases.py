@@ -154,7 +154,7 @@ SMALL: Mapping[str, Mapping[str, int]] = {
         "g": 2,
     },
     "tensor product": {"b": 9, "ni": 3, "nj": 3, "nk": 4, "nl": 2, "u": 9, "w": 10, "p": 5, "q": 2},
-    "tensor tables": {"b": 3, "i": 4, "j": 5, "nk": 4, "l": 3, "u": 9, "w": 10, "q": 2},
+    "tensor tables": {"b": 2, "i": 4, "j": 5, "nk": 4, "l": 2, "u": 9, "w": 10, "q": 2},
 }
 LARGE: Mapping[str, Mapping[str, int]] = {
     "block spmm": {"M": 4096, "K": 4096, "n": 4096, "p": 1000, "q": 4},

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from itertools import combinations, groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -248,8 +249,26 @@ def _stages(volume: int) -> None:
 
 
 def jobs() -> Iterator[Launch]:
-    """Every variant for every target."""
-    return (Launch(variant, target) for variant in variants() for target in TARGETS)
+    """For sm_90, variants of each kernel in which any two properties meet that meet in a launch; for the other targets,
+    variants that have every property."""
+    for _, same in groupby(sorted(variants(), key=_kernel), _kernel):
+        found = list(same)
+        yield from (Launch(variant, "sm_90") for variant in covering(found, 2))
+        yield from (Launch(v, target) for target in TARGETS if target != "sm_90" for v in covering(found, 1))
+
+
+def _kernel(variant: Variant) -> str:
+    return variant.kernel
+
+
+def covering(found: Sequence[Variant], together: int) -> list[Variant]:
+    """Few of the variants, with all sets of so many properties that any of them has."""
+    held = {v: {*combinations([*enumerate(v.tensors), *v.constants], together)} for v in found}
+    left, chosen = set().union(*held.values()), []
+    while left:
+        chosen.append(max(found, key=lambda v: len(held[v] & left)))
+        left -= held[chosen[-1]]
+    return chosen
 
 
 # Compiling

@@ -208,8 +208,8 @@ def check_structures(asked_of: Scene) -> None:
     if asked_of.count > 100:
         relations = {"k3": relations["k3"]}
     elif asked_of != scene("plain", asked_of.dim):
-        # K = 81 and 125 take long.
-        relations = {name: r for name, r in relations.items() if len(r.offsets) < 50}
+        # K = 81 and 125 take long, and strides that differ are the plain scene's.
+        relations = {name: relations[name] for name in ("k3" if asked_of.dim < 4 else "k1", "k2 s2", "offsets")}
     cases = {name: (r, asked(cloud, r.stride)) for name, r in relations.items()}
     for name, structure, own in structures(cloud):
         for label, (relation, outputs) in cases.items():
@@ -345,8 +345,8 @@ def output_checks() -> Checks:
 def check_outputs(dim: int, relation: Relation) -> None:
     """Kernels, sorted codes and the twin agree with a loop; the table that bricks give is that of sorted keys."""
     count = 40 if dim < 4 else 10
-    # Between two clusters of four axes there are millions of bricks once they are finer.
-    clusters = 1 if dim == 4 and relation.policy == "transposed_support" else 2
+    # Between two clusters of four axes there are very many bricks.
+    clusters = 1 if dim == 4 else 2
     for seed, part in enumerate(
         (Scene(dim, count, SIDES[dim]), Scene(dim, 1, 1, batch=1), Scene(dim, 12, 3, clusters=clusters))
     ):

@@ -20,8 +20,10 @@ from pumice.lower.maps import FORMS
 from pumice.schedule.tile import Tile
 
 PRODUCTS = ("block_group_coo_128", "conv_compacted", "conv_compacted_t:dX", "conv_grouped:dW", "tp")
-ONE_TARGET = ("bcsr_128", "conv_g_", "conv_table")
+ONE_TARGET = ("bcsr_", "conv_g_", "conv_table", "tp_own", "tp_grouped", "tp_tables_own")
 """Like others in all but an axis: compiled for sm_90 alone."""
+TWO_PRODUCTS = ("block_group_coo_128", "conv_grouped:dW")
+"""Of the products those in other dtypes for targets besides sm_90."""
 
 
 def _all_cases():
@@ -32,7 +34,7 @@ def _all_cases():
 
 def _precisions():
     for name in PRODUCTS:
-        for target in TARGETS:
+        for target in TARGETS if name in TWO_PRODUCTS else ("sm_90",):
             yield Job(name, target, "bf16")
             yield Job(name, target, "fp32", "tf32")
     for name in PRODUCTS[:2]:
@@ -46,7 +48,8 @@ def _precisions():
 
 def _doubles():
     for name in ("conv_compacted", "conv_grouped:dW", "tp", "coo"):
-        yield from (Job(name, target, "fp64", "ieee", tile=Tile(64, 64, 16, stages=2)) for target in TARGETS)
+        for target in TARGETS if name == "conv_compacted" else ("sm_90",):
+            yield Job(name, target, "fp64", "ieee", tile=Tile(64, 64, 16, stages=2))
 
 
 def _wide():
@@ -75,7 +78,7 @@ def _tiles():
 
 def _epilogues():
     for target in TARGETS:
-        for activation in ACTIVATIONS:
+        for activation in ACTIVATIONS if target == "sm_90" else ("", "gelu"):
             yield Job("conv_compacted", target, activation=activation)
         yield Job("coo", target, tile=Tile(16, 128, 128, stages=2, stacked=True), activation="relu")
 
@@ -114,14 +117,13 @@ SPILLS = {
     "tp_own:dV": 8000,
     "tp_grouped:dV": 1500,
     "tp_grouped_own:dV": 2500,
-    # float32 by several products holds its operands in several parts.
-    "tp sm_80 fp32 tf32": 16,
     # Tiles of 128 x 128 by 4 warps, the fastest on an H200.
     "block_group_coo_128 sm_80 fp16": 48,
     "block_group_coo_128 sm_80 bf16": 48,
     "block_group_coo_128 sm_90 fp32 ieee": 32,
     "block_group_coo_128 sm_90 fp32 bf16x3": 800,
     "block_group_coo_128 sm_90 fp32 tf32x3": 1200,
+    # float32 by several products holds its operands in several parts.
     "conv_compacted sm_80 fp32 tf32x3": 16_000,
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
