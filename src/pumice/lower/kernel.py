@@ -42,6 +42,7 @@ from pumice.lower.loops import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments
 from pumice.lower.stamp import FAR, SCRATCH, Aimed, SizeKey, TileFamily, segments_of, size_key
 from pumice.runtime.cache import BoundedCache
+from pumice.runtime.compile import compile_ahead
 from pumice.runtime.launch import CompiledKernel
 from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
@@ -791,8 +792,10 @@ class GeneratedKernel:
             given = list(values)
             for place, kind, name in self.slots:
                 given[place] = like[name] if kind == "operand" else like[""] if kind == "result" else self._own(kind)
+            options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
             with _on(device):
-                made = self.kernel.warmup(*given, grid=(1,), num_warps=self.tile.warps, num_stages=self.tile.stages)
+                compile_ahead(self.kernel, self.source.text, given, options)
+                made = self.kernel.warmup(*given, grid=(1,), **options)
                 found = None if made is None else self.compiled.setdefault(key, CompiledKernel(made))
         return found
 

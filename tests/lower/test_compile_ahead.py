@@ -1,0 +1,116 @@
+"""Kernels that other processes compile: Triton finds them in its cache and compiles nothing."""
+
+import importlib.util
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from pumice.language.bind import bind
+from pumice.language.parse import parse
+from pumice.lower import kernel as kernels
+from pumice.lower.stamp import dynamic_rows
+from pumice.runtime import compile as ahead
+from pumice.schedule.tile import Tile
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+class Driver:
+    """What Triton asks of the driver of a GPU before it compiles."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU that Triton compiles for, with an empty cache."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(driver, "_active", Driver(), raising=False)
+    return tmp_path
+
+
+def generated():
+    """A kernel, and what it is launched with, without memory."""
+    operands = {"A": torch.empty(4096, 64, device="meta").half(), "B": torch.empty(64, 32, device="meta").half()}
+    bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {name: tuple(x.shape) for name, x in operands.items()})
+    out = torch.empty(4096, 32, device="meta", dtype=torch.half)
+    launch = kernels.prepare(bound, operands, out, Tile(64, 32, 32))
+    return launch, kernels._values(launch, operands, out, None)
+
+
+def binaries(folder: Path) -> set[Path]:
+    return set(folder.rglob("*.cubin"))
+
+
+def test_a_worker_compiles_what_triton_then_finds(gpu):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compiled
+
+    launch, values = generated()
+    data = ahead.specialization(launch.kernel, values, launch.options)
+    told = ahead.job(launch.kernel, launch.source.text, data)
+    worker = ahead.Worker()
+    assert worker.compile(told)
+    (binary,) = binaries(gpu)
+    # The same kernel here: of the same name in the cache, which nothing is added to.
+    found = json.loads(data)
+    constants, attributes = (
+        dict(zip(map(tuple, found[f"{name}_keys"]), found[f"{name}_vals"], strict=True)) for name in ("constant", "attrs")
+    )
+    before = binary.stat().st_mtime_ns
+    source = ASTSource(launch.kernel, found["signature"], constants, attributes)
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    assert binaries(gpu) == {binary} and binary.stat().st_mtime_ns == before and made.hash
+    # A worker goes on after a kernel that does not compile.
+    assert not worker.compile({**told, "text": told["text"].replace("tl.dot", "tl.no_such")})
+    assert worker.compile(told)
+    worker.close()
+
+
+def test_a_hook_of_the_user_is_called_but_where_a_specialisation_is_asked_for(gpu):
+    from triton import knobs
+
+    seen = []
+    knobs.runtime.jit_cache_hook = lambda **told: seen.append(told) or True
+    launch, values = generated()
+    assert ahead.specialization(launch.kernel, values, launch.options) and not seen
+    assert launch.kernel.warmup(*values, grid=(1,), **launch.options) is None and len(seen) == 1
+
+
+def test_nothing_is_compiled_ahead_outside_of_background_threads(gpu):
+    launch, values = generated()
+    ahead.compile_ahead(launch.kernel, launch.source.text, values, launch.options)
+    assert not binaries(gpu)
+
+
+def test_background_tasks_run_in_order_and_go_on_after_one_that_fails():
+    done, ended = [], threading.Event()
+    background = ahead.Background(1)
+    for task in (lambda: done.append(1), lambda: 1 / 0, lambda: done.append(2), ended.set):
+        background.submit(task)
+    assert ended.wait(30) and done == [1, 2]
+
+
+def test_rows_that_vary_between_calls_are_those_of_leading_indices_and_of_gathers():
+    shapes = {"x": (5, 4), "w": (8, 27, 4), "met": (9, 16), "rows": (3, 16), "tile": (9,), "k": (9,)}
+    text = "y[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
+    bound = bind(parse(text), shapes, (7, 8))
+    names = ("x", "w", "met", "rows", "tile", "k", "")
+    assert dynamic_rows(bound, names) == [True, False, True, True, True, True, True]
