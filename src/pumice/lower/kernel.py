@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
+from threading import Lock
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -744,6 +745,7 @@ class GeneratedKernel:
         self.partial_dtype = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
         self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
+        self._lock = Lock()
         # Arguments that depend on the operands' sizes, and those that do not (`static_sizes`).
         self._counting = [(n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size")]
         self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
@@ -788,16 +790,23 @@ class GeneratedKernel:
         if Triton interprets kernels. like: operands without memory, "" the result."""
         key = (device.index or 0, self.variant(values), *[True] * len(self.slots))
         found = self.compiled.get(key)
-        if found is None:
-            given = list(values)
-            for place, kind, name in self.slots:
-                given[place] = like[name] if kind == "operand" else like[""] if kind == "result" else self._own(kind)
-            options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-            with _on(device):
-                compile_ahead(self.kernel, self.source.text, given, options)
-                made = self.kernel.warmup(*given, grid=(1,), **options)
-                found = None if made is None else self.compiled.setdefault(key, CompiledKernel(made))
-        return found
+        if found is not None:
+            return found
+        with self._lock:
+            # Another thread may be compiling it.
+            return self.compiled.get(key) or self._compiled(key, values, like, device)
+
+    def _compiled(
+        self, key: tuple[Any, ...], values: Sequence[Any], like: Mapping[str, Tensor], device: torch.device
+    ) -> CompiledKernel | None:
+        """`compile` where there is no binary."""
+        given, options = list(values), {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        for place, kind, name in self.slots:
+            given[place] = like[name] if kind == "operand" else like[""] if kind == "result" else self._own(kind)
+        with _on(device):
+            compile_ahead(self.kernel, self.source.text, given, options)
+            made = self.kernel.warmup(*given, grid=(1,), **options)
+            return None if made is None else self.compiled.setdefault(key, CompiledKernel(made))
 
     def _own(self, kind: str) -> Tensor:
         """A tensor like those that launches have of their own, without memory."""

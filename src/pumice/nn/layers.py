@@ -269,11 +269,12 @@ class Linear(_Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with kernel size 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        # cuBLAS is slow for 16-bit rows that are not a multiple of 16 bytes: 45 us on an H200 for 173,000 rows of 96
-        # to 19 channels.
+        # cuBLAS is slow for 16-bit rows that are not a multiple of 16 bytes (45 us on an H200 for 173,000 rows of 96 to
+        # 19 channels), and looks for a kernel anew for each number of rows (660 us of host time).
         _check(self, x, self.in_features)
         odd = self.in_features % 8 or self.out_features % 8
-        if odd and not x.geometry.trains and (y := self._unaligned(x)) is not None:
+        own = odd or x.geometry.buffered is None
+        if own and not x.geometry.trains and (y := self._by_kernel(x)) is not None:
             return x.replace(y)
         return row_by_row(x, self._differentiable if odd and self._worth(x) else super(_Featurewise, self).forward)
 
@@ -283,7 +284,7 @@ class Linear(_Featurewise, nn.Linear):
         # Compiled code takes any number of rows.
         return not torch.compiler.is_compiling() and (x.geometry.trains or len(raw_feats(x)) >= _MANY)
 
-    def _unaligned(self, x: SparseTensor) -> Tensor | None:
+    def _by_kernel(self, x: SparseTensor) -> Tensor | None:
         """The result by our kernel, without gradients; None if it does not apply."""
         feats, weight, bias = x.feats, self.weight, self.bias
         tensors = (feats, weight) if bias is None else (feats, weight, bias)

@@ -55,9 +55,7 @@ class Worker:
         try:
             if self._process is None or self._process.poll() is not None:
                 command, pipe = [sys.executable, str(_WORKER)], subprocess.PIPE
-                self._process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
-                )
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
             assert self._process.stdin is not None and self._process.stdout is not None
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
