@@ -75,7 +75,9 @@ def compile_ahead(kernel: Any, text: str, values: Sequence[Any], options: Mappin
 
     text: its source where it has no file. Triton then finds it in its cache on disk."""
     worker = getattr(_THREAD, "worker", None)
-    data = None if worker is None else specialization(kernel, values, options)
+    if worker is None:
+        return
+    data = specialization(kernel, values, options)
     if data is not None:
         worker.compile(job(kernel, text, data))
 

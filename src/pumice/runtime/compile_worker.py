@@ -22,6 +22,7 @@ def function(job: dict) -> object:
         exec(compile(job["text"], job["file"], "exec"), vars(module))
     else:
         spec = importlib.util.spec_from_file_location(job["module"], job["file"])
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return getattr(module, job["name"])
