@@ -258,10 +258,14 @@ class Mould:
     def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
         """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
 
-        cut: the segments, where there is an `array`. None where Triton interprets kernels, or an array is not aligned
-        to 16 bytes.
+        cut: the segments, where there is an `array`. None where there is nothing to run, Triton interprets kernels, or
+        an array is not aligned to 16 bytes.
         """
-        sizes, bits = (0 if cut is None else cut.count, *rows), 0
+        sizes, bits, programs = (0 if cut is None else cut.count, *rows), 0, self._programs
+        for factor in self._grid:
+            programs *= _value(factor, sizes)
+        if not programs:
+            return None
         values = self._sized(sizes)
         compiled = self._kernel(values)
         if compiled is None:
@@ -275,9 +279,6 @@ class Mould:
                 bits |= address
         if bits & 15:
             return None
-        programs = self._programs
-        for factor in self._grid:
-            programs *= _value(factor, sizes)
         return Aimed(self, slots, compiled, programs, values, None if cut is None else cut.part)
 
     def compile(self, rows: Sequence[int]) -> None:
