@@ -13,6 +13,7 @@ from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
 from pumice.lower.stamp import dynamic_rows
 from pumice.runtime import compile as ahead
+from pumice.runtime import launch
 from pumice.schedule.tile import Tile
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -72,7 +73,8 @@ def test_a_worker_compiles_what_triton_then_finds(gpu):
     # The same kernel here: of the same name in the cache, which nothing is added to.
     found = json.loads(data)
     constants, attributes = (
-        dict(zip(map(tuple, found[f"{name}_keys"]), found[f"{name}_vals"], strict=True)) for name in ("constant", "attrs")
+        dict(zip(map(tuple, found[f"{name}_keys"]), found[f"{name}_vals"], strict=True))
+        for name in ("constant", "attrs")
     )
     before = binary.stat().st_mtime_ns
     source = ASTSource(launch.kernel, found["signature"], constants, attributes)
@@ -114,3 +116,38 @@ def test_rows_that_vary_between_calls_are_those_of_leading_indices_and_of_gather
     bound = bind(parse(text), shapes, (7, 8))
     names = ("x", "w", "met", "rows", "tile", "k", "")
     assert dynamic_rows(bound, names) == [True, False, True, True, True, True, True]
+
+
+class Kernel:
+    """What Triton's JIT function is to a launcher."""
+
+    def __init__(self):
+        self.started, self.ahead = [], []
+
+    def __getitem__(self, grid):
+        return lambda *values, num_warps: self.started.append((grid, values))
+
+    def warmup(self, *values, grid, num_warps):
+        self.ahead.append((threading.current_thread().name, values, num_warps))
+        return object()
+
+
+def test_launches_are_compiled_together_and_not_started(monkeypatch):
+    monkeypatch.setattr(launch, "CompiledKernel", lambda made: lambda programs, values, device: None)
+    monkeypatch.setattr(ahead, "specialization", lambda *given: None)
+    kernels_ = [Kernel(), Kernel()]
+    launchers = [launch.KernelLauncher(kernel) for kernel in kernels_]
+    x, y = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    with launch.compiling_launches():
+        launchers[0](4, (x, y), (7,), {"BLOCK": 64}, 8)
+        launchers[0](9, (x, y), (7,), {"BLOCK": 64}, 8)
+        launchers[1](4, (y,), (), {"BLOCK": 128})
+    assert not any(kernel.started for kernel in kernels_)
+    ((name, (a, b, *rest), warps),) = kernels_[0].ahead
+    assert name == "pumice-compile" and (a.dtype, b.dtype, *rest, warps) == (torch.int32, torch.int64, 7, 64, 8)
+    assert a.is_meta and len(kernels_[1].ahead) == 1
+    # What is known is compiled once.
+    with launch.compiling_launches():
+        launchers[1](4, (y,), (), {"BLOCK": 128})
+        launchers[1](4, (y,), (), {"BLOCK": 256})
+    assert len(kernels_[1].ahead) == 2

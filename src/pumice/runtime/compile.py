@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
+from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread, local
+from queue import PriorityQueue
+from threading import Lock, Semaphore, Thread, local
 from typing import Any
 
 Task = Callable[[], object]
@@ -25,23 +27,38 @@ class Background:
     that fails is dropped: the call that needs its result raises the error."""
 
     def __init__(self, threads: int) -> None:
-        self._queue: SimpleQueue[Task] = SimpleQueue()
-        self._lock, self._left = Lock(), threads
+        self._queue: PriorityQueue[tuple[bool, int, Task]] = PriorityQueue()
+        self._lock, self._left, self._numbers = Lock(), threads, count()
 
-    def submit(self, task: Task) -> None:
-        """Run `task` later, in a copy of the caller's context."""
+    def submit(self, task: Task, later: bool = True) -> None:
+        """Run `task` in a copy of the caller's context; later: after those that are waited for."""
         context = copy_context()
-        self._queue.put(lambda: context.run(task))
+        self._queue.put((later, next(self._numbers), lambda: context.run(task)))
         with self._lock:
             if self._left:
                 self._left -= 1
                 Thread(target=self._work, name="pumice-compile", daemon=True).start()
 
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run these tasks at once, and wait for all of them."""
+        ended = Semaphore(0)
+
+        def ending(task: Task) -> None:
+            try:
+                task()
+            finally:
+                ended.release()
+
+        for task in tasks:
+            self.submit(partial(ending, task), later=False)
+        for _ in tasks:
+            ended.acquire()
+
     def _work(self) -> None:
         _THREAD.worker = Worker()
         while True:
             with suppress(Exception):
-                self._queue.get()()
+                self._queue.get()[2]()
 
 
 class Worker:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from pumice.runtime.compile import BACKGROUND, compile_ahead
 
 
 @lru_cache(maxsize=1)
@@ -199,7 +201,25 @@ class KernelLauncher:
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps)
-        fixed(programs, tensors, numbers)
+        if (recorded := _LAUNCHES.get()) is None:
+            fixed(programs, tensors, numbers)
+        else:
+            recorded[fixed] = partial(fixed.compile, tensors[0].device, [t.dtype for t in tensors], numbers)
+
+
+_LAUNCHES: ContextVar[dict[BoundKernel, Callable[[], object]] | None] = ContextVar("compiling_launches", default=None)
+
+
+@contextmanager
+def compiling_launches() -> Iterator[None]:
+    """Context in which kernels of launchers are not started; at its end, all of them are compiled in parallel."""
+    recorded: dict[BoundKernel, Callable[[], object]] = {}
+    token = _LAUNCHES.set(recorded)
+    try:
+        yield
+    finally:
+        _LAUNCHES.reset(token)
+    BACKGROUND.run([task for kernel, task in recorded.items() if not kernel.known])
 
 
 class BoundKernel:
@@ -220,6 +240,21 @@ class BoundKernel:
             with torch.cuda.device(device):
                 return self._start(device, programs, tensors, numbers)
         self._start(device, programs, tensors, numbers)
+
+    @property
+    def known(self) -> bool:
+        """True if a variant was compiled in this process."""
+        return bool(self._compiled)
+
+    def compile(self, device: torch.device, dtypes: Sequence[torch.dtype], numbers: Sequence[float]) -> None:
+        """Compile for aligned tensors of these dtypes, without running; in a background thread by its process."""
+        values = [*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes), *numbers, *self.constants]
+        options = {"num_warps": self.warps}
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            compile_ahead(self.kernel, "", values, options)
+            made = self.kernel.warmup(*values, grid=(1,), **options)
+        if made is not None:
+            self._compiled[(device.index or 0,)] = CompiledKernel(made)
 
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
