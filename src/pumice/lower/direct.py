@@ -141,7 +141,7 @@ class Template:
         """held: which array of a map each held operand is; free: which of the call's tensors each other one is."""
         self._family, self.runner, self._held, self._free = family, runner, held, free
         self.other: Template | None = None
-        self._known: dict[stamp.Mould, _Places] = {}
+        self._known: dict[stamp.Mould, _ArgumentPlaces] = {}
         # The result, an array of the map, or one of the call's tensors.
         self._rows = tuple((0, 0) if not n else (1, held[n]) if n in held else (2, free[n]) for n in family.names)
 
@@ -174,14 +174,14 @@ class Template:
         aimed = mould.cast(places.slots, [addresses[n] for n in places.held], rows, cut)
         return None if aimed is None else Direct(aimed, self.runner, shape, places.free)
 
-    def _places(self, mould: stamp.Mould) -> _Places:
+    def _places(self, mould: stamp.Mould) -> _ArgumentPlaces:
         slots = mould.slots(self._held)
         held = tuple(self._held[name] for _, name in slots.held)
         free = tuple((place, self._free[name]) for place, name in slots.free)
-        return _Places(slots, held, free, -1 if mould.array is None else self._held.get(mould.array, -1))
+        return _ArgumentPlaces(slots, held, free, -1 if mould.array is None else self._held.get(mould.array, -1))
 
 
-class _Places(NamedTuple):
+class _ArgumentPlaces(NamedTuple):
     """Where tensors belong among the arguments of a kernel: of held operands which array of the map each is, of the
     others (place, which of the call's tensors); array: which array of the map has its segments."""
 
