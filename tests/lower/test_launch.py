@@ -354,7 +354,7 @@ def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
     programs = [door[0][0] for kernel in made.values() for door in kernel.doors]
     again = [launch[0][0] for kernel in made.values() for launch in kernel.direct]
     # 48 x 32 results in tiles of 16 x 16, and by larger ones.
-    assert programs == [6, 2] and again == [6]
+    assert programs == [6, 1] and again == [6]
 
 
 def test_programs_share_no_loop_where_that_is_not_deterministic():

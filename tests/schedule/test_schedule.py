@@ -326,8 +326,8 @@ def test_seconds():
 
 
 def test_a_size_class_spans_a_factor_of_four():
-    assert [size_class(n) for n in (0, 1, 3, 4, 15, 16)] == [2, 2, 2, 8, 8, 32]
-    for n in (17, 100, 1000, 17_856, 173_011, 10**9):
+    assert [size_class(n) for n in (0, 1, 3, 4, 15, 16, 48, 64, 65)] == [1, 1, 4, 4, 16, 16, 64, 64, 128]
+    for n in (100, 1000, 17_856, 173_011, 10**9):
         assert size_class(n) / 2 <= n < 2 * size_class(n) and size_class(size_class(n)) == size_class(n)
     assert len({size_class(n) for n in range(1 << 12, 1 << 20, 64)}) == 4
 

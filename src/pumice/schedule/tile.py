@@ -108,8 +108,9 @@ def power_above(value: int) -> int:
 
 
 def size_class(count: int) -> int:
-    """Representative of the size class of a count: one for each factor of 4, so that a layer meets few of them."""
-    return 2 << 2 * ((max(count, 1).bit_length() - 1) // 2)
+    """Representative of the size class of a count: the next power of two up to 64, the most that decides a side of a
+    tile; above, one for each factor of 4, so that a layer meets few of them."""
+    return power_above(count) if count <= 64 else 2 << 2 * ((count.bit_length() - 1) // 2)
 
 
 def mean_class(entries: int, segments: int) -> float:
