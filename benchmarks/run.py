@@ -90,6 +90,7 @@ _TABLE = (
             "plan": maps.plans,
             "outputs": maps.strided,
             "network": maps.networks,
+            "pyramid": maps.pyramids,
             "scaling": maps.scaling,
             "ablation": maps.ablation,
         },

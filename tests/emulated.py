@@ -496,8 +496,8 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds
         return made
 
-    def read_too(found, name):
-        tokens, arrays = read(found, name)
+    def read_too(found, name, *parts):
+        tokens, arrays = read(found, name, *parts)
         own = {t.split("@")[-1]: x for t, x in zip(tokens, arrays, strict=True)}
         places = {local: x.data_ptr() for local, x in own.items()}
         form = Form(places, {n: weakref.ref(x) for n, x in own.items()}, found.num_inputs, found.num_outputs)

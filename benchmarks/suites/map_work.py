@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.scenes.clouds import Voxels
+from pumice.coords import Geometry
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.grid import GridSpec
@@ -24,6 +25,8 @@ from pumice.coords.outputs import TorchOutputs, make_outputs, site_of
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import SortSpec, TileList, Tiling
 from pumice.lower.maps import tile_rows_for
+from pumice.ops import SparseTensor, prepare_levels
+from pumice.ops.prepare import _RequestedMaps
 
 WINDOW = Relation.of(3, 3)
 HALVED = Relation.of(3, 2, stride=2)
@@ -169,6 +172,52 @@ def _beside(streams: Sequence[Any], turn: int) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield
+
+
+# pyramids: maps as `prepare` leaves them
+
+STEPS, WINDOWS = [HALVED] * (LEVELS - 1), [[WINDOW]] * LEVELS
+
+
+def prepared(voxels: Voxels) -> Geometry:
+    """New coordinates with the 13 maps of a U-Net in tiles, by `prepare`."""
+    geometry = Geometry(voxels.coords, voxels.site, settled=False)
+    with torch.no_grad():
+        prepare_levels(SparseTensor(torch.empty(len(voxels), 1, device=voxels.coords.device), geometry), STEPS, WINDOWS)
+    return geometry
+
+
+def level_by_level(voxels: Voxels) -> Geometry:
+    """As prepared, each level and map by itself, without CUDA graphs."""
+    geometry = Geometry(voxels.coords, voxels.site, settled=False)
+    with torch.no_grad():
+        _RequestedMaps(tuple(STEPS), tuple(map(tuple, WINDOWS)), None).build(geometry)
+    return geometry
+
+
+def thinned(voxels: Voxels, count: int) -> list[Voxels]:
+    """So many scenes of 60 to 95 % of the voxels, each of another size."""
+    chance = torch.Generator().manual_seed(7)
+    orders = [torch.randperm(len(voxels), generator=chance).to(voxels.coords.device) for _ in range(count)]
+    sizes = [int(len(voxels) * (0.6 + 0.35 * n / count)) for n in range(count)]
+    return [
+        Voxels(voxels.coords[order[:n]].contiguous(), voxels.bounds) for order, n in zip(orders, sizes, strict=True)
+    ]
+
+
+def wrong_pyramid(geometry: Geometry, truths: Sequence[Truth]) -> str:
+    """What is wrong with the maps of each level and their tiles. truths: see truths_of_network."""
+    for place, truth in enumerate(truths):
+        found, outputs = geometry.maps[truth.relation, None]
+        cloud = (geometry if outputs is None else outputs).cloud
+        problem = wrong_map(Mapped(found.rows(), None, cloud, truth.relation), truth)
+        if not problem and found.device.type == "cuda":
+            splits = int(found.volume > 8 or found.num_outputs >= 1 << 15)
+            problem = wrong_tiles(found.compacted(tile_rows_for(found.num_outputs), splits), truth.rows)
+        if problem:
+            return f"map {place}: {problem}"
+        geometry = geometry if outputs is None else outputs
+    return ""
 
 
 # truths: in plain torch

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,12 @@ import torch
 
 from benchmarks.harness.rows import Peer, Row, device_name
 from benchmarks.harness.study import Setup, one_line
-from benchmarks.harness.timing import Times, captured, together
+from benchmarks.harness.timing import Times, busy, captured, together
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.clouds import KNOWN, Known, Voxels, published, scenes, surface
 from benchmarks.suites import map_work
 from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, Planned, Room, Truth, Work
+from pumice.coords import Geometry
 from pumice.coords.indexes import STRUCTURES as KINDS
 from pumice.coords.indexes import default
 from pumice.coords.lookup import STRUCTURES, MapSchedule
@@ -216,6 +218,61 @@ def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> lis
         streams = [torch.cuda.Stream(setup.device) for _ in range(3)]
         works.append(Work("four-streams", partial(map_work.network, voxels, rooms, streams), wrong))
     return works
+
+
+def pyramids(setup: Setup) -> Iterator[Row]:
+    """The 13 maps of a U-Net by `prepare`, on another scene in every call, beside the way level by level.
+
+    host: until `prepare` returns, which is before the device is done; gpu: how long the device works.
+    """
+    for name, load in scenes(setup):
+        case = f"pyramid/{name}"
+        if not setup.wants(case):
+            continue
+        voxels = load().shuffled()
+        truths = map_work.truths_of_network(voxels)
+        ways = {"chain": map_work.prepared, "level-by-level": map_work.level_by_level}
+        works = [Work(way, partial(call, voxels), partial(_wrong_pyramid, truths), False) for way, call in ways.items()]
+        done = [one.name for one in ready(setup, case, works)]
+        pool = map_work.thinned(voxels, 2 if setup.quick else 40)
+        calls = [_in_turn(ways[way], pool) for way in done]
+        for clock, times in _new_scenes(setup, calls).items():
+            for way, spent in zip(done, times, strict=True):
+                peers = [Peer(f"its {other}", t.median) for other, t in zip(done, times, strict=True) if other != way]
+                place = f"{case}/{way}/host" if clock == "host" else f"{case}/{way}"
+                yield from rows_of(setup, place, "wall" if clock == "host" else clock, spent, peers)
+
+
+def _wrong_pyramid(truths: Sequence[Truth], found: Geometry) -> str:
+    return map_work.wrong_pyramid(found, truths)
+
+
+def _in_turn(call: Callable[[Voxels], Any], pool: Sequence[Voxels]) -> Callable[[], Any]:
+    """The call on one scene after the other."""
+    scene = cycle(pool)
+    return lambda: call(next(scene))
+
+
+def _new_scenes(setup: Setup, calls: Sequence[Callable[[], Any]]) -> Mapping[str, Sequence[Times]]:
+    """Times of the calls by clock."""
+    if not calls:
+        return {}
+    found = {"wall": _clocked(setup, "wall", calls), "host": [_host(call, setup) for call in calls]}
+    if setup.device.type == "cuda":
+        found["gpu"] = [busy(call, 20) for call in calls]
+    return found
+
+
+def _host(call: Callable[[], Any], setup: Setup) -> Times:
+    """Until the call returns, from an idle device."""
+    spent = []
+    for _ in range(7 if setup.quick else 60):
+        if setup.device.type == "cuda":
+            torch.cuda.synchronize(setup.device)
+        begin = perf_counter()
+        call()
+        spent.append(1e3 * (perf_counter() - begin))
+    return Times.of(spent)
 
 
 def scaling(setup: Setup) -> Iterator[Row]:

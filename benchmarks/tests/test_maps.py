@@ -28,6 +28,7 @@ EXPECTED = {
     "plan": {"k3"},
     "outputs": {"k2s2", "k3s2"},
     "network": {"one-stream"},
+    "pyramid": {"chain", "level-by-level", "host"},
     "scaling": {"k3", "all", "large"},
     "ablation": {"sorted-staged", "sorted", "listed"},
 }

@@ -46,7 +46,8 @@ def test_parts_by_name(name, part):
 
 def test_every_kernel_of_maps_has_a_part():
     """As their files have them; what they are started by says the same."""
-    names = [*measuring.kernels_in("lookup_kernels"), *measuring.kernels_in("tile_kernels")]
+    files = ("lookup_kernels", "chain_kernels", "tile_kernels")
+    names = [name for file in files for name in measuring.kernels_in(file)]
     assert len(names) == len(set(names)) > 15
     assert {part_of(name) for name in names} == {"map", "sort"}
     source = "".join(path.read_text() for path in (measuring.Path(pm.coords.__file__).parent).glob("*.py"))

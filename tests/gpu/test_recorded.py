@@ -29,7 +29,8 @@ WINDOWS = ((Relation.of(3, 3), Relation.of(3, 3, dilation=2)), (), (Relation.of(
 
 @pytest.fixture(autouse=True)
 def shelves(monkeypatch):
-    """Nothing is recorded yet, and the first scene will be."""
+    """Nothing is recorded yet, and the first scene will be: chains of halved levels are not built together."""
+    monkeypatch.setattr(prepare._Wanted, "find_chain", lambda *_: False)
     monkeypatch.setattr(recorded, "_SHELVES", BoundedCache(8))
     monkeypatch.setattr(recorded, "_BEFORE", 0)
 

@@ -28,6 +28,7 @@ from pumice.coords import (
     Relation,
     SortSpec,
     bricks,
+    chain,
     kernel_map,
     lookup,
     segments,
@@ -131,11 +132,14 @@ def variants() -> tuple[Variant, ...]:
         patch.object(max_pool, "has_triton", lambda tensor: True),
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
+        patch.object(chain, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
             _levels(dim)
+        for dim, steps in ((3, 4), (3, 2), (1, 2), (2, 2)):
+            _chain(dim, steps)
         with patch.multiple(bricks, WHOLE=0, FEW=0):
             _lookups(3)
             _levels(3)
@@ -230,6 +234,16 @@ def _levels(dim: int) -> None:
             made.coords(cloud, reach, 40), made.rows(cloud, meets, 40)
         else:
             made.coords_and_rows(cloud, meets, 40)
+
+
+def _chain(dim: int, steps: int) -> None:
+    """The maps of a chain of halved levels."""
+    cloud, halves = _cloud(dim), (Relation.of(dim, 2, stride=2),) * steps
+    tiled = tuple((kind, level) for kind in (chain.SAME, chain.DOWN, chain.UP) for level in range(1, steps))
+    request = chain.ChainRequest(halves, (), tiled, chain.TileRule(24_000, 8, 1 << 15))
+    found = chain.find_maps(cloud.coords, cloud.bounds, request)
+    told = [40] * request.num_read
+    chain.fill_tiles(found, chain.tile_maps(found), told)
 
 
 def _stages(volume: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +34,7 @@ from clouds import (
     site_around,
     within,
 )
+from found import agree
 from kernels.interpret import answering
 from torch import Tensor
 
@@ -46,6 +48,7 @@ from pumice.coords import (
     Relation,
     SortSpec,
     bricks,
+    chain,
     kernel_map,
     pyramid,
     segments,
@@ -62,7 +65,11 @@ from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, mak
 from pumice.coords.segments import segments_by_length, segments_by_length_torch, split_runs, split_runs_torch
 from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
+from pumice.lower import maps as lowered
+from pumice.lower.dataflow import materialize
 from pumice.runtime.launch import BoundKernel
+
+prepared = import_module("pumice.ops.prepare")
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)
@@ -945,7 +952,236 @@ def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> No
     mask_words(rows)
 
 
+# Chains of halved levels
+
+RULES = {"tiled alike": chain.TileRule(24_000, 8, 1 << 15), "sorted and large tiles": chain.TileRule(60, 8, 80)}
+
+
+def chain_checks() -> Checks:
+    found: dict[str, Callable[[], None]] = {}
+    for dim, steps, count in ((3, 2, 140), (3, 1, 40), (3, 4, 40), (2, 3, 140), (1, 2, 140), (3, 3, 1), (1, 9, 20)):
+        for name, rule in RULES.items():
+            found[f"D={dim} {steps} steps N={count} {name}"] = partial(check_chain, dim, steps, count, rule)
+    found["rows are sampled"] = partial(check_sampled)
+    found["ends of the keys"] = check_key_ends
+    found["several blocks"] = check_blocks
+    found["nothing in tiles"] = check_no_tiles
+    for name in ("twice", "all alike", "below", "above", "batch"):
+        found[f"status {name}"] = partial(check_chain_status, name)
+    found["a request of a network"] = check_network
+    found["all kernels are compiled beforehand"] = check_compiled
+    found["pieces that were asked for"] = check_asked_pieces
+    found["no wait for the host in a chain"] = check_chain_waits
+    return found
+
+
+def chain_request(dim: int, steps: int, rule: chain.TileRule | None = None) -> chain.ChainRequest:
+    """Every map of a chain, in tiles."""
+    halves, window = (Relation.of(dim, 2, stride=2),) * steps, Relation.of(dim, 3)
+    kinds = [(chain.SAME, level) for level in range(steps + 1)]
+    kinds += [place for level in range(steps) for place in ((chain.DOWN, level + 1), (chain.UP, level))]
+    return chain.ChainRequest(halves, (window,) * (steps + 1), tuple(kinds), rule or RULES["tiled alike"])
+
+
+def parts_of(found: chain.Chain) -> dict[str, Any]:
+    """The valid rows of every array."""
+    counts = found.counts()
+    starts, parts = chain.starts_of(counts), {"words": found.words}
+    for level, (first, count) in enumerate(zip(starts, counts, strict=True)):
+        names = ["masks", "table"]
+        names += ["links", "parents"] if level + 1 < len(counts) else []
+        names += ["first_child", "children", "coarse"] if level else []
+        parts |= {f"{name} {level}": getattr(found, name)[first : first + count] for name in names}
+        if level:
+            parts[f"down {level}"] = found.down[first - starts[1] :][:count]
+    return {**parts, "top": found.top[: counts[-1]]}
+
+
+def tiles_of(segments: chain.Segments, number: int) -> dict[str, Any]:
+    parts: dict[str, Any] = {"layout": segments.layout}
+    for place, column in enumerate(segments.layout.t().tolist()[:number]):
+        _, _, block, count, slot, tile, *_ = column
+        parts[f"slots {place}"] = segments.slots[slot : slot + count * block]
+        parts[f"tile_masks {place}"] = segments.tile_masks[tile : tile + count]
+        parts[f"ends {place}"] = segments.ends[tile : tile + count]
+    return parts
+
+
+def check_parts(coords: Tensor, bounds: Bounds, request: chain.ChainRequest) -> None:
+    """Every stage is its twin, of the twin's results and of the kernels'."""
+    number = len(request.tiled)
+    found = chain.find_maps(coords, bounds, request)
+    with plain():
+        want = chain.find_maps(coords, bounds, request)
+        plan = chain._plan(request, coords.device)
+        layout = chain.lay_out(want, plan)
+        order = chain.order_segments(want, plan, layout)
+    for name, part in parts_of(want).items():
+        same(parts_of(found)[name], part, name)
+    same(chain.lay_out(found, plan), layout)
+    same(chain.order_segments(found, plan, layout)[: len(order)], order)
+    got = chain.tile_maps(found)
+    with plain():
+        segments = chain.tile_maps(want)
+    same(found.words, want.words)
+    for name, part in tiles_of(segments, number).items():
+        same(tiles_of(got, number)[name], part, name)
+    told = want.words[: request.num_read].tolist()
+    lists = chain.fill_tiles(found, got, told)
+    with plain():
+        same(lists, chain.fill_tiles(want, segments, told))
+
+
+def check_chain(dim: int, steps: int, count: int, rule: chain.TileRule) -> None:
+    for seed, clusters in enumerate((0, 3)):
+        cloud = Scene(dim, count, SIDES[dim] if count < 100 or dim < 3 else 12, clusters=clusters, seed=seed)
+        check_parts(cloud.coords(), cloud.bounds(), chain_request(dim, steps, rule))
+
+
+def check_compiled() -> None:
+    """All that a chain starts is among what is compiled for its request, whatever the scene."""
+    request = chain_request(3, 3)
+    launch, started = import_module("pumice.runtime.launch"), set()
+    whole = BoundKernel.__call__
+
+    def heard(kernel, *given):
+        started.add(kernel)
+        whole(kernel, *given)
+
+    seen, compiling = {}, launch.compiling_launches
+
+    @contextmanager
+    def noted():
+        with compiling() as found:
+            yield found
+        seen.update(found)
+
+    with patch.object(chain, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
+        chain.compile_kernels.cache_clear()
+        chain.compile_kernels(request, torch.device("cpu"))
+        assert seen and not started
+        for count in (1, 140):
+            cloud = Scene(3, count, 12, seed=count)
+            geometry = Geometry.checked(cloud.coords())
+            chain.build_chain(geometry, request)
+    # How coordinates are checked, and runs that layers ask for, are no part of it.
+    assert {k for k in started if "chain_kernels" in k.kernel.fn.__module__} <= seen.keys()
+    assert len({k for k in started if "chain_kernels" in k.kernel.fn.__module__}) >= 10
+
+
+def check_sampled() -> None:
+    with patch.object(chain, "_SAMPLED", 50), patch.object(tiles, "_SAMPLED", 50):
+        check_chain(3, 2, 140, RULES["sorted and large tiles"])
+
+
+def check_blocks() -> None:
+    """Counts of blocks are added up in several turns, rows are sorted in several blocks."""
+    with patch.multiple(chain, _KEYED=32, _BLOCK=16, _PART=4, _SORTED=64, _SUMMED=1, _DIGIT=5):
+        check_chain(3, 2, 140, RULES["sorted and large tiles"])
+
+
+def check_key_ends() -> None:
+    """At the first and last cell of an axis, and of a batch, nothing lies beyond."""
+    for dim, bits in chain.AXIS_BITS.items():
+        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+        ends = torch.cartesian_prod(torch.tensor([0, 1, 1023]), *[torch.tensor([low, low + 1, -1, 0, high])] * dim)
+        bounds = Bounds((low,) * dim, (high,) * dim, 1024)
+        check_parts(ends[torch.randperm(len(ends))].int(), bounds, chain_request(dim, 2))
+
+
+def check_no_tiles() -> None:
+    check_parts(Scene(3, 40).coords(), Scene(3, 40).bounds(), replace(chain_request(3, 2), tiled=()))
+
+
+def check_chain_status(name: str) -> None:
+    """What is wrong with coordinates is told, and no kernel reads or writes elsewhere."""
+    cloud = Scene(3, 80, 9)
+    coords, bounds = cloud.coords(), cloud.bounds()
+    if name == "twice":
+        coords[[3, 50, 51]] = coords[7].clone()
+    elif name == "all alike":
+        coords[:] = coords[7].clone()
+    elif name == "batch":
+        coords[11, 0] = 2000
+    else:
+        coords[11, 2] = INT32[name == "above"]
+    request = chain_request(3, 2)
+    found = chain.find_maps(coords, bounds, request)
+    chain.tile_maps(found)
+    assert int(found.words[0]) == (DUPLICATE if name in ("twice", "all alike") else RANGE)
+
+
+def check_network() -> None:
+    """`prepare` builds the maps of a U-Net by a chain: in at most 20 launches and sorts, one read, no other search."""
+    coords = Scene(3, 120, 12).coords()
+    steps, window = [Relation.of(3, 2, stride=2)] * 4, Relation.of(3, 3)
+    started: list[str] = []
+    reads: list[int] = []
+    start, read = BoundKernel.__call__, chain.read
+
+    def launched(fixed: BoundKernel, *args: Any) -> None:
+        started.append(fixed.kernel.fn.__name__)
+        start(fixed, *args)
+
+    def reading(tensors: Sequence[Tensor]) -> list[list[int]]:
+        reads.extend([len(tensors)] if tensors else ())
+        return read(tensors)
+
+    places = [m for m in _rooms() + [sys.modules["pumice.coords.kernel_map"]] if getattr(m, "read", None) is read]
+    assert len(places) >= 2
+    x = pm.SparseTensor(torch.zeros(len(coords), 1), coords)
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(BoundKernel, "__call__", launched))
+        stack.enter_context(patch.object(lowered, "_FORMS_OF", {"cpu": lowered._FORMS_OF["cuda"]}))
+        for module in dict.fromkeys(places):
+            stack.enter_context(patch.object(module, "read", reading))
+        with torch.no_grad():
+            x.prepare(steps, [[window]] * 5)
+            made = list(prepared._maps(x.geometry, steps, [[window]] * 5))
+            materialize([(one, [None]) for one in made], False)
+    sorts = sum(name in ("scan_digits", "place_digits") for name in started)
+    assert reads == [1] and len(started) - sorts <= 14 and sorts == 6, (reads, started)
+    assert len(made) == 13 and all(one.cached_keys() for one in made)
+    other = Geometry.checked(coords)
+    with plain(), patch.object(lowered, "_FORMS_OF", {"cpu": lowered._FORMS_OF["cuda"]}):
+        want = list(prepared._maps(other, steps, [[window]] * 5))
+        materialize([(one, [None]) for one in want], False)
+    assert agree(x.geometry, other) == 13
+
+
+def check_asked_pieces() -> None:
+    """What layers asked for on a scene is there on the next."""
+    request = chain_request(3, 1, chain.TileRule(10, 8, 10))
+    for seed in (0, 1):
+        made = chain.build_chain(Geometry.checked(Scene(3, 300, 12, seed=seed).coords()), request)
+        for one in made:
+            array, count = one.tiles.tiles, len(one.tiles.rows)
+            found = segments.cached_pieces(array, count, 4)
+            assert (found is not None) == (seed == 1)
+            if found is not None:
+                same(found, split_runs_torch(array, count, 4))
+
+
+def check_chain_waits() -> None:
+    """Until sizes are read nothing waits, once constants are on the device."""
+    coords, bounds, request = Scene(3, 60, 9).coords(), Scene(3, 60, 9).bounds(), chain_request(3, 2)
+    start, watch = BoundKernel.__call__, DeviceOnly()
+
+    def launched(*args: Any, **kwargs: Any) -> None:
+        watch.inside = True
+        try:
+            start(*args, **kwargs)
+        finally:
+            watch.inside = False
+
+    with patch.object(BoundKernel, "__call__", launched):
+        for context in (nullcontext(), watch):
+            with context:
+                chain.tile_maps(chain.find_maps(coords, bounds, request))
+
+
 GROUPS: Mapping[str, Callable[[], Checks]] = {
+    "chains": chain_checks,
     "structures": structure_checks,
     "outputs": output_checks,
     "stages": stage_checks,

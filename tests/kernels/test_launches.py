@@ -61,7 +61,10 @@ def known(job):
 def test_every_kernel_is_in_the_table():
     from triton import JITFunction
 
-    files = {name: importlib.import_module(f"pumice.coords.{name}") for name in ("lookup_kernels", "tile_kernels")}
+    files = {
+        name: importlib.import_module(f"pumice.coords.{name}")
+        for name in ("lookup_kernels", "tile_kernels", "chain_kernels")
+    }
     for name in ("norm_kernels", "max_pool_kernels"):
         files[name] = importlib.import_module(f"pumice.lower.{name}")
     kernels = {

@@ -88,7 +88,7 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Values of small integer tensors of one device, in one transfer; the only host synchronisation for counts."""
     if not tensors:
         return []
-    flat = torch.cat([t.reshape(-1) for t in tensors]).tolist()
+    flat = (torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)).tolist()
     found, start = [], 0
     for tensor in tensors:
         found.append(flat[start : start + tensor.numel()])

@@ -238,8 +238,9 @@ def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]])
     for found, block, how in wanted:
         if found.buffered is not None:
             continue
-        name, size = _totals_of(found) if how is None else _entries_of(found, block, how)
+        name = "totals" if how is None else ("entries", block, how)
         if not found.has(name):
+            size = found.pair_counts()[:, -1] if how is None else found.tiling(block, how).entries
             pending.append((found, name, size))
     owners = {id(owner): owner for found, *_ in pending if (owner := found.inputs and found.inputs()) is not None}
     unread = [(owner, word) for owner in owners.values() if (word := owner.unsettled) is not None]
@@ -248,14 +249,6 @@ def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]])
         owner.settle(status)
     for (found, name, _), value in zip(pending, values, strict=False):
         found.keep(name, value)
-
-
-def _totals_of(found: KernelMap) -> tuple[Hashable, Tensor]:
-    return "totals", found.pair_counts()[:, -1]
-
-
-def _entries_of(found: KernelMap, block: int, how: SortSpec) -> tuple[Hashable, Tensor]:
-    return ("entries", block, how), found.tiling(block, how).entries
 
 
 def _totals(found: KernelMap) -> list[int]:

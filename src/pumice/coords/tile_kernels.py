@@ -279,8 +279,13 @@ def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def scan_digits(counts, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks."""
+def scan_digits(
+    counts, total, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks. BLOCK: if not 0, only the blocks of this
+    many rows that `total` rows take."""
+    if BLOCK:
+        blocks = ((tl.load(total) + BLOCK - 1) // BLOCK).to(tl.int64)
     d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     before = tl.zeros([1, COLUMNS], tl.int32)
     for start in range(0, blocks.to(tl.int32) + 1, ROWS):
@@ -293,11 +298,24 @@ def scan_digits(counts, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def place_digits(
-    keys, starts, later, found, shift: "i64", capacity: "i64", blocks: "i64",
+    keys, starts, later, found, total, shift: "i64", capacity: "i64", blocks: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, COUNTED: tl.constexpr,
+):  # fmt: skip
+    """Scatter the program's entries to their stable order by digit. COUNTED: `total` of them, else `capacity`.
+    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows."""
+    if COUNTED:
+        capacity = tl.load(total).to(tl.int64)
+        blocks = (capacity + BLOCK - 1) // BLOCK
+    if tl.program_id(0) < blocks:
+        _place(keys, starts, later, found, shift, capacity, blocks, BINS, BLOCK, FIRST, LAST)
+
+
+@triton.jit
+def _place(
+    keys, starts, later, found, shift, capacity, blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Scatter the program's entries to their stable order by digit.
-    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows."""
+    """See place_digits."""
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(starts + blocks * BINS + bins)

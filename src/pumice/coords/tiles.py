@@ -454,18 +454,21 @@ class Digits(NamedTuple):
         return counts.view(shape), rest
 
 
-def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor) -> Tensor:
+def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor, total: Tensor | None = None) -> Tensor:
     """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
-    counts: from Digits.counts, with the rows of each block per lowest digit filled in."""
+    counts: from Digits.counts, with the rows of each block per lowest digit filled in. total: int32 [1] on the device:
+    only that many first keys are sorted, and as many entries written."""
+    given = counts if total is None else total
     bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
     starts = counts.unbind()
     for turn in range(digits.turns):
         last = turn + 1 == digits.turns
         found = torch.empty(keys.shape[0], dtype=torch.int32 if last else torch.int64, device=keys.device)
-        added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED}
-        kernel("tile_kernels.scan_digits")(bins // columns, (starts[turn],), (blocks,), added)
-        tensors = (keys, starts[turn], starts[turn if last else turn + 1], found)
+        added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED, "BLOCK": 0 if total is None else digits.block}
+        kernel("tile_kernels.scan_digits")(bins // columns, (starts[turn], given), (blocks,), added)
+        tensors = (keys, starts[turn], starts[turn if last else turn + 1], found, given)
         constants = {"BINS": bins, "BLOCK": digits.block, "FIRST": turn == 0, "LAST": last}
+        constants["COUNTED"] = total is not None
         kernel("tile_kernels.place_digits")(
             blocks, tensors, (turn * digits.width, keys.shape[0], blocks), constants, _WARPS
         )

@@ -85,14 +85,14 @@ def kernels_in(file: str) -> tuple[str, ...]:
     return tuple(node.name for node in jitted if not node.name.startswith("_"))
 
 
-def _own(file: str) -> str:
+def _own(*files: str) -> str:
     # Some versions of Triton append the specialisation to the name.
-    return rf"^({'|'.join(kernels_in(file))})(_\d.*)?$"
+    return rf"^({'|'.join(name for file in files for name in kernels_in(file))})(_\d.*)?$"
 
 
 PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
-        "map": lambda: _own("lookup_kernels"),
+        "map": lambda: _own("lookup_kernels", "chain_kernels"),
         "sort": lambda: _own("tile_kernels") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
         "conv": lambda: r"^_(dot|mul)_",
         "product": lambda: r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk",
@@ -100,8 +100,9 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "copy": lambda: r"^Mem(cpy|set)",
     }
 )
-"""Name patterns, first match wins: neighbour search; sorting and layout; generated kernels; library matrix products;
-gather and scatter by torch (including dataflows that use it); copies. Everything else is "other"."""
+"""Name patterns, first match wins: neighbour search, and all of a chain but its sorts; sorting and layout; generated
+kernels; library matrix products; gather and scatter by torch (including dataflows that use it); copies.
+Everything else is "other"."""
 
 
 @lru_cache(maxsize=4096)

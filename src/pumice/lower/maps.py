@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
+from pumice.coords.chain import TiledMap, TileRule
 from pumice.coords.kernel_map import pair_capacity
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.coords.tracing import relation_fields
@@ -36,6 +37,7 @@ _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinc
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
 _TABLE = "map[o, k, met[o,k]] = 1"
 _TABLE_T = "map[met[i,k], k, i] = 1"
+_TILE_ARRAYS = ("rows", "tile", "k", "met")
 _SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
 """Number of parts into which forms of tiles split the kernel offsets; 0: rows are not sorted."""
 
@@ -47,6 +49,8 @@ _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
 """Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
+_FEW_ROWS = 24_000
+"""Outputs below which tiles are smaller."""
 _UNSORTED = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
@@ -85,7 +89,7 @@ def _pairs(found: KernelMap) -> Sequence[Arrays]:
 
 def _tiles(found: KernelMap, splits: int) -> Sequence[Arrays]:
     parts = found.split(tile_rows_for(found.num_outputs), splits)
-    return [{"rows": rows, "tile": tiles, "k": taps, "met": met} for rows, tiles, taps, met in parts]
+    return [dict(zip(_TILE_ARRAYS, part, strict=True)) for part in parts]
 
 
 def _grouped(found: KernelMap) -> Sequence[Arrays]:
@@ -113,6 +117,12 @@ def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Te
     return found.cached(("form", name), lambda m: build_form(m, name))
 
 
+def keep_tiles(one: TiledMap) -> None:
+    """Keep tiles as the form of the map that they are, without asking for its sizes."""
+    name = "compacted" if one.sorted else "unsorted"
+    one.found.keep(("form", name), build_form(one.found, name, [dict(zip(_TILE_ARRAYS, one.tiles, strict=True))]))
+
+
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
     """The default forms of a map for the planner."""
     names = _preferred_forms(found, differentiable)
@@ -135,7 +145,8 @@ def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:
 
     During CUDA graph capture they are built on side streams, concurrently with all work before their first reader.
     """
-    missing = list(dict.fromkeys((found, name) for found, names in wanted for name in names))
+    asked = dict.fromkeys((found, name) for found, names in wanted for name in names)
+    missing = [(found, name) for found, name in asked if found.buffered is not None or not found.has(("form", name))]
     read_pending_sizes([size for found, name in missing for size in FORMS[name].sizes(found)])
     if missing and missing[0][0].table.is_cuda and torch.cuda.is_current_stream_capturing():
         return _materialize_on_side_streams(missing)
@@ -194,10 +205,13 @@ def _missing(found: KernelMap) -> Sequence[int]:
     raise AssertionError("read_pending_sizes() has not cached it")
 
 
-def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    """(tokens, arrays) of a map in one form."""
+def build_form(
+    found: KernelMap, name: str, parts: Sequence[Arrays] | None = None
+) -> tuple[tuple[str, ...], list[Tensor]]:
+    """(tokens, arrays) of a map in one form. parts: its arrays, if they are there already."""
     form = FORMS[name]
-    parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
+    if parts is None:
+        parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.buffered is not None:
         for _, x in held:
@@ -218,7 +232,12 @@ def tile_rows_for(outputs: int) -> int:
     H200, tiles of 128 and 64 rows: 27,548 outputs take 94 and 113 us (256 channels), 33 and 35 us (128 channels);
     21,334 outputs take 37 and 34 us (128 channels).
     """
-    return 64 if outputs < 24_000 else 128
+    return tile_rule().block(outputs)
+
+
+def tile_rule() -> TileRule:
+    """How the default forms of maps are tiled, by their sizes."""
+    return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED)
 
 
 _GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048), (math.inf, 4096))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, on_side_stream, pyramid, trace_local
+from pumice.coords import chain as chain_module
+from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, refusal, window_of
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
+from pumice.lower.maps import keep_tiles, tile_rule
 from pumice.ops.recorded import Asked, by_graph
 from pumice.ops.tensor import SparseTensor
+from pumice.runtime.launch import has_triton
+from pumice.runtime.streams import is_capturing
 from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
 
 T = TypeVar("T")
@@ -51,8 +56,9 @@ def prepare_levels(
     steps: the relation from each level to the next coarser one, finest first. same: per level, from x's on, the
     relations that keep its coordinates (submanifold windows). consumers: the layers over the maps: each map is laid
     out for the dataflows of its layers; None: for the automatic dataflow, transposed maps of the steps included. On a
-    GPU this takes two host synchronisations, for the voxel counts and for the layout sizes; layers over these maps
-    then need none.
+    GPU this takes one host synchronisation if all steps have kernel 2 and stride 2, the windows size 3 and the layers
+    an automatic dataflow (coords.chain); otherwise two, for the voxel counts and for the layout sizes. Layers over
+    these maps then need none.
 
     Example: the nine maps of a MinkUNet
 
@@ -80,7 +86,7 @@ def prepare_levels(
     if geometry.buffered is not None:
         wanted.build_in_buffers(geometry, request.differentiable, geometry.device.type == "cuda")
     elif request.key not in geometry.prepared_requests:
-        if not by_graph(geometry, request):
+        if not wanted.build_chain(geometry) and not by_graph(geometry, request):
             wanted.build(geometry)
         geometry.prepared_requests.add(request.key)
     return x
@@ -99,8 +105,22 @@ class _RequestedMaps:
         flows = repeat((None,)) if self.flows is None else self.flows
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
+    def build_chain(self, geometry: Geometry) -> bool:
+        """Build all maps, the levels and the windows of 3 together in one transfer; False if kernels do not run or the
+        steps are not halvings."""
+        if not has_triton(geometry.coords) or is_capturing(geometry.device):
+            return False
+        request, wanted, complete = _chain(self.steps, self.same, self.flows, torch.is_grad_enabled(), tile_rule())
+        if refusal(geometry, request.steps, len(request.tiled)) is not None:
+            return False
+        for one in chain_module.build_chain(geometry, request)[:wanted]:
+            keep_tiles(one)
+        if not complete:
+            self.build(geometry)
+        return True
+
     def build(self, geometry: Geometry) -> None:
-        """Build all maps with one transfer for the voxel counts and one for the layout sizes."""
+        """Build all maps with one transfer for the voxel counts and one for the layout sizes, where any are missing."""
         pyramid(geometry, self.steps)
         found = list(self.maps(geometry))
         if geometry.device.type == "cuda":
@@ -125,6 +145,32 @@ class _RequestedMaps:
         # Bound now: graphs are recorded outside inference mode, with gradients enabled.
         find = partial(self.build_in_buffers, differentiable=differentiable)
         return Asked((self.steps, self.same, self.flows, differentiable), find, differentiable)
+
+
+@lru_cache(maxsize=64)
+def _chain(
+    steps: tuple[Relation, ...],
+    same: tuple[tuple[Relation, ...], ...],
+    flows: tuple[frozenset[Chosen | None], ...] | None,
+    differentiable: bool,
+    rule: TileRule,
+) -> tuple[ChainRequest, int, bool]:
+    """The request of a chain; how many of its tiled maps come first that layers of an automatic dataflow read, before
+    their transposes for gradients; True if it is all that layers read."""
+    dim = steps[0].dim if steps else 0
+    cubes = [next((window for window in windows if steps and window == window_of(dim)), None) for windows in same]
+    wanted = _by_need(
+        [[(SAME, level) if window == cubes[level] else None for window in same[level]] for level in range(len(same))],
+        [(DOWN, level + 1) for level in range(len(steps))],
+        [(UP, level) for level in range(len(steps))],
+    )
+    automatic = frozenset((None,))
+    pairs = [(place, automatic if flows is None else flows[n]) for n, place in enumerate(wanted)]
+    complete = not differentiable and all(place is not None and over <= automatic for place, over in pairs)
+    asked = dict.fromkeys(place for place, over in pairs if place is not None and None in over)
+    turned = {(UP, level - 1) if kind == DOWN else (DOWN, level + 1) for kind, level in asked if kind != SAME}
+    tiled = dict.fromkeys((*asked, *sorted(turned) * differentiable))
+    return ChainRequest(steps, tuple(cubes), tuple(tiled), rule), len(asked), complete
 
 
 def _flows_over(

@@ -211,12 +211,13 @@ _LAUNCHES: ContextVar[dict[BoundKernel, Callable[[], object]] | None] = ContextV
 
 
 @contextmanager
-def compiling_launches() -> Iterator[None]:
-    """Context in which kernels of launchers are not started; at its end, all of them are compiled in parallel."""
+def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]:
+    """Context in which kernels of launchers are not started; at its end, all of them are compiled in parallel. Yields
+    them with what compiles each."""
     recorded: dict[BoundKernel, Callable[[], object]] = {}
     token = _LAUNCHES.set(recorded)
     try:
-        yield
+        yield recorded
     finally:
         _LAUNCHES.reset(token)
     BACKGROUND.run([task for kernel, task in recorded.items() if not kernel.known])

@@ -1,0 +1,191 @@
+"""Maps of a chain of halved levels that are built together are those that are built one by one."""
+
+import importlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from found import agree
+
+import pumice as pm
+from pumice.coords import Bounds, Geometry, GridSpec, Relation, chain, kernel_map
+from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, build_chain, refusal
+from pumice.errors import CoordinateError
+from pumice.lower import dataflow, maps
+from pumice.testing import random_cloud
+
+prepare, kernel_maps = (importlib.import_module(f"pumice.{name}") for name in ("ops.prepare", "coords.kernel_map"))
+RULE = TileRule(24_000, maps._FEW_TAPS, maps._SORTED)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
+
+
+def request_of(dim, steps, rule=RULE):
+    halves, window = (Relation.of(dim, 2, stride=2),) * steps, Relation.of(dim, 3)
+    tiled = [(SAME, level) for level in range(steps + 1)]
+    for level in range(steps):
+        tiled += [(DOWN, level + 1), (UP, level)]
+    return ChainRequest(halves, (window,) * (steps + 1), tuple(tiled), rule)
+
+
+def one_by_one(geometry, request, differentiable=False):
+    """The same as the level-by-level way leaves it."""
+    same = [(window,) for window in request.windows]
+    found = list(prepare._maps(geometry, request.steps, same))
+    dataflow.materialize([(one, [None]) for one in found], differentiable)
+    return found
+
+
+def laid_out(geometry, request, differentiable=False):
+    """By a chain; what is laid out afterwards needs no size that is not known."""
+    build_chain(geometry, request)
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_maps, "read", lambda tensors: reads.extend(tensors) or [])
+        found = one_by_one(geometry, request, differentiable)
+    assert not reads
+    return found
+
+
+def compare(coords, request, differentiable=False, **options):
+    got, want = (Geometry.checked(coords, **options) for _ in range(2))
+    assert refusal(got, request.steps, len(request.tiled)) is None
+    found, expected = laid_out(got, request, differentiable), one_by_one(want, request, differentiable)
+    assert agree(got, want) == 0 or differentiable or len(found) == 3 * len(request.steps) + 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.masks(), b.masks()) and torch.equal(a.counts(), b.counts())
+        assert torch.equal(a.valid_count(), b.valid_count()) and torch.equal(a.pair_counts(), b.pair_counts())
+        assert maps.read_sizes(a, ("compacted",)) == maps.read_sizes(b, ("compacted",))
+    return got
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_chain_is_what_its_maps_are_one_by_one(dim, steps, differentiable):
+    for seed, extent in enumerate((4, 14, 60)):
+        coords = random_cloud(min(300, extent**dim // 2), dim, seed=seed, extent=extent, batch_size=2)
+        coords[:, 1:] -= extent // 2
+        compare(coords, request_of(dim, steps), differentiable)
+
+
+@pytest.mark.parametrize("name", ["nuscenes_1f_10cm", "waymo_1f_10x10x15cm"])
+def test_real_scans_have_the_very_tiles(name, data_folder):
+    """Rows that lie in any order; the larger one has large tiles and sorted maps of 8 kernel offsets."""
+    path = next(data_folder.glob(f"**/{name}.npz"), None)
+    if path is None:
+        pytest.skip(f"{name}.npz is not there")
+    coords = torch.from_numpy(np.load(path)["coords"])
+    coords = torch.cat([torch.zeros_like(coords[:, :1]), coords], dim=1)
+    request, (got, want) = request_of(3, 4), (Geometry.checked(coords) for _ in range(2))
+    laid_out(got, request), one_by_one(want, request)
+    assert agree(got, want) == 13
+
+
+def test_memory_that_is_not_used_is_given_back(monkeypatch):
+    monkeypatch.setattr(chain, "_SPARE", 0)
+    found = compare(random_cloud(300, 3), request_of(3, 2))
+    for one, _ in found.maps.values():
+        assert one.table.untyped_storage().nbytes() <= 4 * 27 * (300 + 150 + 50)
+
+
+def test_ends_of_the_keys():
+    for dim, bits in chain.AXIS_BITS.items():
+        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+        ends = torch.cartesian_prod(torch.tensor([0, 7, 1023]), *[torch.tensor([low, low + 1, -1, 0, high])] * dim)
+        compare(ends[torch.randperm(len(ends))].int(), request_of(dim, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda g: (replace_site(g, low=-(2**17) - 1), HALVES), "exceed the keys"),
+        (lambda g: (replace_site(g, batch=1025), HALVES), "exceed the keys"),
+        (lambda g: (g, ()), "steps are not"),
+        (lambda g: (g, (*HALVES, Relation.of(3, 3, stride=2))), "steps are not"),
+        (lambda g: (g, (Relation.of(3, 2, stride=2, padding=0),)), "steps are not"),
+        (lambda g: (g, HALVES * 9), "are not supported"),
+        (lambda g: (kernel_map(g, HALVES[0]) and g, HALVES), "maps already"),
+        (lambda g: (Geometry.checked(g.coords[:0]), HALVES), "0 voxels"),
+    ],
+)
+def test_what_is_no_chain_is_refused(change, reason):
+    geometry, steps = change(Geometry.checked(random_cloud(40, 3)))
+    assert reason in refusal(geometry, steps, 3)
+
+
+HALVES = (Relation.of(3, 2, stride=2),) * 2
+
+
+def replace_site(geometry, low=0, batch=1):
+    bounds = replace(geometry.bounds, low=(low, 0, 0), batch=batch)
+    return Geometry(geometry.coords, replace(geometry.site, bounds=bounds))
+
+
+@pytest.mark.parametrize(
+    ("row", "values", "problem"),
+    [(5, None, "duplicates; the first: "), (3, (0, 9, 0, 0), "spatial_shape is"), (3, (2, 0, 0, 0), "batch_size is 1")],
+)
+def test_what_is_wrong_with_coordinates_is_raised_with_the_counts(row, values, problem):
+    coords = random_cloud(60, 3, extent=9)
+    coords[row] = coords[20] if values is None else torch.tensor(values, dtype=torch.int32)
+    bounds = Bounds((0, 0, 0), (8, 8, 8), 1)
+    geometry = Geometry(coords, GridSpec((1, 1, 1), (9, 9, 9), 1, bounds), settled=False)
+    with pytest.raises(CoordinateError, match=problem):
+        build_chain(geometry, request_of(3, 2))
+    assert not geometry.maps and not geometry.levels and not geometry.settled
+
+
+@pytest.fixture
+def by_chain(monkeypatch):
+    """`prepare` as where kernels run; the number of values in each transfer."""
+    reads, read = [], chain.read
+    monkeypatch.setattr(prepare, "has_triton", lambda tensor: True)
+    monkeypatch.setattr(prepare._RequestedMaps, "build", staged(prepare._RequestedMaps.build))
+    for module in (chain, kernel_maps):
+        monkeypatch.setattr(module, "read", lambda tensors: (reads.append(len(tensors)), read(tensors))[1])
+    return reads
+
+
+def staged(together):
+    """Maps are laid out as on a GPU."""
+
+    def build(wanted, geometry):
+        together(wanted, geometry)
+        dataflow.materialize([*wanted.maps(geometry)], torch.is_grad_enabled())
+
+    return build
+
+
+class Layer:
+    def __init__(self, dataflow=None):
+        self.dataflow = dataflow
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", ["windows of 3", "other windows", "some levels", "dataflows", "no layers back"])
+def test_prepare_lays_out_what_the_layers_read(case, grad, by_chain, monkeypatch):
+    three, plain = Relation.of(3, 3), Layer()
+    same, consumers = [[three]] * 3, None
+    if case == "other windows":
+        same = [[three, Relation.of(3, 5)], [Relation.of(3, 3, dilation=2), three], [Relation.of(3, 1)]]
+    if case == "some levels":
+        same = [[], [three]]
+    if case == "dataflows":
+        named = Layer("fetch-on-demand")
+        consumers = pm.ops.MapConsumers([[plain], [named]], [[], [plain, named]], [[[plain]], [[named]], [[]]])
+    if case == "no layers back":
+        consumers = pm.ops.MapConsumers([[plain]] * 2, [[]] * 2, [[[plain]]] * 3)
+    coords = random_cloud(200, 3, extent=11)
+    x, want = (pm.SparseTensor(torch.zeros(len(coords), 1), coords) for _ in range(2))
+    with torch.set_grad_enabled(grad):
+        x.prepare(HALVES, same, consumers)
+        first, by_chain[:] = list(by_chain), []
+        monkeypatch.setattr(prepare._RequestedMaps, "build_chain", lambda *_: False)
+        want.prepare(HALVES, same, consumers)
+    assert first[0] == 1 and (len([n for n in first if n]) == 1 or case in ("other windows", "dataflows"))
+    assert agree(x.geometry, want.geometry) > 0
