@@ -189,3 +189,10 @@ def test_prepare_lays_out_what_the_layers_read(case, grad, by_chain, monkeypatch
         want.prepare(HALVES, same, consumers)
     assert first[0] == 1 and (len([n for n in first if n]) == 1 or case in ("other windows", "dataflows"))
     assert agree(x.geometry, want.geometry) > 0
+
+
+def test_coordinates_that_were_written_in_place_have_no_chain():
+    x = pm.SparseTensor(torch.zeros(2, 1), torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]], dtype=torch.int32))
+    x.coords[1, 1] += 5
+    with pytest.raises(CoordinateError, match="written to in place"):
+        build_chain(x.geometry, request_of(3, 1))
