@@ -1001,6 +1001,22 @@ def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, tur
     assert "in_" in source.text
 
 
+def test_other_size_classes_start_kernels_of_their_own_tiles(as_on_gpu, monkeypatch):
+    """By address, compiled without a launch; sizes of one class share a kernel."""
+    linear = import_module("pumice.ops.linear")
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
+    monkeypatch.setattr(linear, "_BOUND_CALLS", BoundedCache(8))
+    weight, whole = torch.zeros(96, 64).half(), torch.zeros(1 << 17, 64).half()
+    for rows in (1100, 1 << 17, 1200, 1 << 16):
+        linear.linear_features(whole[:rows], weight, pm.ops.Epilogue(shift=torch.zeros(96)))
+    kernels_ = list(as_on_gpu.values())
+    assert sum(len(kernel.doors) for kernel in kernels_) == 1
+    # 1,200 rows take the tile of 1,100, and 65,536 that of 131,072.
+    assert sum(len(kernel.direct) for kernel in kernels_) == 3
+    (_, warps, stages), *more = [one for kernel in kernels_ for one in kernel.ahead]
+    assert not more and (warps, stages) != kernels_[0].doors[0][2:]
+
+
 @pytest.mark.parametrize("statement", ["O[m[e],n] = x[t[e],c] * w[n,k[e],c]", "d[n,k[e],c] = x[t[e],c] * g[m[e],n]"])
 @pytest.mark.parametrize("channels", [1, 16])
 def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):

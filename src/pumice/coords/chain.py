@@ -84,7 +84,7 @@ class TileRule:
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Maps to build. windows: per level the window of 3 that is asked for, or None; tiled: (kind, level of the outputs)
+    """Maps to build. windows: per level the requested window of 3, or None; tiled: (kind, level of the outputs)
     of each map that is laid out in tiles."""
 
     steps: tuple[Relation, ...]

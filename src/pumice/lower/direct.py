@@ -1,7 +1,7 @@
 """Calls over a kernel map started again with nothing looked up but what may have changed, and on maps never seen.
 
-A call that was carried out once leaves a `Direct`, which later ones over the same map and with tensors of the same
-shapes start, and a `Template`, from which calls over other maps of about the same sizes get theirs.
+The first call over a map leaves a `Direct`, which later calls over the same map with tensors of the same shapes start,
+and a `Template`, which makes the `Direct` of a call over another map of any size.
 """
 
 from __future__ import annotations

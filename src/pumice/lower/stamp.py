@@ -29,8 +29,6 @@ SCRATCH = ("room", "waiting")
 _WINDOW = 512
 """Rows that are sorted by length among themselves, where each gathers on its own."""
 
-Shapes = Mapping[str, Sequence[int]]
-"""Of operands by name, and of the result, ""."""
 Known = dict[Any, "Cut"]
 """Segments of arrays that calls hold: what `Mould.cut` has found for others."""
 _Factor = tuple[int, tuple[int, ...], int]
@@ -110,15 +108,15 @@ class Kernels(Protocol):
 
 
 class TileFamily:
-    """The kernels of calls that differ in how many rows operands have, and in what they hold: one for each tile that
-    their sizes choose. Other axes, dtypes and layouts are those of the call that it is made for.
+    """The kernels of one statement for operands with any number of rows: one for each tile that the sizes choose. Other
+    axes, dtypes and strides are those of the first call.
 
-    names: the operands in the order in which row counts are given, the result being "".
+    names: the operands in the order in which numbers of rows are given; "" is the result.
     """
 
     def __init__(self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device) -> None:
-        """emitted: the kernel of one such call; like: its operands, and its result, without memory. On a GPU the
-        kernels for other sizes are compiled in the background."""
+        """emitted: the kernel of the first call; like: its operands and its result as meta tensors. On a GPU kernels for
+        other sizes are compiled in the background."""
         self._kernels, self._like, self._device, self._precision = kernels, like, device, emitted.options.precision
         bound = kernels.bound
         self.names = tuple(like)
@@ -151,7 +149,8 @@ class TileFamily:
         return size_key(max(segments, 1), rows[self._entries], leading)
 
     def at(self, rows: list[int]) -> Mould | None:
-        """The kernel of a call with so many rows; None where the executor has to choose its tile."""
+        """The compiled kernel for these numbers of rows; None if the planner must run the call, as it does where a tile
+        is to be tuned first or where the result is accumulated for some sizes only."""
         if self._only not in (None, rows):
             return None
         key = self.key(rows)

@@ -118,7 +118,7 @@ def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | No
 
 
 def _run_bucketed(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
-    """plan.execute with one plan per size bucket."""
+    """plan.execute with one plan per size class."""
     return plan.execute_plan(plan.bound_plan(operands, ask), [operands[place] for place in ask.runtime_operands])
 
 

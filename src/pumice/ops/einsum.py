@@ -141,7 +141,7 @@ class Einsum:
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, /, **operands: Operand) -> str:
-        """Autotune the kernel tiles for operands of this size bucket; returns the measured times as text. The fastest
+        """Autotune the kernel tiles for operands of this size class; returns the measured times as text. The fastest
         tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
         tensors, names = self._flatten_operands(operands)
         found = plan.tune(tensors, names, self.text, self.lowering)
