@@ -115,8 +115,10 @@ class TileFamily:
     """
 
     def __init__(self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device) -> None:
-        """emitted: the kernel of the first call; like: its operands and its result as meta tensors. On a GPU kernels for
-        other sizes are compiled in the background."""
+        """emitted: the kernel of the first call; like: its operands and its result as meta tensors.
+
+        On a GPU, kernels for other sizes are compiled in the background.
+        """
         self._kernels, self._like, self._device, self._precision = kernels, like, device, emitted.options.precision
         bound = kernels.bound
         self.names = tuple(like)
