@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-import pumice as pm
+from pumice.engine import stretch, train_pass
 from pumice.language.nodes import accesses_of, indices_of
 from pumice.lower import direct, maps, norm, plan, stamp
 from pumice.lower import kernel as kernels
-from pumice.nn import fused
-from pumice.ops import autograd, line, linear, trained
+from pumice.ops import autograd, linear
 from pumice.schedule.tuned_tiles import Ledger
 
 STREAM = 7
@@ -72,11 +71,11 @@ class Made:
 
 @dataclass
 class Gpu:
-    """started: all kernels of statements, norms: names of those of norms and whether they were begun by addresses;
-    lines: those of each line that was started; made: what `new_empty` gave within each. launches: kernels of both kinds
-    in the order in which they were started, each with what it is of, programs and arguments by name but addresses.
+    """started: all kernels of statements, norms: names of those of norms and whether they were begun by addresses.
+    launches: kernels of both kinds in the order in which they were started, each with what it is of, programs and
+    arguments by name but addresses.
 
-    trained, back: of each line in training, and of its gradients, how many layers it had.
+    passes, back: of each stretch in training, and of its gradients, how many products it has.
 
     sources: of each what it was made of; forms: of the place of each array of a map; rooms: how much is at a place that
     programs share; own: what is one thread's. caches, loaded, of_norms: what is known of kernels, for as long as it is.
@@ -84,10 +83,8 @@ class Gpu:
 
     started: list[Started] = field(default_factory=list)
     norms: list[tuple[str, bool]] = field(default_factory=list)
-    lines: list[list[Started]] = field(default_factory=list)
-    made: list[list[torch.Tensor]] = field(default_factory=list)
     launches: Any = field(default_factory=list)
-    trained: list[int] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
     sources: dict = field(default_factory=dict)
     forms: dict[tuple[str, int], list[Form]] = field(default_factory=dict)
@@ -98,12 +95,8 @@ class Gpu:
     of_norms: list = field(default_factory=lambda: [lru_cache(1024)(each.__wrapped__) for each in OF_NORMS])
 
     def clear(self) -> None:
-        for each in (self.started, self.norms, self.lines, self.made, self.launches, self.trained, self.back):
+        for each in (self.started, self.norms, self.launches, self.passes, self.back):
             each.clear()
-
-    @property
-    def in_lines(self) -> list[Started]:
-        return [one for each in self.lines for one in each]
 
     def form_of(self, places: dict[str, int], rows: dict[str, int]) -> Form:
         """That whose arrays lie there; rows: of what has some for its sides."""
@@ -186,7 +179,8 @@ class Compiled(Begun):
             shape = sizes.get(("size", like, 0), sizes.get(("extent", bare, 0), fixed)), *tail
             strides = [sizes.get(("stride", name, n), s) for n, s in enumerate(strides)]
             found[name], touched[name] = at(address, dtype, shape, strides)
-        nowhere_read([touched[""]], [place for name, place in touched.items() if name])
+        apart = [name for name, x in found.items() if name and not side_by_side(x, found[""])]
+        nowhere_read([touched[""]], [touched[name] for name in apart])
         begin, length = touched[""]
         rooms = [(t.data_ptr(), t.untyped_storage().nbytes()) for t in getattr(gpu.own, "made", [])]
         inside = [first <= begin and begin + length <= first + more for first, more in rooms]
@@ -216,7 +210,6 @@ class Compiled(Begun):
         gpu.started.append(one)
         names = {a.variable: v for a, v in zip(source.arguments, values, strict=True) if a.kind not in ADDRESSES}
         gpu.launches.append((source, programs, names | self.options))
-        getattr(gpu.own, "line", []).append(one)
 
 
 def computed(statement, operands: dict[str, torch.Tensor], shape, known) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,6 +286,15 @@ def nowhere_read(written, read) -> None:
             assert begin + length <= first or first + more <= begin, "what is read lies where the result does"
 
 
+def side_by_side(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether they are other columns of the same rows."""
+    if x.ndim != 2 or y.ndim != 2 or x.stride() != y.stride() or x.dtype != y.dtype:
+        return False
+    row = x.stride(0) * x.itemsize
+    away = (y.data_ptr() - x.data_ptr()) % row if row else 0
+    return x.shape[1] * x.itemsize <= away <= row - y.shape[1] * x.itemsize
+
+
 class OfNorm:
     """What Triton's JIT function is to pumice.lower.norm."""
 
@@ -308,12 +310,16 @@ class OfNorm:
 
         return launch
 
+    def warmup(self, *values, grid, num_warps):
+        assert grid == (1,) and all(v.is_meta for v in values if isinstance(v, torch.Tensor))
+        return CompiledNorm(self, values)
+
 
 class CompiledNorm(Begun):
     """One of the kernels of pumice.lower.norm_kernels, for tensors of certain dtypes, and constants."""
 
     def __init__(self, kernel: OfNorm, values) -> None:
-        self.kernel, numbers = kernel, {"moments": 2, "products": 1}.get(kernel.name, 0)
+        self.kernel, numbers = kernel, {"moments": 2, "products": 1, "by_statistics": 1}.get(kernel.name, 0)
         self.dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor)]
         self.constants = values[len(self.dtypes) + numbers :]
         self.aligned = [isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0 for v in values]
@@ -328,7 +334,6 @@ class CompiledNorm(Begun):
         gpu.norms.append((self.kernel.name, by_address))
         told = [*numbers, *constants]
         gpu.launches.append((self.kernel.name, programs, {str(n): v for n, v in enumerate(told)}))
-        getattr(gpu.own, "norms", []).append(by_address)
 
     def _shared(self, programs, room, counters, parts, channels, lanes) -> None:
         """Room is filled with what is no number; counters are 0."""
@@ -382,6 +387,17 @@ class CompiledNorm(Begun):
             found, read = found + residual.float(), [*read, place]
         nowhere_read([at_y], read)
         y.copy_(found.relu() if relu else found)
+
+    def _by_statistics(self, programs, places, numbers, constants) -> None:
+        x, mean, variance, weight, bias, y = places
+        (rows,), (c, block, lanes, eps, has_weight, has_bias) = numbers, constants
+        assert programs >= -(-rows // block) * -(-c // lanes)
+        (x, at_x), (y, at_y) = matrix(x, rows, c), matrix(y, rows, c)
+        read = [at_x, *((address, c * dtype.itemsize) for address, dtype in (mean, variance))]
+        found = (x.float() - vector(mean, c).float()) * torch.rsqrt(vector(variance, c).float() + eps)
+        found = affine(found, weight if has_weight else None, bias if has_bias else None, read)
+        nowhere_read([at_y], read)
+        y.copy_(found)
 
     def _passed(self, grad, apart, y, given, constants, read) -> torch.Tensor:
         """The gradient of what is normalised."""
@@ -472,8 +488,6 @@ REAL = [
     (maps, "_FORMS_OF", maps._FORMS_OF),
     (plan, "device_of", plan.device_of),
     (direct, "starts_kernels", direct.starts_kernels),
-    (fused, "_worth", fused._worth),
-    (fused, "fits_one_kernel", fused.fits_one_kernel),
     (LAYERS, "fits_one_kernel", LAYERS.fits_one_kernel),
     (norm, "_by_kernels", norm._by_kernels),
 ]
@@ -485,8 +499,14 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
     """Within it, tensors of the CPU are as those of a GPU to everything that asks. gpu: one that knows kernels."""
     gpu, ours = gpu or Gpu(), Ledger(folder / "tiles.json")
     gpu.clear()
-    emitted, read, started, empty = kernels.generated_kernel, maps.build_form, line.started, torch.Tensor.new_empty
-    trains, goes_back, shared = trained.started, trained._Run.backward, norm.workspace
+    emitted, read, empty, zeros = (
+        kernels.generated_kernel,
+        maps.build_form,
+        torch.Tensor.new_empty,
+        torch.Tensor.new_zeros,
+    )
+    laid_out = maps.laid_out
+    trains, goes_back, shared = train_pass.Started.run, train_pass._Backward.run, norm.workspace
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
@@ -495,6 +515,13 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds
         return made
+
+    def laid_out_too(found):
+        laid = laid_out(found)
+        if laid is not None:
+            # Kernels that take addresses alone are told whose these are.
+            found.get_cached(("form", laid[0][0].split("@")[1]))
+        return laid
 
     def read_too(found, name, *parts):
         tokens, arrays = read(found, name, *parts)
@@ -506,35 +533,25 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         return tokens, arrays
 
     @contextmanager
-    def within(*kept):
-        # Others may start theirs meanwhile.
-        vars(gpu.own).update({name: [] for name in ("line", "norms", *kept)})
+    def within():
+        # Others may run theirs meanwhile.
+        gpu.own.made = []
         try:
             yield
-            assert all(one.by_address for one in gpu.own.line) and all(gpu.own.norms)
         finally:
             vars(gpu.own).clear()
 
-    def started_too(calls, x):
-        with within("made"):
-            y = started(calls, x)
-            if y is not None:
-                gpu.lines.append(gpu.own.line)
-                gpu.made.append(gpu.own.made)
-            return y
-
-    def trains_too(found, x, own):
+    def trains_too(begun, feats):
         with within():
-            y = trains(found, x, own)
-            if y is not None:
-                gpu.trained.append(len(found))
-            return y
-
-    def back_too(self, grad, needed):
-        with within():
-            found = goes_back(self, grad, needed)
-            gpu.back.append(len(self.found))
+            found = trains(begun, feats)
+            gpu.passes.append(len([*begun.plan.layers]))
             return found
+
+    def back_too(self, given):
+        with within():
+            found = [*goes_back(self, given)]
+            gpu.back.append(len([*self.plan.layers]))
+            return iter(found)
 
     def shared_too(count, size, device):
         made = shared(count, size, device)
@@ -546,6 +563,11 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         if made.numel() and made.device.type == "cpu" and made.is_contiguous():
             # What nobody has written is no number.
             made.detach().view(-1).view(torch.uint8).fill_(255)
+        getattr(gpu.own, "made", []).append(made)
+        return made
+
+    def zeros_too(self, *given, **more):
+        made = zeros(self, *given, **more)
         getattr(gpu.own, "made", []).append(made)
         return made
 
@@ -561,18 +583,17 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
         patch.setattr(plan, "device_of", lambda operands: plan.DEVICES["cuda"])
         patch.setattr(direct, "starts_kernels", lambda x: True)
-        patch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
-        for module in (fused, LAYERS):
-            patch.setattr(module, "fits_one_kernel", lambda *tensors: autograd.is_plain_call(tensors))
+        patch.setattr(LAYERS, "fits_one_kernel", lambda *tensors: autograd.is_plain_call(tensors))
         patch.setattr(kernels, "generated_kernel", emitted_too)
         patch.setattr(maps, "build_form", read_too)
-        patch.setattr(line, "started", started_too)
+        patch.setattr(maps, "laid_out", laid_out_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
+        patch.setattr(torch.Tensor, "new_zeros", zeros_too)
         patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)
         patch.setattr(norm, "_kernel", lambda name: OfNorm(gpu, name))
-        patch.setattr(trained, "started", trains_too)
-        patch.setattr(trained._Run, "backward", back_too)
-        for module in (kernels, stamp, line, norm, trained):
+        patch.setattr(train_pass.Started, "run", trains_too)
+        patch.setattr(train_pass._Backward, "run", back_too)
+        for module in (kernels, stamp, norm, stretch, train_pass):
             patch.setattr(module, "workspace", shared_too)
         yield gpu
 
@@ -585,13 +606,4 @@ def on_cpu() -> Iterator[None]:
             patch.setattr(cache, "_held", {})
         for module, name, real in REAL:
             patch.setattr(module, name, real)
-        yield
-
-
-@contextmanager
-def unprepared() -> Iterator[None]:
-    """Within it, no layers are started one after the other: kernels by modules one by one."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("pumice.nn.blocks", "pumice.models.minkunet"):
-            patch.setattr(f"{module}.prepared", lambda *given: None)
         yield

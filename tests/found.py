@@ -55,7 +55,8 @@ def _widths(arrays):
 
 def forms_of(found):
     """What calls are passed holds the arrays of the forms, no others."""
-    named = {key: value for key, value in found._storages.items() if isinstance(key[0], tuple)}
+    sides = {found.flipped: found, not found.flipped: found.transpose()}
+    named = {key: sides[key[1]].get_cached(key[0]) for key in list(found._storages) if isinstance(key[0], tuple)}
     forms = {key: value for key, value in named.items() if key[0][0] == "form"}
     own = {id(array) for _, arrays in forms.values() for array in arrays}
     calls = {key: value for key, value in named.items() if key[0][0] == "passed"}

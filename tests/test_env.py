@@ -10,7 +10,7 @@ from pumice.env import settings
 
 @pytest.fixture(autouse=True)
 def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("PUMICE_DATA", "PUMICE_CACHE", "PUMICE_MAP_GRAPHS"):
+    for name in ("PUMICE_DATA", "PUMICE_CACHE"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
     yield
@@ -20,7 +20,6 @@ def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_defaults():
     assert settings().data is None
     assert settings().cache == Path.home() / ".cache" / "pumice"
-    assert settings().map_graphs is True
 
 
 def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -34,19 +33,6 @@ def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PUMICE_DATA", "")
     assert settings().data is None
-
-
-@pytest.mark.parametrize(("value", "graphs"), [("0", False), ("1", True), ("", True)])
-def test_map_graphs_are_switched(monkeypatch: pytest.MonkeyPatch, value: str, graphs: bool):
-    monkeypatch.setenv("PUMICE_MAP_GRAPHS", value)
-    assert settings().map_graphs is graphs
-
-
-@pytest.mark.parametrize("value", ["2", "true", "no", " 0"])
-def test_a_switch_is_0_or_1(monkeypatch: pytest.MonkeyPatch, value: str):
-    monkeypatch.setenv("PUMICE_MAP_GRAPHS", value)
-    with pytest.raises(errors.OptionError, match=f"PUMICE_MAP_GRAPHS should be 0 or 1, found '{value}'"):
-        settings()
 
 
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch):

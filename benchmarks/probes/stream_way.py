@@ -179,7 +179,7 @@ def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) ->
         return _training(asked, ready, largest, mixed)
     if asked.way == "captured":
         with torch.no_grad():
-            captured = pm.capture(net, ready.maker(largest)(), max_voxels=len(largest))
+            captured = pm.capture(net, ready.maker(largest)(), max_voxels=len(largest)).ready()
         return replace(ready, run=torch.no_grad()(captured.__call__), captured=captured)
     return replace(ready, run=torch.no_grad()(_called(asked, ready)))
 

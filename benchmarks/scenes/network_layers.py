@@ -92,6 +92,6 @@ def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
 
     None of their kernels is started, and the network is left as it was.
     """
-    with undisturbed(net, net.training), recording_calls(net, arithmetic=False) as calls, torch.no_grad():
+    with undisturbed(net, net.training), recording_calls(net, x, arithmetic=False) as calls, torch.no_grad():
         net(x)
     return [Met(one.name, one.found, one.layer.in_channels, one.layer.out_channels) for one in calls]

@@ -22,7 +22,6 @@ from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
 from pumice.engine.compare import differ, perturb
 from pumice.ops import SparseTensor
-from pumice.ops.recorded import without_graphs
 
 COUNT, TINY = 1000, 8
 """Geometries of a run, and of a quick one."""
@@ -185,8 +184,7 @@ def _compare(
 
 
 def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
-    # No two are alike: graphs that find maps of scenes of about a size would be recorded for nothing.
-    with torch.no_grad(), without_graphs():
+    with torch.no_grad():
         return net(SparseTensor(feats, coords))
 
 

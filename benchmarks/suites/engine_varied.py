@@ -183,7 +183,7 @@ def _parts(seen: Seen) -> Iterator[tuple[int, str, list[float]]]:
 
 def _tell(setup: Setup, name: str, seen: Seen, fast: Captured) -> None:
     say = setup.say
-    say(f"{name}: {seen.count} scans, {fast.replays} by graphs, eagerly {dict(fast.fallbacks) or 'none'}")
+    say(f"{name}: {seen.count} scans, {fast.replays} by graphs, without {dict(fast.fallbacks) or 'none'}")
     say("  capacity  scans           p50      p99    p99.9      max  p99.9/p50")
     for capacity, which, spent in _parts(seen):
         found = quantiles(spent)
@@ -192,7 +192,7 @@ def _tell(setup: Setup, name: str, seen: Seen, fast: Captured) -> None:
         met = "met" if ratio < GOAL else "NOT met"
         say(f"  {capacity:8}  {len(spent):5}  {which:5}{numbers}  {ratio:5.2f}: goal {GOAL} {met}")
     waits = ", ".join(f"{capacity}: {spent / 1e3:.2f} s" for capacity, spent in sorted(seen.loading.items()))
-    say(f"  loading (the first scan of a capacity waits for its capture): {waits or 'none'}")
+    say(f"  loading (the first scan of a capacity, with the recording of its graph): {waits or 'none'}")
     ends = seen.memory.ends(seen.last)
     if ends:
         told = ", ".join(f"{what} {first:.2f} to {last:.2f} MiB" for what, (first, last) in ends.items())
@@ -215,4 +215,6 @@ def _rows(setup: Setup, name: str, seen: Seen, fast: Captured) -> Iterator[Row]:
         yield made(f"{capacity}/first", "loading", waited, "ms", "wall")
     for what, (first, last) in seen.memory.ends(seen.last).items():
         yield made("memory", f"growth, {what}", last - first, "MiB", "count", Peer("goal", 0.0, "goal"))
-    yield made("eagerly", "scans", float(sum(fast.fallbacks.values())), "scans", "count")
+    # Those whose capacity was recorded behind them are among `loading`.
+    eagerly = sum(count for why, count in fast.fallbacks.items() if why != "capture")
+    yield made("eagerly", "scans", float(eagerly), "scans", "count")

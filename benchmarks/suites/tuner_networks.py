@@ -123,13 +123,19 @@ class Network:
 def compiled(network: Network, ways: Iterable[Ran]) -> None:
     """Have the kernels compiled that passes and checks of these ways start, several at a time, where any are."""
     with network.precision(), torch.no_grad():
-        with undisturbed(network.net, network.training), recording_calls(network.net, arithmetic=False) as calls:
-            network.net(fresh(network.samples[0]))
+        x = fresh(network.samples[0])
+        with undisturbed(network.net, network.training), recording_calls(network.net, x, arithmetic=False) as calls:
+            network.net(x)
         for (name, flow), users in used(network, ways).items():
             layers = isolated_layer([call for call in calls if call.name in users], network.training)
             # Checks run layers without what follows them in the network.
-            bare = {(id(x.found.table), x.found.flipped, x.weight.shape): replace(x, epilogue=None) for x in layers}
-            compile_in_parallel([*bare.values(), *(x for x in layers if x.epilogue is not None)], (name,), (flow,))
+            bare = {
+                (id(one.found.table), one.found.flipped, one.weight.shape): replace(one, epilogue=None)
+                for one in layers
+            }
+            compile_in_parallel(
+                [*bare.values(), *(one for one in layers if one.epilogue is not None)], (name,), (flow,)
+            )
 
 
 def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], set[str]]:

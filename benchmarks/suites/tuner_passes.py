@@ -24,7 +24,7 @@ from pumice.engine.measure import by_part, profiled, segments
 from pumice.engine.subject import subject as scenes_of
 from pumice.errors import PumiceError
 from pumice.nn.conv import Convolution
-from pumice.ops import Epilogue, SparseTensor
+from pumice.ops import SparseTensor
 from pumice.ops.conv import Target
 from pumice.schedule.tile import PROCESSORS
 
@@ -220,19 +220,19 @@ def marked(net: nn.Module, mark: Callable[[str], None]) -> Iterator[None]:
     """Within it every convolution of a layer has a mark before it, by its name, and one behind it: BETWEEN."""
     known = {name: module for name, module in net.named_modules() if isinstance(module, Convolution)}
 
-    def finished(name: str, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
+    def called(name: str, x: SparseTensor, target: Target = None) -> SparseTensor:
         mark(name)
-        y = type(known[name]).forward_with_epilogue(known[name], x, epilogue, target)
+        y = type(known[name]).convolve(known[name], x, target)
         mark(BETWEEN)
         return y
 
     for name, layer in known.items():
-        layer.forward_with_epilogue = partial(finished, name)
+        layer.convolve = partial(called, name)
     try:
         yield
     finally:
         for layer in known.values():
-            del layer.forward_with_epilogue
+            del layer.convolve
 
 
 def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:

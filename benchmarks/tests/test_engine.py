@@ -213,7 +213,7 @@ def test_varied_in_tiny():
     counts = {key: row.value for key, row in places.items() if key[1] == "scans" and key[0].endswith("/all")}
     assert sum(counts.values()) == 12 and places["eagerly", "scans"].value == 0
     assert {row.peer for row in rows if row.metric == "p99.9"} == {"goal"}
-    assert "12 scans, 14 by graphs, eagerly none" in said and "loading (the first scan of a capacity" in said
+    assert "12 scans, 12 by graphs, without {'capture': 2}" in said and "loading (the first scan of a capacity" in said
 
 
 def test_the_first_scan_of_a_capacity_is_reported_apart():

@@ -30,7 +30,6 @@ from benchmarks.suites.tuner_ways import Gains, _say_apart
 from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
-from pumice.nn import fused
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
 from pumice.schedule.grouping import Grouping
 from pumice.schedule.tuner import SearchProgress
@@ -120,10 +119,10 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
     made, _ = setup
     network, trace = Network.of(made, subject_of(made)), []
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: trace.append("spin_kernel"))
-    real = bench_tuner_passes.Convolution.forward_with_epilogue
+    real = bench_tuner_passes.Convolution.convolve
     monkeypatch.setattr(
         bench_tuner_passes.Convolution,
-        "forward_with_epilogue",
+        "convolve",
         lambda *given: trace.extend(["neighbours", "_dot_x"]) or real(*given),
     )
 
@@ -148,7 +147,7 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
             {"map": 2.0, "kernel": 2.0}
         )
     assert {part: times.median for part, times in found[labels[-1]].items()} == pytest.approx({"other": 2.0})
-    assert all("forward_with_epilogue" not in vars(layer) for layer in network.net.modules())
+    assert all("convolve" not in vars(layer) for layer in network.net.modules())
 
 
 def test_only_some_and_none_at_hand(monkeypatch):
@@ -237,7 +236,7 @@ def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, 
     made, _ = setup
     network, seen = Network.of(made, subject_of(made)), []
     monkeypatch.setattr(bench_tuner_networks, "compile_in_parallel", lambda *told: seen.append(told))
-    monkeypatch.setattr(fused, "_worth", lambda x: True)
+    monkeypatch.setattr("pumice.engine.groups._is_fused", lambda x: True)
     bench_tuner_networks.compiled(network, [network.all_in(None)])
     (((layers, names, flows)),) = seen
     assert (names, flows) == (("forward",), (PLANNED,)) and {one.epilogue is None for one in layers} == {True, False}

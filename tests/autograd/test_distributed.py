@@ -1,8 +1,11 @@
 """Two processes (gloo) train one net by DistributedDataParallel and by FSDP2: gradients are those of both halves."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
+from emulated import emulated
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -46,6 +49,10 @@ def by_ddp_that_looks_for_unused(model):
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
+def by_ddp_of_a_program(model):
+    return DistributedDataParallel(pm.compile(model), find_unused_parameters=True)
+
+
 def by_fsdp2(model):
     mesh = init_device_mesh("cpu", (RANKS,))
     for module in (*model, model):
@@ -57,9 +64,14 @@ def rank_of_two(rank, file):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
     want = wanted()
-    for way in (by_ddp, by_ddp_that_looks_for_unused, by_fsdp2):
-        model = way(net())
-        backward(model, rank)
+    ways = by_ddp, by_ddp_that_looks_for_unused, by_ddp_of_a_program, by_fsdp2
+    for way, on_gpu in (*((way, False) for way in ways), (by_ddp_of_a_program, True)):
+        with emulated(file.parent / f"{rank}") if on_gpu else nullcontext():
+            model = way(net())
+            # The kernels of the second step are known.
+            for _ in range(1 + on_gpu):
+                model.zero_grad()
+                backward(model, rank)
         for p, grad in zip(model.parameters(), want, strict=True):
             found = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             torch.testing.assert_close(found, grad, msg=lambda told, way=way: f"{way.__name__}: {told}")

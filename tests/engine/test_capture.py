@@ -6,10 +6,12 @@ On a CPU the static program runs call by call; tests/gpu/test_capture.py has the
 import gc
 import warnings
 from itertools import pairwise
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 import torch
+from emulated import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import Dense, Layers, Levels, strange
@@ -17,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import pumice as pm
+from benchmarks.scenes.stream_nets import ENCODER, UNET, Encoder, UNet
 from pumice.engine.buckets import CapacityBucket
 from pumice.engine.compare import differ, perturb
 from pumice.engine.static import CropContext, LevelOutput, PaddedProgram, PointOutput, SparseOutput
@@ -30,6 +33,7 @@ from pumice.errors import (
     ShapeError,
 )
 from pumice.ops.tensor import is_sparse
+from pumice.runtime.compile import BACKGROUND
 from pumice.testing import assert_close, random_cloud, random_tensor
 
 SHAPE = (12, 11, 10)
@@ -77,7 +81,7 @@ def agrees(got, want):
 def captured(net, x, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return pm.capture(net, x, **options)
+        return pm.capture(net, x, **options).ready()
 
 
 NETS = {
@@ -86,6 +90,10 @@ NETS = {
     "layers": Layers,
     "torch modules": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 6, 3), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 2)),
     "pointwise": lambda: pm.nn.Linear(4, 3),
+}
+STREAM = {
+    "unet": lambda: UNet([width // 8 for width in UNET]),
+    "encoder": lambda: Encoder([width // 4 for width in ENCODER]),
 }
 BOUNDED = {
     "centerpoint": lambda: pm.models.CenterPointBackbone(4),
@@ -116,6 +124,130 @@ def test_scenes_in_a_grid(name):
         got, want = fast(x), eager(net, x)
         agrees(got, want)
     assert not fast.fallbacks and fast.replays == 6
+
+
+@pytest.mark.parametrize("name", STREAM)
+def test_captured_equals_compiled(name, tmp_path):
+    """Bit for bit, by as many kernels, for scenes of all capacities, the program given or made."""
+    net = strange(STREAM[name]())
+    with emulated(tmp_path) as gpu, torch.no_grad():
+        program = pm.compile(net)
+        program(scene(1500, extent=20))
+        fast = captured(program, scene(1500, extent=20), max_voxels=1600, buckets=[600], margin=4.0)
+        other = captured(net, scene(1500, extent=20), max_voxels=1600, margin=4.0)
+        for seed, count in enumerate((40, 250, 599, 600, 601, 1500)):
+            x = scene(count, seed, extent=20)
+            gpu.clear()
+            got = fast(x.feats, x.coords)
+            kernels = len(gpu.started)
+            want = program(x)
+            assert len(gpu.started) == 2 * kernels
+            assert torch.equal(got.coords, want.coords) and torch.equal(got.feats, want.feats)
+            agrees(other(x), want)
+            assert torch.equal(other(x).feats, want.feats)
+            agrees(want, eager(net, x))
+    assert fast.replays == 6 and not fast.fallbacks
+
+
+class Mixed(nn.Module):
+    """Biases before norms, a sum over two kinds of coordinates, a module with hooks, one whose forward looks at values
+    that do not depend on the scene, and a concatenation that a module of torch reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = pm.nn.Sequential(pm.nn.Conv3d(4, 16, 3), pm.nn.BatchNorm(16), pm.nn.ReLU())
+        self.down, self.norm = pm.nn.Conv3d(16, 24, 2, stride=2), pm.nn.BatchNorm(24)
+        self.heard, self.up = pm.nn.Conv3d(24, 24, 3, bias=False), pm.nn.InverseConv3d(24, 16, 2, stride=2)
+        self.pool, self.looks = pm.nn.MaxPool3d(3, stride=1), Looks()
+        self.head = nn.Linear(48, 3)
+        self.calls = []
+        self.heard.register_forward_hook(lambda *given: self.calls.append(len(given[2].feats)))
+
+    def forward(self, x):
+        x = self.stem(x)
+        y = self.up(self.looks(self.heard(self.norm(self.down(x)).map(torch.relu))), x)
+        z = pm.cat([y, x, self.pool(x)])
+        return z.replace(self.head(z.feats))
+
+
+class Looks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = pm.nn.Conv3d(24, 24, 3)
+
+    def forward(self, x):
+        return self.conv(x) if x.channels > 10 and x.feats.dtype.is_floating_point else x
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_parts_that_are_called_as_they_are(cast, tmp_path):
+    net = strange(Mixed())
+    with emulated(tmp_path), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+        program = pm.compile(net)
+        program(scene(300, extent=12))
+        fast = captured(net, scene(300, extent=12), max_voxels=320, margin=4.0)
+        for seed, count in enumerate((40, 300)):
+            x, calls = scene(count, seed, extent=12), len(net.calls)
+            got = fast(x)
+            assert len(net.calls) == calls + 1 and got.geometry is x.geometry
+            # torch's own linear map of as many rows as there is room for is rounded otherwise.
+            torch.testing.assert_close(got.feats, program(x).feats, rtol=0.02 * cast, atol=0.02 * cast)
+    assert fast.replays == 2 and "it has hooks" in program.explain()
+
+
+def test_a_capacity_that_cannot_be_captured_is_refused_once(monkeypatch):
+    net = strange(Levels())
+    fast = pm.capture(net, scene(60), max_voxels=200, buckets=[80], margin=4.0)
+
+    def fails(*given):
+        raise CaptureError("not today")
+
+    monkeypatch.setattr(type(fast._engine), "_build_bucket", fails)
+    x = scene(150, 1)
+    with pytest.warns(RuntimeWarning, match="run eagerly: not today"):
+        agrees(fast(x), eager(net, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agrees(fast(x), eager(net, x))
+    assert fast.prepared == (80,) and fast.fallbacks == {"capture": 2}
+
+
+def test_the_first_scene_of_a_capacity_runs_without_a_graph(tmp_path):
+    net = strange(pm.models.MinkUNet(4, 3, 0.125))
+    with emulated(tmp_path):
+        fast = pm.capture(net, scene(300, extent=16), max_voxels=800, buckets=[400], margin=4.0)
+        assert fast.prepared == (400,)
+        x = scene(700, 1, extent=16)
+        while fast.prepared == (400,):
+            agrees(fast(x), eager(net, x))
+        assert not fast.replays
+        agrees(fast(x), eager(net, x))
+    assert fast.prepared == (400, 800) and {*fast.fallbacks} == {"capture"} and fast.replays == 1
+
+
+def test_kernels_of_a_capacity_are_compiled_beside(monkeypatch):
+    """Calls do not wait for them: the capacity is planned when they are there."""
+    net, asked, ends = strange(Levels()), [], Event()
+    fast = pm.capture(net, scene(60, batch=2), max_voxels=200, buckets=[80], margin=4.0)
+    build = type(fast._engine)._build_bucket
+
+    def compiles(engine, *given):
+        asked.append(given)
+        BACKGROUND.run([ends.wait] if len(asked) == 1 else [])
+        return build(engine, *given)
+
+    monkeypatch.setattr(type(fast._engine), "_build_bucket", compiles)
+    x = scene(150, 1, batch=2)
+    for _ in range(2):
+        agrees(fast(x), eager(net, x))
+        assert fast.prepared == (80,) and len(asked) == 1
+    ends.set()
+    BACKGROUND.run([lambda: None])
+    while fast.prepared == (80,):
+        agrees(fast(x), eager(net, x))
+    before = fast.replays
+    agrees(fast(x), eager(net, x))
+    assert len(asked) == 2 and fast.replays == before + 1
 
 
 @pytest.fixture(scope="module")
@@ -560,7 +692,7 @@ def test_what_depends_on_the_scene_is_refused_when_it_shows():
 
 def test_capacities_grow_geometrically(unet):
     net, _ = unet
-    fast = captured(net, scene(60), max_voxels=100_000)
+    fast = pm.capture(net, scene(60), max_voxels=100_000)
     assert fast.capacities[-1] == 100_000 and fast.capacities[0] >= 1024
     assert all(1.4 < b / a < 1.6 for a, b in pairwise(fast.capacities))
     assert fast.prepared == fast.capacities[:1]

@@ -67,6 +67,7 @@ def test_points_in_and_points_out(grid):
     net, options = strange(Heads()), GRIDS[grid]
     points, feats, items = cloud(300, batch=2)
     fast = pm.capture_points(net, points, feats, batch=items, max_points=320, buckets=[100], margin=4.0, **options)
+    fast.ready()
     for seed, count in enumerate((0, 1, 99, 100, 101, 320)):
         scan = cloud(count, seed + 5, 2, extent=3.0)
         x, want = eager(net, *scan, options, 2)

@@ -1,6 +1,5 @@
 """Groups of layers by their kernel maps, in any module."""
 
-import importlib
 import math
 from dataclasses import replace
 
@@ -170,15 +169,15 @@ def test_entries_of_tiles_are_counted_as_they_are_laid_out():
 def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
     """As on a GPU, where kernels are compiled before the first pass, and norms are part of them: the same layers over
     the same maps with the same epilogues, and results as they are."""
-    monkeypatch.setattr(importlib.import_module("pumice.nn.fused"), "_worth", lambda x: fused)
+    monkeypatch.setattr("pumice.engine.groups._is_fused", lambda x: fused)
     net, x = pm.models.MinkUNet(width=0.125).eval(), random_tensor(100, 4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cast):
         want = net(fresh(x)).feats
-        with recording_calls(net, arithmetic=False) as ahead:
+        with recording_calls(net, x, arithmetic=False) as ahead:
             net(fresh(x))
-        with recording_calls(net) as calls:
+        with recording_calls(net, x) as calls:
             assert torch.equal(net(fresh(x)).feats, want)
-        assert "forward_with_epilogue" not in vars(net.stem[0][0]) and len(calls) == 42
+        assert "convolve" not in vars(net.stem[0][0]) and len(calls) == 42
         one, two = (
             [
                 (call.name, call.found.num_outputs, call.found.flipped, call.compute_dtype, call.epilogue)
@@ -199,8 +198,9 @@ def test_layers_are_seen_without_arithmetic(monkeypatch, fused, cast):
 
 def test_a_bias_is_part_of_what_follows():
     net = pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU()).eval()
-    with recording_calls(net) as calls, torch.no_grad():
-        net(random_tensor(20, 4))
+    x = random_tensor(20, 4)
+    with recording_calls(net, x) as calls, torch.no_grad():
+        net(x)
     (layer,) = isolated_layer(calls, False)
     assert layer.epilogue == EpilogueSpec((("shift", torch.float32),))
     calls[0] = replace(calls[0], epilogue=EpilogueSpec((("variance", torch.float32),), "relu", None, 1e-5))

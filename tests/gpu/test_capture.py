@@ -3,6 +3,7 @@
 As in test_device, `pytest --noconftest tests/gpu` runs where hypothesis is not installed.
 """
 
+import time
 import warnings
 from contextlib import nullcontext
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from waits import no_wait
 
 import pumice as pm
+from benchmarks.scenes.stream_nets import UNET, Encoder, UNet
 from pumice.coords import CodeLayout
 from pumice.engine.buckets import CapacityBucket
 from pumice.errors import CaptureError, CoordinateError, OptionError
@@ -74,7 +76,7 @@ def agrees(got, want, limit=None):
 def captured(net, x, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        return pm.capture(net, x, **options)
+        return pm.capture(net, x, **options).ready()
 
 
 NETS = {
@@ -147,6 +149,39 @@ def test_a_thousand_random_geometries(gpu):
         if count:
             worst = max(worst, float((got - want).abs().max() / want.square().mean().sqrt()))
     assert worst < 0.01 and {*fast.fallbacks} <= {"room"} and fast.replays > 950
+
+
+STREAM = {"unet": lambda: UNet([width // 2 for width in UNET]), "encoder": Encoder}
+
+
+@pytest.mark.parametrize("name", STREAM)
+def test_captured_networks_are_recorded_programs(gpu, name):
+    """Sums are rounded otherwise where a capacity takes other tiles than the scene."""
+    net = strange(STREAM[name]()).to(gpu).half()
+    program, x = pm.compile(net), scene(gpu, 20_000, dtype=torch.float16)
+    fast = pm.capture(program, x, max_voxels=21_000, margin=3.0)
+    for seed, count in enumerate((20_000, 19_000, 6000, 5900, 5800, 300, 20_500)):
+        x = scene(gpu, count, seed, dtype=torch.float16)
+        with torch.no_grad():
+            want = program(x).feats.float()
+        off = (fast(x).feats.float() - want).norm() / want.norm()
+        assert float(off) < 5e-3
+    assert {*fast.fallbacks} <= {"capture"} and fast.replays >= 2
+
+
+def test_the_first_scene_of_a_capacity_runs_without_a_graph(gpu):
+    """It is recorded at the end of that call, or of a later one if kernels are compiled first."""
+    net = strange(pm.models.MinkUNet(4, 3, 0.5)).to(gpu)
+    fast = pm.capture(net, scene(gpu, 3000), max_voxels=9000, buckets=[4000], margin=3.0)
+    x, turns = scene(gpu, 8000, 1), 0
+    want = eager(net, x)
+    while fast.prepared == (4000,) and turns < 600:
+        agrees(fast(x), want, 0.01)
+        turns += 1
+        time.sleep(0.1)
+    assert fast.prepared == (4000, 9000) and fast.fallbacks == {"capture": turns} and not fast.replays
+    agrees(fast(x), want, 0.01)
+    assert fast.replays == 1
 
 
 # Waits, and memory

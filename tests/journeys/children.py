@@ -13,7 +13,7 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 LIMIT = 600
 """Seconds that a process may take."""
-FORGOTTEN = ("TRITON_INTERPRET", "PYTHONWARNINGS", "PUMICE_DATA", "PUMICE_MAP_GRAPHS")
+FORGOTTEN = ("TRITON_INTERPRET", "PYTHONWARNINGS", "PUMICE_DATA")
 
 
 def measured(module: str, **environment: str) -> Any:

@@ -28,6 +28,7 @@ from pumice import nn
 from pumice.coords import MapSchedule, Relation, kernel_map, tiles
 from pumice.coords.tiles import stable_argsort_torch
 from pumice.lower.emit import Source
+from pumice.runtime.parts import tensor_of
 from pumice.testing import random_cloud
 
 Journey = Callable[[], object]
@@ -95,7 +96,10 @@ def interpreted(log: Log) -> Iterator[None]:
         finally:
             sorts = False
         # Of some, so many as a tensor says are keys.
-        return stable_argsort_torch(keys if len(given) < 3 else keys[: int(given[2][0])])
+        order = stable_argsort_torch(tensor_of(keys) if len(given) < 3 else tensor_of(keys)[: int(tensor_of(given[2]))])
+        if len(given) > 3:
+            tensor_of(given[3][-1])[: len(order)] = order
+        return order
 
     with patch.object(GridExecutor, "__call__", heard), patch.object(tiles, "stable_argsort", by_torch):
         yield
@@ -161,7 +165,7 @@ def inverse() -> Journey:
 
 
 def with_loss() -> Journey:
-    net, x = torch.nn.ModuleList([network(), nn.Linear(24, 5)]), cloud()
+    net, x = torch.nn.ModuleList([pm.compile(network()), nn.Linear(24, 5)]), cloud()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
     def journey() -> None:
@@ -230,10 +234,10 @@ def on_the_device() -> dict[str, Callable[[], Journey]]:
         "batch norm, training step": lambda: trained(nn.BatchNorm(8), x()),
         "max pool, training step": lambda: trained(nn.Sequential(nn.Linear(8, 8), nn.MaxPool3d(2, stride=2)), x()),
         "average pool": lambda: evaluated(nn.AvgPool3d(2, stride=2), x()),
-        "Sequential, evaluation": lambda: evaluated(network(), x()),
-        "Sequential, training step with optimizer": with_loss,
-        "MinkUNet, evaluation": lambda: evaluated(minkunet(), x(4)),
-        "MinkUNet, training step": lambda: trained(minkunet(), x(4)),
+        "program, evaluation": lambda: evaluated(pm.compile(network()), x()),
+        "program, training step with optimizer": with_loss,
+        "program of MinkUNet, evaluation": lambda: evaluated(pm.compile(minkunet()), x(4)),
+        "program of MinkUNet, training step": lambda: trained(pm.compile(minkunet()), x(4)),
     }
 
 

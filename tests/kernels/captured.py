@@ -13,31 +13,29 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from found import agree
 from kernels.interpret import answering
 from kernels.maps import DeviceOnly, fenced, plain
 from torch import nn
 
 import pumice as pm
-from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, kernel_map
+from pumice.coords import Bounds, CoordBuffer, Geometry, Relation, kernel_map
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.tiles import stable_argsort_torch
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
-from pumice.errors import CoordinateError
-from pumice.lower import dataflow, maps, max_pool, norm
+from pumice.lower import maps, max_pool, norm
 from pumice.lower import segments as segmented
 from pumice.lower.padding import zero_padding_rows, zero_padding_rows_torch
 from pumice.lower.segments import pieces, segments
 from pumice.ops.pool import maximum
-from pumice.runtime.cache import PERSISTENT, BoundedCache
+from pumice.runtime.cache import PERSISTENT
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
-preparing, recorded = (sys.modules[f"pumice.ops.{name}"] for name in ("prepare", "recorded"))
+preparing = sys.modules["pumice.ops.prepare"]
 conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]
@@ -467,63 +465,9 @@ def check_points() -> None:
         assert_close(found.x.feats[:voxels], want.feats)
 
 
-ROOMY = (Relation.of(3, 2, stride=2), Relation.of(3, 3, stride=2, padding=1))
-WINDOWS = ((Relation.of(3, 3),), (), (Relation.of(3, 2),))
-
-
-def check_scene_after_scene() -> None:
-    """What is found over buffers and copied is what is found without, past the room of the first scene too."""
-    with on_any_device() as told:
-        for count, seed, apart in ((70, 0, 1), (50, 1, 1), (64, 2, 4), (60, 0, 1)):
-            coords = random_cloud(count, 3, extent=6, seed=seed)
-            coords[:, 1:] = apart * coords[:, 1:] - 5
-            corner = torch.tensor([[0, 18, 18, 18]], dtype=torch.int32)
-            got, want = (Geometry.checked(torch.cat([coords, corner])) for _ in range(2))
-            wanted = preparing._RequestedMaps(ROOMY, WINDOWS, None)
-            with fenced():
-                assert recorded.by_graph(got, wanted.graph_request())
-            wanted.build(want)
-            dataflow.materialize(found := list(wanted.maps(want)), True)
-            for one, _ in found:
-                maps.planner_operands(one, True)
-            assert agree(got, want) > 20
-            told.append(recorded._SHELVES.get(got.device)._times.values())
-    assert told == [[1], [1], [2], [2]], f"recorded {told} times"
-
-
-def check_duplicates() -> None:
-    """They are told where nothing but the levels is asked for, of which no kernel looks for neighbours."""
-    coords = random_cloud(60, 3, extent=6)
-    box = Bounds((0,) * 3, (5,) * 3, 1)
-    steps = preparing._RequestedMaps(ROOMY[:1], (), None)
-    with on_any_device():
-        assert recorded.by_graph(Geometry(coords, GridSpec((1,) * 3, (6,) * 3, 1, box)), steps.graph_request())
-        for told, wrong in (("duplicates", coords[:1]), ("spatial_shape", torch.tensor([[0, 2, 6, 2]]).int())):
-            geometry = Geometry(torch.cat([coords, wrong]), GridSpec((1,) * 3, (6,) * 3, 1, box))
-            geometry._settled = False
-            try:
-                recorded.by_graph(geometry, steps.graph_request())
-            except CoordinateError as error:
-                assert told in str(error), error
-            else:
-                raise AssertionError("nothing was told")
-
-
 def by_torch() -> Any:
     """Sorting by kernels takes a second each time in the interpreter, and is checked elsewhere."""
     return patch.object(tiles_module, "stable_argsort", lambda keys, *_: stable_argsort_torch(keys))
-
-
-@contextmanager
-def on_any_device() -> Iterator[list[list[int]]]:
-    """Maps are found over buffers, small ones, from the first scene on."""
-    with (
-        patch.multiple(recorded, _serves=lambda geometry: True, _BEFORE=0, _SMALLEST=80, _SHELVES=BoundedCache(1)),
-        patch.object(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]}),
-        patch.object(maps, "group_of", lambda found: 16),
-        by_torch(),
-    ):
-        yield []
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {
@@ -536,8 +480,6 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "maxima": check_largest,
         "a step of training": check_step,
         "a step without room": check_wider_step,
-        "scene after scene": check_scene_after_scene,
-        "duplicates of a scene": check_duplicates,
     }
 }
 """The checks, by name, of each group."""

@@ -32,7 +32,6 @@ from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
-from pumice.lower.padding import write_columns, write_columns_torch
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
 from pumice.schedule.tile import Tile
@@ -680,7 +679,6 @@ def finish_checks() -> Checks:
     found["no epilogue where programs add"] = check_unfinished
     for form in ("compacted", "unsorted", "split2"):
         found[f"{form} beside spare columns"] = partial(check_spare, form)
-    found["columns put beside others"] = check_columns
     for form in ("compacted", "split2"):
         found[f"{form} of bytes"] = partial(check_bytes, form)
     return found
@@ -734,17 +732,6 @@ def check_spare(form: str) -> None:
             run(given)
         near(wide[:, :11], want, 2e-5)
         assert (wide[:, 11:] == 7.0).all()
-
-
-def check_columns() -> None:
-    """Values with gaps and without, of no row and of many, in the middle of others and at their end."""
-    for rows, columns, width, begin in ((0, 4, 9, 2), (1, 32, 128, 96), (333, 7, 20, 13), (5000, 5, 16, 3)):
-        for dtype in (torch.float16, torch.float32):
-            values, wide = torch.randn(rows, 2 * columns).to(dtype)[:, :columns], torch.randn(rows, width).to(dtype)
-            want = wide.clone()
-            write_columns(values, wide, begin)
-            write_columns_torch(values.contiguous(), want, begin)
-            assert torch.equal(wide, want) and torch.equal(wide[:, begin : begin + columns], values)
 
 
 def check_finished_rows(activation: str) -> None:

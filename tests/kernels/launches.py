@@ -24,11 +24,13 @@ from torch import Tensor
 from pumice.coords import (
     CoordBuffer,
     Geometry,
+    GridSpec,
     MapSchedule,
     Relation,
     SortSpec,
     bricks,
     chain,
+    chain_tiles,
     kernel_map,
     lookup,
     segments,
@@ -37,11 +39,10 @@ from pumice.coords import (
 from pumice.coords import buffer as packing
 from pumice.coords import tiles as ranking
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import RANGE, Packer, new_status, set_status
+from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.lookup import mask_words, prefix_counts
 from pumice.lower import max_pool, norm, padding
-from pumice.lower import padding as columns
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
@@ -128,18 +129,19 @@ def variants() -> tuple[Variant, ...]:
         patch.object(ranking, "has_triton", lambda tensor: True),
         patch.object(norm, "has_triton", lambda tensor: True),
         patch.object(padding, "has_triton", lambda tensor: True),
-        patch.object(columns, "has_triton", lambda tensor: True),
         patch.object(max_pool, "has_triton", lambda tensor: True),
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
+        patch.object(chain_tiles, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
         for dim in (3, 1, 2, 4):
             _lookups(dim)
             _levels(dim)
         for dim, steps in ((3, 4), (3, 2), (1, 2), (2, 2)):
-            _chain(dim, steps)
+            _chain(dim, Relation.of(dim, 2, stride=2), steps)
+            _chain(dim, Relation.of(dim, 3, stride=2, padding=1), steps)
         with patch.multiple(bricks, WHOLE=0, FEW=0):
             _lookups(3)
             _levels(3)
@@ -152,9 +154,6 @@ def variants() -> tuple[Variant, ...]:
             segments.RUNS.register(told, torch.full((count,), 9000, dtype=torch.int32), 27)
             segments.split_runs(told, count, 8)
             segments.segments_by_length(told, count)
-            segments.split_runs_together([(told, count, 8), (told, count, segments.WHOLE)])
-        for number in (20, 120, 200):
-            Packer.of([torch.zeros(7, 27, dtype=torch.int32)] * number).pack([5] * number)
         for dtype in (torch.float16, torch.float32):
             coords, feats = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
             packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
@@ -162,9 +161,6 @@ def variants() -> tuple[Variant, ...]:
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             padding.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
-            columns.write_columns(
-                torch.zeros(40, 32, dtype=dtype), torch.zeros(40, channels + 32, dtype=dtype), channels
-            )
             _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 
@@ -186,6 +182,8 @@ def _norms(x: Tensor) -> None:
                 wanted = norm.Norm(*affine, statistics, residual, relu)
                 norm.batch_norm(x.requires_grad_(), cloud, wanted).sum().backward()
     norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(None, None, told[0])).sum().backward()
+    for vectors in ((*running, *affine), (*running, None, None)):
+        norm.by_statistics(x.detach(), vectors, 1e-5)
     apart = torch.zeros(len(x), channels + 32, dtype=x.dtype)[:, :channels]
     norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(*affine, told[0], None, True)).backward(apart)
 
@@ -236,14 +234,19 @@ def _levels(dim: int) -> None:
             made.coords_and_rows(cloud, meets, 40)
 
 
-def _chain(dim: int, steps: int) -> None:
-    """The maps of a chain of halved levels."""
-    cloud, halves = _cloud(dim), (Relation.of(dim, 2, stride=2),) * steps
-    tiled = tuple((kind, level) for kind in (chain.SAME, chain.DOWN, chain.UP) for level in range(1, steps))
-    request = chain.ChainRequest(halves, (), tiled, chain.TileRule(24_000, 8, 1 << 15))
-    found = chain.find_maps(cloud.coords, cloud.bounds, request)
-    told = [40] * request.num_read
-    chain.fill_tiles(found, chain.tile_maps(found), told)
+def _chain(dim: int, step: Relation, steps: int) -> None:
+    """The maps of a network."""
+    cloud, window = _cloud(dim), Relation.of(dim, 3)
+    tiled = [(chain.SAME, level, window) for level in range(steps + 1)]
+    for level in range(steps):
+        tiled += [(chain.DOWN, level + 1, step), (chain.UP, level, step)]
+    windows = ((window,),) * (steps + 1)
+    request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), chain.TileRule(24_000, 8, 1 << 15))
+    made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
+    chain_tiles.tile_maps(made)
+    for _ in range(2):
+        for one in chain_tiles.fill_tiles(made, [40] * request.num_read):
+            one.wanted.update((0, 8))
 
 
 def _stages(volume: int) -> None:

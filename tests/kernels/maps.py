@@ -43,20 +43,24 @@ from pumice.coords import (
     Bounds,
     CoordBuffer,
     Geometry,
+    GridSpec,
     KernelMap,
     MapSchedule,
     Relation,
     SortSpec,
     bricks,
     chain,
+    chain_build,
+    chain_tiles,
     kernel_map,
     pyramid,
     segments,
     tiles,
 )
 from pumice.coords import tiles as ranking
+from pumice.coords.box import UNKNOWN
 from pumice.coords.bricks import BrickLookup, Bricks, Stencil
-from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, Packer, pack_torch, put_first, put_first_torch
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, put_first, put_first_torch
 from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
 from pumice.coords.indexes import STRUCTURES, default
 from pumice.coords.lookup import STRUCTURES as NAMES
@@ -535,8 +539,6 @@ def stage_checks() -> Checks:
         found[f"bits of {words} words"] = partial(check_bits, words)
     for size, count, most in ((0, 1, 4), (50, 7, 4), (900, 128, 8), (900, 130, 1), (5000, 2048, 16), (5000, 5100, 16)):
         found[f"{count} runs of {size} entries"] = partial(check_runs, size, count, most)
-    for name, shapes in PACKED.items():
-        found[f"packed {name}"] = partial(check_packed, shapes)
     for name, shapes in PUT.items():
         found[f"put {name}"] = partial(check_put, *shapes)
     return found
@@ -664,54 +666,12 @@ def check_told(array: Tensor, count: int, most: int) -> None:
     with patch.object(segments, "_is_worthwhile", lambda array: True):
         same(split_runs(array, count, most), split_runs_torch(array, count, most), (len(array), count, "told"))
         same(segments_by_length(array, count), segments_by_length_torch(array, count), (len(array), count, "told"))
-    asked = ((array, count, most), (few, count, most + 1), (few, count, segments.WHOLE))
-    segments.split_runs_together([*asked, (array + 1, count, most)])
-    for each, _, length in asked:
-        told = segments.RUNS.get(each, count)
-        found = told.pieces.get(length)
-        assert (found is not None) == told.can_count_sort == (told.longest < 1023)
-        if found is not None:
-            same(found, split_runs_torch(each, count, length or len(each) + 1), (len(array), count, length, "together"))
 
 
 def tell_ends(array: Tensor, count: int) -> None:
     """Where the runs of an array of the values 0 to count - 1 end, and how long the longest is."""
     bounds = segments.bounds_of(array, count)
     segments.RUNS.register(array, bounds[1:], int(bounds.diff().max()))
-
-
-PACKED = {
-    "lists": ((5,), (2047,), (2048,), (2049,), (1,), (4096,), (6000,)),
-    "rows": ((32, 64), (31, 64), (33, 64), (90, 27), (2049, 1), (1, 2048), (1, 2049), (3, 1000), (7, 4)),
-    "nothing between": ((0,), (3,), (0, 64), (0,), (2048,), (0,), (9, 0), (4,), (0, 5)),
-    "nothing": ((0,), (0, 8)),
-    "one": ((70, 64),),
-    "many": ((3, 2),) * 33,
-}
-
-
-def check_packed(shapes: Sequence[tuple[int, ...]]) -> None:
-    """The first rows of arrays, all or some or none: copies side by side, and nothing is written between them."""
-    generator = torch.Generator().manual_seed(len(shapes))
-    arrays = [torch.randint(*INT32, shape, generator=generator, dtype=torch.int32) for shape in shapes]
-    # One row may have any stride from one to the next.
-    arrays.append(torch.arange(7, dtype=torch.int32).view(7, 1).t())
-    before, packer = [array.clone() for array in arrays], Packer.of(arrays)
-    for share in (1.0, 0.6, 0.0):
-        rows = [int(share * len(array)) for array in arrays]
-        got = packer.pack(rows)
-        want = [array.new_full((n, *array.shape[1:]), -1) for n, array in zip(rows, arrays, strict=True)]
-        pack_torch(arrays, want)
-        same(tuple(got), tuple(want), share)
-        whole = got[0].untyped_storage()
-        assert all(array.untyped_storage().data_ptr() == whole.data_ptr() for array in got)
-        starts = [array.storage_offset() - got[0].storage_offset() for array in got]
-        ends = [start + array.numel() for start, array in zip(starts, got, strict=True)]
-        assert all(start % 2048 == 0 for start in starts)
-        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False)), "one behind the other"
-        for array in got:
-            array.fill_(-3)
-        same(tuple(arrays), tuple(before), "what is copied is left alone")
 
 
 PUT = {
@@ -952,20 +912,34 @@ def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> No
     mask_words(rows)
 
 
-# Chains of halved levels
+# Maps of a network
 
 RULES = {"tiled alike": chain.TileRule(24_000, 8, 1 << 15), "sorted and large tiles": chain.TileRule(60, 8, 80)}
+STEPS: Mapping[str, Callable[[int], list[Relation]]] = {
+    "no steps": lambda dim: [],
+    "halved": lambda dim: [Relation.of(dim, 2, stride=2)] * 2,
+    "padded": lambda dim: [Relation.of(dim, 3, stride=2, padding=1)] * 2,
+    "both": lambda dim: [Relation.of(dim, 3, stride=2, padding=1), Relation.of(dim, 2, stride=2)],
+    "three": lambda dim: [Relation.of(dim, 3, stride=3, padding=0), Relation.of(dim, 2, stride=1, policy="support")],
+    "many": lambda dim: [Relation.of(dim, 2, stride=2)] * 7,
+}
+TOGETHER = (
+    (3, "halved", 140), (3, "padded", 140), (3, "both", 40), (3, "three", 40), (3, "halved", 1), (3, "padded", 1),
+    (3, "no steps", 40), (2, "padded", 140), (2, "both", 40), (1, "padded", 140), (1, "many", 40), (4, "halved", 60),
+)  # fmt: skip
 
 
 def chain_checks() -> Checks:
     found: dict[str, Callable[[], None]] = {}
-    for dim, steps, count in ((3, 2, 140), (3, 1, 40), (3, 4, 40), (2, 3, 140), (1, 2, 140), (3, 3, 1), (1, 9, 20)):
+    for dim, steps, count in TOGETHER:
         for name, rule in RULES.items():
-            found[f"D={dim} {steps} steps N={count} {name}"] = partial(check_chain, dim, steps, count, rule)
-    found["rows are sampled"] = partial(check_sampled)
+            found[f"D={dim} {steps} N={count} {name}"] = partial(check_chain, dim, steps, count, rule)
+    found["an extent"] = check_extent
+    found["rows are sampled"] = check_sampled
     found["ends of the keys"] = check_key_ends
     found["several blocks"] = check_blocks
-    found["nothing in tiles"] = check_no_tiles
+    found["too little room"] = check_little_room
+    found["a box that nobody knows"] = check_unknown_box
     for name in ("twice", "all alike", "below", "above", "batch"):
         found[f"status {name}"] = partial(check_chain_status, name)
     found["a request of a network"] = check_network
@@ -975,72 +949,80 @@ def chain_checks() -> Checks:
     return found
 
 
-def chain_request(dim: int, steps: int, rule: chain.TileRule | None = None) -> chain.ChainRequest:
-    """Every map of a chain, in tiles."""
-    halves, window = (Relation.of(dim, 2, stride=2),) * steps, Relation.of(dim, 3)
-    kinds = [(chain.SAME, level) for level in range(steps + 1)]
-    kinds += [place for level in range(steps) for place in ((chain.DOWN, level + 1), (chain.UP, level))]
-    return chain.ChainRequest(halves, (window,) * (steps + 1), tuple(kinds), rule or RULES["tiled alike"])
+def chain_request(dim: int, steps: str, rule: chain.TileRule | None = None) -> chain.ChainRequest:
+    """Every map of a network, in tiles."""
+    window = Relation.of(dim, 3) if dim < 4 else Relation.of(dim, 2, policy="same")
+    made = STEPS[steps](dim)
+    kinds = [(chain.SAME, level, window) for level in range(len(made) + 1)]
+    for level, step in enumerate(made):
+        kinds += [(chain.DOWN, level + 1, step), (chain.UP, level, step)]
+    windows = ((window,),) * (len(made) + 1)
+    return chain.ChainRequest(dim, tuple(made), windows, tuple(kinds), rule or RULES["tiled alike"])
+
+
+def site_in(bounds: Bounds, shape: tuple[int, ...] | None = None) -> GridSpec:
+    return GridSpec((1,) * len(bounds.low), shape, bounds.batch, bounds)
 
 
 def parts_of(found: chain.Chain) -> dict[str, Any]:
     """The valid rows of every array."""
-    counts = found.counts()
-    starts, parts = chain.starts_of(counts), {"words": found.words}
-    for level, (first, count) in enumerate(zip(starts, counts, strict=True)):
-        names = ["masks", "table"]
-        names += ["links", "parents"] if level + 1 < len(counts) else []
-        names += ["first_child", "children", "coarse"] if level else []
-        parts |= {f"{name} {level}": getattr(found, name)[first : first + count] for name in names}
-        if level:
-            parts[f"down {level}"] = found.down[first - starts[1] :][:count]
-    return {**parts, "top": found.top[: counts[-1]]}
-
-
-def tiles_of(segments: chain.Segments, number: int) -> dict[str, Any]:
-    parts: dict[str, Any] = {"layout": segments.layout}
-    for place, column in enumerate(segments.layout.t().tolist()[:number]):
-        _, _, block, count, slot, tile, *_ = column
-        parts[f"slots {place}"] = segments.slots[slot : slot + count * block]
-        parts[f"tile_masks {place}"] = segments.tile_masks[tile : tile + count]
-        parts[f"ends {place}"] = segments.ends[tile : tile + count]
+    counts, request = found.counts(), found.request
+    parts: dict[str, Any] = {"words": found.words.tensor(), "totals": found.totals.tensor()}
+    for level, count in enumerate(counts[1:]):
+        parts[f"coarse {level}"] = found.coarse.tensor()[level, :count]
+    for place, (_, level, _) in enumerate(request.maps):
+        parts[f"table {place}"] = found.table_of(place, counts[level]).tensor()
+        parts[f"masks {place}"] = found.masks_of(place, counts[level]).tensor()
+    layout, number = found.layout.tensor(), len(request.tiled)
+    parts["layout"] = layout[: chain.CHOSEN + number]
+    for place, column in enumerate(layout.t().tolist()[:number]):
+        rows, first, block, count, slot, tile, *_ = column
+        parts[f"order {place}"] = found.order.tensor()[first : first + rows]
+        parts[f"rows {place}"] = found.tile_rows.tensor()[slot : slot + count * block]
+        parts[f"tile_masks {place}"] = found.tile_masks.tensor()[tile : tile + count]
+        parts[f"ends {place}"] = found.ends.tensor()[tile : tile + count]
     return parts
 
 
-def check_parts(coords: Tensor, bounds: Bounds, request: chain.ChainRequest) -> None:
-    """Every stage is its twin, of the twin's results and of the kernels'."""
-    number = len(request.tiled)
-    found = chain.find_maps(coords, bounds, request)
+def check_parts(coords: Tensor, site: GridSpec, request: chain.ChainRequest, most: int | None = None) -> None:
+    """All that kernels make is what plain torch makes."""
+    room = chain.aligned(len(coords) * request.wide**request.dim) if most is None else most
+    assert chain.refusal(Geometry(coords, site), request) is None
+    found = chain.find_maps(coords, site, request, room)
+    chain_tiles.tile_maps(found)
     with plain():
-        want = chain.find_maps(coords, bounds, request)
-        plan = chain._plan(request, coords.device)
-        layout = chain.lay_out(want, plan)
-        order = chain.order_segments(want, plan, layout)
-    for name, part in parts_of(want).items():
-        same(parts_of(found)[name], part, name)
-    same(chain.lay_out(found, plan), layout)
-    same(chain.order_segments(found, plan, layout)[: len(order)], order)
-    got = chain.tile_maps(found)
+        want = chain.find_maps(coords, site, request, room)
+        chain_tiles.tile_maps(want)
+        expected = parts_of(want)
+    for name, part in parts_of(found).items():
+        same(part, expected[name], name)
+    told = want.words.tensor().tolist()
+    got = chain_tiles.fill_tiles(found, told)
     with plain():
-        segments = chain.tile_maps(want)
-    same(found.words, want.words)
-    for name, part in tiles_of(segments, number).items():
-        same(tiles_of(got, number)[name], part, name)
-    told = want.words[: request.num_read].tolist()
-    lists = chain.fill_tiles(found, got, told)
-    with plain():
-        same(lists, chain.fill_tiles(want, segments, told))
+        lists = chain_tiles.fill_tiles(want, told)
+    same([one.tiles() for one in got], [one.tiles() for one in lists])
 
 
-def check_chain(dim: int, steps: int, count: int, rule: chain.TileRule) -> None:
+def check_chain(dim: int, steps: str, count: int, rule: chain.TileRule) -> None:
     for seed, clusters in enumerate((0, 3)):
-        cloud = Scene(dim, count, SIDES[dim] if count < 100 or dim < 3 else 12, clusters=clusters, seed=seed)
-        check_parts(cloud.coords(), cloud.bounds(), chain_request(dim, steps, rule))
+        cloud = Scene(dim, count, SIDES.get(dim, 6) if count < 100 or dim < 3 else 12, clusters=clusters, seed=seed)
+        check_parts(cloud.coords(), site_in(cloud.bounds()), chain_request(dim, steps, rule))
+
+
+def check_extent() -> None:
+    """Outputs beyond the extent are dropped on each level."""
+    for extent in (8, 9, 11):
+        cloud = Scene(3, 60, extent)
+        coords = cloud.coords()
+        coords[:, 1:] %= extent
+        coords = torch.unique(coords, dim=0)
+        bounds = Bounds((0,) * 3, (extent - 1,) * 3, cloud.bounds().batch)
+        check_parts(coords, site_in(bounds, (extent,) * 3), chain_request(3, "both"))
 
 
 def check_compiled() -> None:
     """All that a chain starts is among what is compiled for its request, whatever the scene."""
-    request = chain_request(3, 3)
+    request = chain_request(3, "both")
     launch, started = import_module("pumice.runtime.launch"), set()
     whole = BoundKernel.__call__
 
@@ -1056,41 +1038,77 @@ def check_compiled() -> None:
             yield found
         seen.update(found)
 
-    with patch.object(chain, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
-        chain.compile_kernels.cache_clear()
-        chain.compile_kernels(request, torch.device("cpu"))
+    with patch.object(chain_build, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
+        chain_build.compile_kernels.cache_clear()
+        chain_build.compile_kernels(request, torch.device("cpu"))
         assert seen and not started
-        for count in (1, 140):
-            cloud = Scene(3, count, 12, seed=count)
-            geometry = Geometry.checked(cloud.coords())
-            chain.build_chain(geometry, request)
-    # How coordinates are checked, and runs that layers ask for, are no part of it.
+        for count in (1, 140, 100):
+            for one in chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request):
+                one.tiled.wanted.update((0, 4))
+    # How coordinates are checked is no part of it.
     assert {k for k in started if "chain_kernels" in k.kernel.fn.__module__} <= seen.keys()
-    assert len({k for k in started if "chain_kernels" in k.kernel.fn.__module__}) >= 10
+    assert len({k for k in started if "chain_kernels" in k.kernel.fn.__module__}) == 9
 
 
 def check_sampled() -> None:
-    with patch.object(chain, "_SAMPLED", 50), patch.object(tiles, "_SAMPLED", 50):
-        check_chain(3, 2, 140, RULES["sorted and large tiles"])
+    rooms = (chain, "SAMPLED"), (chain_tiles, "SAMPLED"), (tiles, "_SAMPLED")
+    with ExitStack() as stack:
+        for room, name in rooms:
+            stack.enter_context(patch.object(room, name, 50))
+        check_chain(3, "both", 140, RULES["sorted and large tiles"])
 
 
 def check_blocks() -> None:
-    """Counts of blocks are added up in several turns, rows are sorted in several blocks."""
-    with patch.multiple(chain, _KEYED=32, _BLOCK=16, _PART=4, _SORTED=64, _SUMMED=1, _DIGIT=5):
-        check_chain(3, 2, 140, RULES["sorted and large tiles"])
+    """Rows are sorted in several blocks."""
+    chain.digits_of.cache_clear()
+    with (
+        patch.multiple(chain, _LANES=16, _PLACED=32, _NEIGHBOURS=8, _SORTED=64, _DIGIT=5),
+        patch.multiple(chain_tiles, _KEYED=32, _SUMMED=1),
+    ):
+        check_chain(3, "padded", 140, RULES["sorted and large tiles"])
+    chain.digits_of.cache_clear()
 
 
 def check_key_ends() -> None:
     """At the first and last cell of an axis, and of a batch, nothing lies beyond."""
     for dim, bits in chain.AXIS_BITS.items():
-        low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-        ends = torch.cartesian_prod(torch.tensor([0, 1, 1023]), *[torch.tensor([low, low + 1, -1, 0, high])] * dim)
+        margin = chain.MARGIN + 1 if dim > 1 else 0
+        low, high = margin - (1 << bits - 1), (1 << bits - 1) - 1 - margin
+        values = [low, low + 1, -1, 0, high][:: 2 if dim == 4 else 1]
+        ends = torch.cartesian_prod(torch.tensor([0, 1, 1023]), *[torch.tensor(values)] * dim)
         bounds = Bounds((low,) * dim, (high,) * dim, 1024)
-        check_parts(ends[torch.randperm(len(ends))].int(), bounds, chain_request(dim, 2))
+        steps = "halved" if dim == 4 else "padded"
+        check_parts(ends[torch.randperm(len(ends))].int(), site_in(bounds), chain_request(dim, steps))
 
 
-def check_no_tiles() -> None:
-    check_parts(Scene(3, 40).coords(), Scene(3, 40).bounds(), replace(chain_request(3, 2), tiled=()))
+def check_little_room() -> None:
+    """Nothing is written elsewhere, and more rows than there is room for are told."""
+    cloud, request = Scene(3, 140, 12), chain_request(3, "padded")
+    found = chain.find_maps(cloud.coords(), site_in(cloud.bounds()), request, 8)
+    chain_tiles.tile_maps(found)
+    told = found.words.tensor().tolist()
+    assert told[0] & OVERFLOW or max(told[8], told[12]) > 8
+    chain.estimate_of.cache_clear()
+    got, want = (Geometry.checked(cloud.coords()) for _ in range(2))
+    with patch.multiple(chain, _FIRST_ESTIMATE=0.01, _LEAST=0):
+        chain_build.build_chain(got, request)
+    with plain():
+        chain_build.build_chain(want, request)
+    assert agree(got, want) == 0 and len(got.maps) == 2
+
+
+def check_unknown_box() -> None:
+    for dim in (2, 3, 4):
+        cloud = Scene(dim, 60, 7)
+        coords = cloud.coords()
+        want, nobody = Geometry.checked(coords), GridSpec((1,) * dim, None, -1, UNKNOWN)
+        got = Geometry(coords, nobody, settled=False)
+        chain_build.build_chain(got, chain_request(dim, "halved"))
+        assert got.outline == want.site
+        coords[3, 1] = 1 << 27
+        beyond = Geometry(coords, nobody, settled=False)
+        assert chain_build.build_chain(beyond, chain_request(dim, "halved")) is None
+        assert beyond.bounds == Bounds.of(coords) and not beyond.maps
 
 
 def check_chain_status(name: str) -> None:
@@ -1105,66 +1123,67 @@ def check_chain_status(name: str) -> None:
         coords[11, 0] = 2000
     else:
         coords[11, 2] = INT32[name == "above"]
-    request = chain_request(3, 2)
-    found = chain.find_maps(coords, bounds, request)
-    chain.tile_maps(found)
-    assert int(found.words[0]) == (DUPLICATE if name in ("twice", "all alike") else RANGE)
+    found = chain.find_maps(coords, site_in(bounds), chain_request(3, "padded"), 400)
+    chain_tiles.tile_maps(found)
+    assert int(found.words.tensor()[0]) == (DUPLICATE if name in ("twice", "all alike") else RANGE)
 
 
 def check_network() -> None:
-    """`prepare` builds the maps of a U-Net by a chain: in at most 20 launches and sorts, one read, no other search."""
+    """`prepare` finds the maps of a U-Net and of an encoder in at most 20 launches and a sort, one read, no other
+    search."""
+    for steps in ([Relation.of(3, 2, stride=2)] * 4, [Relation.of(3, 3, stride=2, padding=1)] * 3):
+        _check_network(steps, [[Relation.of(3, 3)]] * (len(steps) + 1))
+
+
+def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None:
     coords = Scene(3, 120, 12).coords()
-    steps, window = [Relation.of(3, 2, stride=2)] * 4, Relation.of(3, 3)
     started: list[str] = []
-    reads: list[int] = []
-    start, read = BoundKernel.__call__, chain.read
+    start = BoundKernel.__call__
 
     def launched(fixed: BoundKernel, *args: Any) -> None:
         started.append(fixed.kernel.fn.__name__)
         start(fixed, *args)
 
-    def reading(tensors: Sequence[Tensor]) -> list[list[int]]:
-        reads.extend([len(tensors)] if tensors else ())
-        return read(tensors)
+    def no_read(tensors: Sequence[Tensor]) -> list[list[int]]:
+        assert not tensors, "a read of its own"
+        return []
 
-    places = [m for m in _rooms() + [sys.modules["pumice.coords.kernel_map"]] if getattr(m, "read", None) is read]
-    assert len(places) >= 2
-    x = pm.SparseTensor(torch.zeros(len(coords), 1), coords)
+    x, forms = pm.SparseTensor(torch.zeros(len(coords), 1), coords), {"cpu": lowered._FORMS_OF["cuda"]}
     with ExitStack() as stack:
         stack.enter_context(patch.object(BoundKernel, "__call__", launched))
-        stack.enter_context(patch.object(lowered, "_FORMS_OF", {"cpu": lowered._FORMS_OF["cuda"]}))
-        for module in dict.fromkeys(places):
-            stack.enter_context(patch.object(module, "read", reading))
+        stack.enter_context(patch.object(lowered, "_FORMS_OF", forms))
+        stack.enter_context(patch.object(sys.modules["pumice.coords.kernel_map"], "read", no_read))
         with torch.no_grad():
-            x.prepare(steps, [[window]] * 5)
-            made = list(prepared._maps(x.geometry, steps, [[window]] * 5))
+            x.prepare(steps, windows)
+            made = list(prepared._maps(x.geometry, steps, windows))
             materialize([(one, [None]) for one in made], False)
     sorts = sum(name in ("scan_digits", "place_digits") for name in started)
-    assert reads == [1] and len(started) - sorts <= 14 and sorts == 6, (reads, started)
-    assert len(made) == 13 and all(one.cached_keys() for one in made)
+    assert len(started) - sorts <= 8 and sorts == 6, started
+    assert len(made) == 3 * len(steps) + 1 and all(one.cached_keys() for one in made)
     other = Geometry.checked(coords)
-    with plain(), patch.object(lowered, "_FORMS_OF", {"cpu": lowered._FORMS_OF["cuda"]}):
-        want = list(prepared._maps(other, steps, [[window]] * 5))
+    with plain(), patch.object(lowered, "_FORMS_OF", forms):
+        want = list(prepared._maps(other, steps, windows))
         materialize([(one, [None]) for one in want], False)
-    assert agree(x.geometry, other) == 13
+    assert agree(x.geometry, other) == len(made)
 
 
 def check_asked_pieces() -> None:
     """What layers asked for on a scene is there on the next."""
-    request = chain_request(3, 1, chain.TileRule(10, 8, 10))
+    request = chain_request(3, "padded", chain.TileRule(10, 8, 10))
     for seed in (0, 1):
-        made = chain.build_chain(Geometry.checked(Scene(3, 300, 12, seed=seed).coords()), request)
-        for one in made:
-            array, count = one.tiles.tiles, len(one.tiles.rows)
-            found = segments.cached_pieces(array, count, 4)
-            assert (found is not None) == (seed == 1)
-            if found is not None:
+        made = chain_build.build_chain(Geometry.checked(Scene(3, 300, 12, seed=seed).coords()), request)
+        for one in made or ():
+            array, count = one.tiled.tiles().tiles, len(one.tiled.tiles().rows)
+            found, runs = (segments.cached_pieces(array, count, most) for most in (4, segments.WHOLE))
+            assert (found is not None) == (runs is not None) == (seed == 1)
+            if found is not None and runs is not None:
                 same(found, split_runs_torch(array, count, 4))
+                same(runs[:3], segments_by_length_torch(array, count))
 
 
 def check_chain_waits() -> None:
     """Until sizes are read nothing waits, once constants are on the device."""
-    coords, bounds, request = Scene(3, 60, 9).coords(), Scene(3, 60, 9).bounds(), chain_request(3, 2)
+    coords, site, request = Scene(3, 60, 9).coords(), site_in(Scene(3, 60, 9).bounds()), chain_request(3, "padded")
     start, watch = BoundKernel.__call__, DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
@@ -1177,7 +1196,7 @@ def check_chain_waits() -> None:
     with patch.object(BoundKernel, "__call__", launched):
         for context in (nullcontext(), watch):
             with context:
-                chain.tile_maps(chain.find_maps(coords, bounds, request))
+                chain_tiles.tile_maps(chain.find_maps(coords, site, request, 200))
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {

@@ -1,8 +1,12 @@
 """Kernels that other processes compile: Triton finds them in its cache and compiles nothing."""
 
 import importlib.util
+import io
 import json
+import subprocess
+import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -110,6 +114,40 @@ def test_background_tasks_run_in_order_and_go_on_after_one_that_fails():
     assert ended.wait(30) and done == [1, 2]
 
 
+def test_tasks_that_have_not_begun_are_dropped_at_exit():
+    begun, ends, done = threading.Event(), threading.Event(), []
+    background = ahead.Background(1)
+    background.submit(lambda: (begun.set(), ends.wait(30), done.append(1)))
+    background.submit(lambda: done.append(2))
+    assert begun.wait(30)
+    closing = threading.Thread(target=background.close)
+    closing.start()
+    ends.set()
+    closing.join(30)
+    assert done == [1] and not any(thread.is_alive() for thread in background._threads)
+
+
+def test_kernels_import_no_packages_in_a_worker():
+    """Those import torch, which takes seconds."""
+    script = ahead._WORKER
+    told = {"text": "", "module": "pumice.coords.chain_kernels", "name": "insert_cells"}
+    told["file"] = str(script.parents[1] / "coords" / "chain_kernels.py")
+    code = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import compile_worker as worker; "
+    code += f"worker.function({told!r}); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_what_was_compiled_before_needs_no_worker(gpu, monkeypatch):
+    launch, values = generated()
+    asked = []
+    worker = types.SimpleNamespace(compile=lambda told: asked.append(told) or True)
+    monkeypatch.setattr(ahead._THREAD, "worker", worker, raising=False)
+    for _ in range(2):
+        ahead.compile_ahead(launch.kernel, launch.source.text, values, launch.options)
+    assert len(asked) == 1 and asked[0]["target"] == {"backend": "cuda", "arch": 90, "warp_size": 32}
+
+
 def test_rows_that_vary_between_calls_are_those_of_leading_indices_and_of_gathers():
     shapes = {"x": (5, 4), "w": (8, 27, 4), "met": (9, 16), "rows": (3, 16), "tile": (9,), "k": (9,)}
     text = "y[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
@@ -151,3 +189,15 @@ def test_launches_are_compiled_together_and_not_started(monkeypatch):
         launchers[1](4, (y,), (), {"BLOCK": 128})
         launchers[1](4, (y,), (), {"BLOCK": 256})
     assert len(kernels_[1].ahead) == 2
+
+
+def test_a_terminal_is_told_how_many_kernels_are_compiled(monkeypatch):
+    told = io.StringIO()
+    told.isatty = lambda: True  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(sys, "stderr", told)
+    monkeypatch.setattr(ahead, "_PATIENCE", 0.01)
+    background, ends = ahead.Background(1), threading.Event()
+    threading.Timer(0.2, ends.set).start()
+    background.run([lambda: None, lambda: ends.wait(30)])
+    background.close()
+    assert "\rpumice: 1 of 2 kernels compiled" in told.getvalue() and told.getvalue().endswith("\r\033[K")

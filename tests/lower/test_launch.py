@@ -1017,6 +1017,76 @@ def test_other_size_classes_start_kernels_of_their_own_tiles(as_on_gpu, monkeypa
     assert not more and (warps, stages) != kernels_[0].doors[0][2:]
 
 
+def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch):
+    """On a GPU nobody waits for the kernel of another size class; where results are to be deterministic a call does."""
+    linear = import_module("pumice.ops.linear")
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
+    monkeypatch.setattr(linear, "_BOUND_CALLS", BoundedCache(8))
+    made, tasks = [], []
+    init = stamp.TileFamily.__init__
+    monkeypatch.setattr(stamp.TileFamily, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+    monkeypatch.setattr(stamp.BACKGROUND, "submit", tasks.append)
+    weight, whole = torch.zeros(96, 64).half(), torch.zeros(1 << 17, 64).half()
+    end = pm.ops.Epilogue(shift=torch.zeros(96))
+    for _ in range(2):
+        linear.linear_features(whole[:1100], weight, end)
+    (family,) = made
+    first = family.at([1100, 96, 1100, 96])
+    cpu, make = family._device, family._made
+
+    def making(chosen, emitted=None):
+        with monkeypatch.context() as patch:
+            patch.setattr(family, "_device", cpu)
+            return make(chosen, emitted)
+
+    choose = family._kernels.choose
+    monkeypatch.setattr(family._kernels, "choose", lambda like, key, device, how: choose(like, key, cpu, how))
+    monkeypatch.setattr(family, "_made", making)
+    monkeypatch.setattr(family, "_device", torch.device("cuda"))
+    many = [1 << 17, 96, 1 << 17, 96]
+    assert family.key(many) != family.key([1100, 96, 1100, 96])
+    assert family.at(many) is first and family.at(many) is first and len(tasks) == 1
+    tasks[0]()
+    own = family.at(many)
+    assert own is not first and own is not None and own.is_compiled and len(tasks) == 1
+    family._moulds.pop(family.key(many)), family._pending.clear()
+    monkeypatch.setattr(type(own), "is_compiled", property(lambda self: self is first))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert family.at(many) is own and len(tasks) == 1
+
+
+def test_a_template_needs_no_call_before(as_on_gpu, monkeypatch):
+    """What a program compiles before its first call is what it starts then."""
+    conv, linear = import_module("pumice.ops.conv"), import_module("pumice.ops.linear")
+    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
+    x, weight, found = layer(1)
+    end = pm.ops.Epilogue(shift=torch.zeros(16))
+    task = conv.compilation(x, weight, found, end)
+    assert task is not None and conv.compilation(x, weight, found, end) is None
+    task()
+    assert not any(kernel.doors for kernel in as_on_gpu.values())
+    pm.ops.conv_features(x, weight, found, 100, epilogue=end)
+    assert [(len(k.doors), len(k.direct)) for k in as_on_gpu.values()] == [(0, 1)]
+    task = linear.compilation(x, weight[:, 0].contiguous(), end)
+    assert task is not None
+    task()
+    linear.linear_features(x, weight[:, 0].contiguous(), end)
+    assert [(len(k.doors), len(k.direct)) for k in as_on_gpu.values()] == [(0, 1)] * 2
+
+
+def test_sorted_tiles_and_others_are_read_alike(as_on_gpu):
+    conv = import_module("pumice.ops.conv")
+    _, _, found = layer(1)
+    tokens, arrays = plan.maps.form_operands(found, "compacted")
+    others, more = plan.maps.form_operands(found, "unsorted")
+    assert tokens != others and conv._bound_to(tokens, arrays, 27).kind is conv._bound_to(others, more, 27).kind
+    high, outputs = plan.maps.in_other_tiles(arrays, 100)
+    assert plan.maps.tile_rows_for(outputs) != plan.maps.tile_rows_for(100)
+    assert {x.shape[1] for x in high if x.ndim > 1} == {plan.maps.tile_rows_for(outputs)}
+    assert conv._bound_to(tokens, high, 27).kind is not conv._bound_to(tokens, arrays, 27).kind
+    assert conv._bound_to(tokens, arrays, 8).kind is not conv._bound_to(tokens, arrays, 27).kind
+
+
 @pytest.mark.parametrize("statement", ["O[m[e],n] = x[t[e],c] * w[n,k[e],c]", "d[n,k[e],c] = x[t[e],c] * g[m[e],n]"])
 @pytest.mark.parametrize("channels", [1, 16])
 def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):

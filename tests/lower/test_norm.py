@@ -271,3 +271,19 @@ def test_a_residual_without_a_relu_has_the_gradient_itself(started):
     assert norm.gradient(grad, (x, None), cloud(9), told, sums)[1] is grad
     none = norm.NormState(torch.zeros(2, 5), None, None, True, False)
     assert norm.gradient(grad, (x, None), cloud(9), none, sums)[1] is None
+
+
+def test_known_statistics(monkeypatch):
+    """The CPU's result is torch's; on a GPU one kernel takes them where they lie."""
+    x, vectors = torch.randn(9, 32), [torch.randn(32), torch.rand(32) + 0.5, torch.randn(32), torch.randn(32)]
+    for given in (vectors, [*vectors[:2], None, None]):
+        mean, variance, weight, bias = given
+        wanted = torch.nn.functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, EPS)
+        torch.testing.assert_close(norm.by_statistics(x, given, EPS), wanted)
+    started = []
+    monkeypatch.setattr(norm, "_by_kernels", lambda x: True)
+    monkeypatch.setattr(norm, "_by_blocks", lambda *given: started.append(given))
+    y = norm.by_statistics(x, [*vectors[:2], None, vectors[3]], EPS)
+    ((name, tensors, facts, numbers),) = started
+    assert name == "by_statistics" and facts == (EPS, False, True) and numbers == (9,)
+    assert all(a is b for a, b in zip(tensors, (x, *vectors[:2], vectors[0], vectors[3], y), strict=True))

@@ -1,13 +1,18 @@
 """The epilogue of a convolution against the same in torch: values, gradients, what is refused."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
 import pumice as pm
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
+from pumice.lower import epilogue as epilogues
 from pumice.lower.epilogue import ACTIVATIONS
 from pumice.ops import Epilogue
+from pumice.ops.linear import linear_features
 from pumice.testing import random_tensor
 
 CHANNELS = 6
@@ -163,3 +168,55 @@ def test_plain_features_that_do_not_fit_are_refused(change, error, said, grad):
     x, weight = torch.zeros(given["x"], dtype=given["dtype"]), torch.zeros(given["weight"], requires_grad=grad)
     with pytest.raises(error, match=said):
         pm.ops.conv_features(x, weight, found, given["rows"], given["groups"])
+
+
+def test_what_linear_maps_do_not_take():
+    weight, end = torch.zeros(4, 8), pm.ops.Epilogue(activation="relu")
+    with pytest.raises(DtypeError, match="of one floating point dtype, found torch.float64 and torch.float32"):
+        linear_features(torch.zeros(3, 8).double(), weight, end)
+    with pytest.raises(ShapeError, match="found \\[3, 7\\] and \\[4, 8\\]"):
+        linear_features(torch.zeros(3, 7), weight, end)
+    with pytest.raises(DeviceError, match="weight is on meta, x is on cpu"):
+        linear_features(torch.zeros(3, 8), weight.to("meta"), end)
+    with pytest.raises(DeviceError, match="scale of the epilogue is on meta"):
+        linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(torch.zeros(4, device="meta")))
+    with pytest.raises(ShapeError, match="shift of the epilogue is \\[4\\], found shape \\[8\\]"):
+        linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(shift=torch.zeros(8)))
+
+
+def test_an_epilogue_with_statistics():
+    """(y - mean) / sqrt(variance + eps) * scale + shift + residual, and a bias before all of it."""
+    torch.manual_seed(1)
+    x, w, b = random_tensor(60, 4, 3, dtype=torch.float64), torch.randn(6, 3, 3, 3, 4).double(), torch.randn(6).double()
+    mean, variance, scale, shift = torch.rand(4, 6).double()
+    y = pm.ops.conv(x, w, b).feats
+    residual = torch.randn_like(y)
+    told = pm.ops.Epilogue(scale, shift, residual, "relu", mean=mean, variance=variance, eps=0.1)
+    expected = ((y - mean) / (variance + 0.1).sqrt() * scale + shift + residual).relu()
+    torch.testing.assert_close(pm.ops.conv(x, w, b, epilogue=told).feats, expected)
+    assert told.signature.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
+    with pytest.raises(ShapeError, match=r"mean of the epilogue is \[6\]"):
+        pm.ops.conv(x, w, epilogue=pm.ops.Epilogue(mean=mean[:3]))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_epilogue_of_a_norm_is_that_of_its_fields(affine, ended):
+    mean, variance, *more = torch.rand(4, 6)
+    scale, shift = more if affine else (None, None)
+    residual = torch.rand(5, 6) if ended else None
+    made = pm.ops.Epilogue.of_norm((mean, variance, scale, shift), 0.1, residual, "relu")
+    told = pm.ops.Epilogue(scale, shift, residual, "relu", None, mean, variance, 0.1)
+    assert made.signature == told.signature and [*made.operands] == [*told.operands]
+    assert all(made.operands[name] is x for name, x in told.operands.items())
+    for one in (made, made.with_bias(torch.rand(6)), pickle.loads(pickle.dumps(made))):
+        assert (one.activation, one.dtype, one.eps, one.residual is None) == ("relu", None, 0.1, not ended)
+    assert all(getattr(made, name) is getattr(told, name) for name in epilogues.TENSORS)
+
+
+def test_a_finish_takes_no_hash_to_other_processes():
+    """Names hash otherwise there."""
+    told = pm.ops.Epilogue(torch.rand(3), activation="relu").signature
+    assert hash(told) == hash(replace(told)) != hash(replace(told, eps=1.0))
+    there = pickle.loads(pickle.dumps(told))
+    assert there == told and "_hash" not in there.__dict__

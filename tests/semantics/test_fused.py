@@ -6,7 +6,6 @@ import pickle
 import threading
 import weakref
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -19,302 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import pumice as pm
 from pumice import nn
 from pumice.errors import DeviceError, DtypeError, ShapeError
-from pumice.lower import epilogue as epilogues
 from pumice.lower import norm as norms
-from pumice.nn import fused
+from pumice.nn import training_chain
 from pumice.ops import autograd
 from pumice.testing import random_tensor
-
-
-@pytest.fixture
-def finished(monkeypatch):
-    """As on a GPU; the epilogues of the calls."""
-    seen = []
-    monkeypatch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
-    whole = nn.Conv3d.forward_with_epilogue
-    monkeypatch.setattr(
-        "pumice.nn.conv.Convolution.forward_with_epilogue",
-        lambda self, x, epilogue, *more: seen.append(epilogue) or whole(self, x, epilogue, *more),
-    )
-    return seen
-
-
-CHAINS = {
-    "norm and activation": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm(16, eps=0.3), nn.ReLU()),
-    "norm": lambda: nn.Sequential(nn.Conv3d(8, 16, 3, bias=False), nn.BatchNorm(16, affine=False)),
-    "activation": lambda: nn.Sequential(nn.Conv3d(8, 16, 3, stride=2), nn.SiLU(), nn.ReLU()),
-    "two": lambda: nn.Sequential(
-        nn.Conv3d(8, 16, 3, groups=2), nn.BatchNorm(16), torch.nn.ReLU(), nn.Conv3d(16, 8, 1), nn.BatchNorm(8)
-    ),
-    "nothing known": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.LayerNorm(16), nn.LeakyReLU(0.3)),
-    "no statistics": lambda: nn.Sequential(nn.Conv3d(8, 16, 3), nn.BatchNorm(16, track_running_stats=False), nn.ReLU()),
-    "residual": lambda: nn.ResidualBlock(8, 8),
-    "residual, other channels": lambda: nn.ResidualBlock(8, 16, bias=True),
-}
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_the_same_as_modules_one_by_one(name, finished):
-    module, x = stirred(CHAINS[name]()).double(), random_tensor(200, 8, 3, dtype=torch.float64)
-    expected = module(x)
-    assert all(epilogue is None for epilogue in finished)
-    finished.clear()
-    with torch.no_grad():
-        y = module(x)
-    torch.testing.assert_close(y.feats, expected.feats.detach(), rtol=1e-10, atol=1e-10)
-    done = sum(epilogue is not None for epilogue in finished)
-    assert done == {"nothing known": 0, "no statistics": 0, "two": 2}.get(name, 2 if "residual" in name else 1)
-    if "residual" in name:
-        assert finished[-1].residual is not None and finished[-1].activation == "relu"
-
-
-def test_networks_are_the_same(finished):
-    for net, channels in ((pm.models.MinkUNet(4, 5, 0.25), 4), (pm.models.CenterPointBackbone(5), 5)):
-        net, x = stirred(net).double(), random_tensor(300, channels, 3, dtype=torch.float64)
-        expected = net(x).feats.detach()
-        finished.clear()
-        with torch.no_grad():
-            y = net(x)
-        torch.testing.assert_close(y.feats, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
-        assert len(finished) == len([m for m in net.modules() if isinstance(m, fused.Convolution)])
-        assert all(epilogue is not None for epilogue in finished)
-
-
-@pytest.fixture
-def roomy(finished, monkeypatch):
-    """As kernels do that leave columns free; where they did, NaN in them."""
-    left, whole = [], fused.Convolution.forward_with_epilogue
-
-    def room(self, x, epilogue, *more):
-        y = whole(self, x, epilogue, *more)
-        if epilogue is None or not epilogue.row_padding:
-            return y
-        wide = y.feats.new_full((y.feats.shape[0], y.channels + epilogue.row_padding), torch.nan)
-        wide[:, : y.channels] = y.feats
-        left.append(wide)
-        return y.replace(wide[:, : y.channels])
-
-    monkeypatch.setattr("pumice.nn.conv.Convolution.forward_with_epilogue", room)
-    return left
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    """How often channels were put side by side by copies of all of them."""
-    calls, real = [], fused.cat
-    monkeypatch.setattr(fused, "cat", lambda tensors: calls.append(len(tensors)) or real(tensors))
-    return calls
-
-
-@pytest.mark.parametrize("name", [name for name in CHAINS if "residual" not in name])
-def test_channels_beside_those_of_a_chain(name, roomy, copied):
-    """They are put where the last convolution's rows left room, if nothing comes behind its kernel."""
-    module, x = stirred(CHAINS[name]()).double(), random_tensor(200, 8, 3, dtype=torch.float64)
-    expected = module(x)
-    other = expected.replace(torch.randn(len(expected), 5, dtype=torch.float64))
-    with torch.no_grad():
-        last = module(x)
-        y = fused.chained(list(module), x, beside=last.replace(other.feats))
-    assert torch.equal(y.feats, torch.cat([last.feats, other.feats], 1)) and y.feats.is_contiguous()
-    roomy_ones = {"norm and activation", "norm", "two"}
-    assert (len(roomy), len(copied)) == ((1, 0) if name in roomy_ones else (0, 1))
-    y = fused.chained(list(module), x, beside=other)
-    torch.testing.assert_close(y.feats, torch.cat([expected.feats, other.feats], 1))
-    assert y.feats.requires_grad and len(roomy) <= 1
-
-
-def test_what_does_not_fit_into_spare_columns_is_copied(roomy, copied):
-    module = stirred(CHAINS["norm and activation"]())
-    x = random_tensor(60, 8, 3)
-    others = {
-        "another dtype": x.replace(torch.randn(60, 3, dtype=torch.float64)),
-        "gaps between columns": x.replace(torch.randn(60, 6)[:, ::2]),
-    }
-    with torch.no_grad():
-        last = module(x).feats
-        for number, (name, other) in enumerate(others.items(), 1):
-            y = fused.chained(list(module), x, beside=other)
-            assert torch.equal(y.feats, torch.cat([last, other.feats], 1)), name
-            assert len(copied) == number
-        with pytest.raises(pm.errors.GeometryError, match="one geometry"):
-            fused.chained(list(module), x, beside=random_tensor(61, 4, 3, seed=9))
-        # Groups are columns of their own.
-        roomy.clear()
-        fused.chained(list(stirred(nn.Sequential(nn.Conv3d(8, 16, 3, groups=2), nn.BatchNorm(16)))), x, beside=x)
-        assert not roomy
-
-
-def test_columns_of_others_are_not_written_to(finished, copied):
-    """A result that is part of something wider, as a module of torch may give, left no room for anybody."""
-    wide = torch.zeros(50, 12)
-
-    class Part(nn.Conv3d):
-        def forward(self, x):
-            wide[:, :8] = super().forward(x).feats
-            return x.replace(wide[:, :8])
-
-    layer, x = Part(8, 8, 3).eval(), random_tensor(50, 8, 3)
-    with torch.no_grad():
-        y = fused.chained([layer, nn.ReLU()], x, beside=x.replace(torch.ones(50, 4)))
-        y = fused.chained([nn.Conv3d(8, 8, 3), layer], x, beside=x.replace(torch.ones(50, 4)))
-    assert not wide[:, 8:].any() and (y.feats[:, 8:] == 1).all() and len(copied) == 2
-
-
-def test_a_network_that_is_captured_leaves_room_too(roomy, copied):
-    """Where nobody but the device knows how many voxels there are."""
-    net, x = stirred(pm.models.MinkUNet(4, 3, 0.25)), random_tensor(120, 4, 3)
-    with torch.no_grad():
-        want = net(x).feats
-        # What is compared beforehand has NaN where no voxel lives, in copies.
-        fast = pm.capture(net, x, max_voxels=150)
-        roomy.clear()
-        copied.clear()
-        torch.testing.assert_close(fast(x).feats, want)
-    assert (len(roomy), len(copied)) == (4, 0)
-
-
-@pytest.fixture
-def joined(finished, monkeypatch):
-    """As on a GPU, linear maps too; the epilogues of their calls."""
-    seen, whole = [], fused.linear_features
-    monkeypatch.setattr(fused, "fits_one_kernel", lambda *tensors: not torch.is_grad_enabled())
-    monkeypatch.setattr(fused, "linear_features", lambda x, w, end: seen.append(end) or whole(x, w, end))
-    return seen
-
-
-LINEAR = {
-    "norm": lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm(16, eps=0.3)),
-    "bias": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm(16), nn.ReLU()),
-    "plain norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm(16, affine=False), nn.Linear(16, 4)),
-    "shortcut": lambda: nn.ResidualBlock(8, 16),
-}
-
-
-@pytest.mark.parametrize("name", LINEAR)
-@pytest.mark.parametrize("count", [0, 1, 200])
-def test_a_linear_map_with_the_norm_behind_it(name, count, joined):
-    module, x = stirred(LINEAR[name]()).double(), random_tensor(count, 8, 3, dtype=torch.float64)
-    expected = module(x)
-    assert not joined
-    with torch.no_grad():
-        y = module(x)
-    torch.testing.assert_close(y.feats, expected.feats.detach(), rtol=1e-10, atol=1e-10)
-    assert len(joined) == 1 and joined[0].variance is not None
-
-
-def test_a_residual_between_a_linear_map_and_its_norm(joined):
-    """It is added before the last module, which is the norm."""
-    modules, x = (
-        [nn.Linear(8, 8).double(), stirred(nn.BatchNorm(8)).double()],
-        random_tensor(50, 8, 3).to(torch.float64),
-    )
-    with torch.no_grad():
-        y = fused.chained(modules, x, x)
-        expected = modules[1](modules[0](x) + x)
-    assert not joined
-    torch.testing.assert_close(y.feats, expected.feats)
-
-
-def test_what_linear_maps_do_not_take():
-    weight, end = torch.zeros(4, 8), pm.ops.Epilogue(activation="relu")
-    with pytest.raises(DtypeError, match="of one floating point dtype, found torch.float64 and torch.float32"):
-        fused.linear_features(torch.zeros(3, 8).double(), weight, end)
-    with pytest.raises(ShapeError, match="found \\[3, 7\\] and \\[4, 8\\]"):
-        fused.linear_features(torch.zeros(3, 7), weight, end)
-    with pytest.raises(DeviceError, match="weight is on meta, x is on cpu"):
-        fused.linear_features(torch.zeros(3, 8), weight.to("meta"), end)
-    with pytest.raises(DeviceError, match="scale of the epilogue is on meta"):
-        fused.linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(torch.zeros(4, device="meta")))
-    with pytest.raises(ShapeError, match="shift of the epilogue is \\[4\\], found shape \\[8\\]"):
-        fused.linear_features(torch.zeros(3, 8), weight, pm.ops.Epilogue(shift=torch.zeros(8)))
-
-
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_hooks_hear_what_they_listen_to(where, finished):
-    module, x, heard = stirred(CHAINS["norm and activation"]()), random_tensor(50, 8, 3), []
-    module[where].register_forward_hook(lambda *given: heard.append(given))
-    with torch.no_grad():
-        module(x)
-    assert len(heard) == 1 and finished == [None]
-
-
-def test_a_hook_of_a_part_of_a_block_is_heard(finished):
-    block, x, heard = stirred(CHAINS["residual"]()), random_tensor(50, 8, 3), []
-    block.body.register_forward_hook(lambda *given: heard.append(given))
-    with torch.no_grad():
-        block(x)
-    assert len(heard) == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes_under_autocast_are_those_of_modules_one_by_one(dtype, finished):
-    """A sum of two dtypes has the wider one's."""
-    block, x = stirred(CHAINS["residual"]()), random_tensor(60, 8, 3).to(dtype)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = block(x)
-        with torch.no_grad():
-            y = block(x)
-    assert y.dtype == expected.dtype == dtype
-    assert (finished[-1].residual is not None) == (dtype == torch.bfloat16)
-    torch.testing.assert_close(y.feats.float(), expected.feats.float(), rtol=0.05, atol=0.3)
-
-
-def test_training_statistics_are_taken(finished):
-    module, x = stirred(CHAINS["norm and activation"]()).train(), random_tensor(50, 8, 3)
-    before = module[1].running_mean.clone()
-    with torch.no_grad():
-        module(x)
-    assert not torch.equal(module[1].running_mean, before) and finished == [None]
-
-
-def test_an_epilogue_with_statistics():
-    """(y - mean) / sqrt(variance + eps) * scale + shift + residual, and a bias before all of it."""
-    torch.manual_seed(1)
-    x, w, b = random_tensor(60, 4, 3, dtype=torch.float64), torch.randn(6, 3, 3, 3, 4).double(), torch.randn(6).double()
-    mean, variance, scale, shift = torch.rand(4, 6).double()
-    y = pm.ops.conv(x, w, b).feats
-    residual = torch.randn_like(y)
-    told = pm.ops.Epilogue(scale, shift, residual, "relu", mean=mean, variance=variance, eps=0.1)
-    expected = ((y - mean) / (variance + 0.1).sqrt() * scale + shift + residual).relu()
-    torch.testing.assert_close(pm.ops.conv(x, w, b, epilogue=told).feats, expected)
-    assert told.signature.eps == 0.1 and set(told.operands) == set(epilogues.EPILOGUE)
-    with pytest.raises(ShapeError, match=r"mean of the epilogue is \[6\]"):
-        pm.ops.conv(x, w, epilogue=pm.ops.Epilogue(mean=mean[:3]))
-
-
-CHANGES = {
-    "a parameter": lambda norm, conv: setattr(norm, "weight", torch.nn.Parameter(torch.rand(16).double() + 0.5)),
-    "values of a parameter": lambda norm, conv: setattr(norm.bias, "data", torch.rand(16).double()),
-    "a buffer": lambda norm, conv: norm.register_buffer("running_mean", torch.rand(16).double()),
-    "a buffer by its name": lambda norm, conv: setattr(norm, "running_var", torch.rand(16).double() + 0.5),
-    "eps": lambda norm, conv: setattr(norm, "eps", 0.7),
-    "no scale": lambda norm, conv: setattr(norm, "weight", None),
-    "no shift": lambda norm, conv: setattr(norm, "bias", None),
-    "a plain attribute": lambda norm, conv: (delattr(norm, "weight"), setattr(norm, "weight", torch.rand(16).double())),
-    "a weight": lambda norm, conv: setattr(conv, "weight", torch.nn.Parameter(torch.randn(16, 3, 3, 3, 8).double())),
-    "a plain weight": lambda norm, conv: (
-        delattr(conv, "weight"),
-        setattr(conv, "weight", torch.randn(16, 3, 3, 3, 8).double()),
-    ),
-    "a bias": lambda norm, conv: setattr(conv, "bias", torch.nn.Parameter(torch.randn(16).double())),
-    "pruned": lambda norm, conv: torch.nn.utils.prune.random_unstructured(norm, "weight", 0.5),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_was_put_there_since_the_last_call_is_read(change, finished):
-    """Nothing of a module is kept from call to call."""
-    torch.manual_seed(5)
-    module, x = stirred(CHAINS["norm and activation"]()).double(), random_tensor(100, 8, 3, dtype=torch.float64)
-    with torch.no_grad():
-        before = module(x).feats
-        CHANGES[change](module[1], module[0])
-        y = module(x).feats
-        expected = x
-        for part in module:
-            expected = part(expected) if part is not module[2] else expected.replace(expected.feats.relu())
-    torch.testing.assert_close(y, expected.feats.detach(), rtol=1e-10, atol=1e-10)
-    assert not torch.allclose(y, before)
 
 
 class Adapted(nn.Conv3d):
@@ -352,7 +59,7 @@ def test_a_layer_without_a_bias_has_none_among_its_parameters(bias):
     "last", [nn.BatchNorm, lambda n: nn.ReLU(), lambda n: nn.LeakyReLU(0.3)], ids=["norm", "relu", "other"]
 )
 @pytest.mark.parametrize("normed", [True, False])
-def test_a_residual_is_added_before_the_last_module_whatever_that_is(last, normed, finished):
+def test_a_residual_is_added_before_the_last_module_whatever_that_is(last, normed):
     body = nn.Sequential(nn.Conv3d(8, 8, 3), *([nn.BatchNorm(8)] if normed else []))
     block, x = nn.ResidualBlock(8, 8), random_tensor(60, 8, 3, dtype=torch.float64)
     block.body, block.act = body, last(8)
@@ -360,14 +67,6 @@ def test_a_residual_is_added_before_the_last_module_whatever_that_is(last, norme
     with torch.no_grad():
         expected = block.act(block.body(x) + x)
         torch.testing.assert_close(block(x).feats, expected.feats, rtol=1e-10, atol=1e-10)
-
-
-def test_a_module_in_other_floats_is_read_in_those(finished):
-    module, x = stirred(CHAINS["norm and activation"]()), random_tensor(100, 8, 3)
-    with torch.no_grad():
-        for dtype in (torch.float32, torch.float64, torch.float32, torch.bfloat16):
-            y = module.to(dtype)(x.to(dtype))
-            assert y.dtype == dtype and {t.dtype for t in finished[-1].operands.values()} == {dtype}
 
 
 def test_a_block_whose_activation_became_a_function():
@@ -378,8 +77,8 @@ def test_a_block_whose_activation_became_a_function():
     assert torch.equal(block(x).feats, want)
 
 
-def test_parts_of_a_block_that_were_exchanged_are_called(finished):
-    block, x = stirred(CHAINS["residual"]()).double(), random_tensor(60, 8, 3, dtype=torch.float64)
+def test_parts_of_a_block_that_were_exchanged_are_called():
+    block, x = stirred(nn.ResidualBlock(8, 8)).double(), random_tensor(60, 8, 3, dtype=torch.float64)
     with torch.no_grad():
         for name, part in (
             ("act", nn.SiLU()),
@@ -391,52 +90,40 @@ def test_parts_of_a_block_that_were_exchanged_are_called(finished):
             torch.testing.assert_close(block(x).feats, expected.feats, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("ended", [True, False])
-def test_the_epilogue_of_a_norm_is_that_of_its_fields(affine, ended):
-    mean, variance, *more = torch.rand(4, 6)
-    scale, shift = more if affine else (None, None)
-    residual = torch.rand(5, 6) if ended else None
-    made = pm.ops.Epilogue.of_norm((mean, variance, scale, shift), 0.1, residual, "relu")
-    told = pm.ops.Epilogue(scale, shift, residual, "relu", None, mean, variance, 0.1)
-    assert made.signature == told.signature and [*made.operands] == [*told.operands]
-    assert all(made.operands[name] is x for name, x in told.operands.items())
-    for one in (made, made.with_bias(torch.rand(6)), pickle.loads(pickle.dumps(made))):
-        assert (one.activation, one.dtype, one.eps, one.residual is None) == ("relu", None, 0.1, not ended)
-    assert all(getattr(made, name) is getattr(told, name) for name in epilogues.TENSORS)
-
-
-def test_a_finish_takes_no_hash_to_other_processes():
-    """Names hash otherwise there."""
-    told = pm.ops.Epilogue(torch.rand(3), activation="relu").signature
-    assert hash(told) == hash(replace(told)) != hash(replace(told, eps=1.0))
-    there = pickle.loads(pickle.dumps(told))
-    assert there == told and "_hash" not in there.__dict__
-
-
 # Training: a convolution and the norm behind it by the statistics of its results are one step of autograd
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """As on a GPU; of each call that may be one step whether it was."""
-    seen, whole = [], fused.conv_norm
-    monkeypatch.setattr(fused, "_worth", lambda x: isinstance(x, pm.SparseTensor))
+    seen, whole = [], training_chain.conv_norm
+    monkeypatch.setattr(training_chain, "_is_captured", lambda x: isinstance(x, pm.SparseTensor))
 
     def told(*given):
         y = whole(*given)
         seen.append(y is not None)
         return y
 
-    monkeypatch.setattr(fused, "conv_norm", told)
+    monkeypatch.setattr(training_chain, "conv_norm", told)
     return seen
 
 
 @contextmanager
 def one_by_one():
     """As on a CPU: every module is called."""
-    with patch.object(fused, "_worth", lambda x: False):
+    with patch.object(training_chain, "_is_captured", lambda x: False):
         yield
+
+
+def chained(modules, x, residual=None, target=None):
+    """Modules in training, as their owner calls them."""
+    if training_chain.trains(x, *modules):
+        return training_chain.training_chain(modules, x, residual, target)
+    first, *others = modules
+    y = first(x) if target is None else first(x, target)
+    for place, module in enumerate(others, 1):
+        y = module(y + residual if residual is not None and place == len(others) else y)
+    return y
 
 
 class Back(torch.nn.Module):
@@ -448,7 +135,7 @@ class Back(torch.nn.Module):
         self.up, self.norm, self.act = nn.InverseConv3d(12, 8, 2, stride=2), nn.BatchNorm(8), nn.ReLU()
 
     def forward(self, x):
-        return fused.chained((self.up, self.norm, self.act), self.down(x), target=x)
+        return chained((self.up, self.norm, self.act), self.down(x), target=x)
 
 
 def unit(bias=False, relu=True, conv=None, **options):
@@ -683,7 +370,7 @@ def test_a_frozen_convolution_has_gradients_of_gradients(steps):
     found = []
     for way in (nullcontext, one_by_one):
         with way():
-            y = fused.chained(tuple(module), x, residual).feats
+            y = chained(tuple(module), x, residual).feats
         (first,) = torch.autograd.grad(y.square().sum(), residual.feats, create_graph=True)
         found.append(torch.autograd.grad(first.square().sum(), residual.feats)[0])
     torch.testing.assert_close(*found)
@@ -817,7 +504,7 @@ def test_hooks_on_all_modules_hear_them(listens, steps):
     assert not steps and (not listens.startswith("forward") or {nn.Conv3d, nn.BatchNorm, nn.ReLU} <= {*heard})
 
 
-def test_a_forward_that_was_put_in_place_is_called(steps, finished):
+def test_a_forward_that_was_put_in_place_is_called(steps):
     for part in range(3):
         module, heard = made("norm and activation"), []
         whole = module[part].forward
@@ -908,21 +595,19 @@ def test_no_coordinates_are_those_of_no_others(steps):
     x, none = sample(40), sample(0)
     module = unit(relu=False, conv=nn.Conv3d(8, 16, 2, stride=2)).double()
     assert module(none).stride == (2, 2, 2)
-    y = fused.chained((nn.Conv3d(8, 16, 3).double(), nn.BatchNorm(16).double()), x, target=none)
+    y = chained((nn.Conv3d(8, 16, 3).double(), nn.BatchNorm(16).double()), x, target=none)
     assert y.geometry is none.geometry and y.feats.shape == (0, 16) and all(steps)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_residual_over_other_coordinates_is_added_over_those_of_both(training, steps, finished):
+def test_a_residual_over_other_coordinates_is_added_over_those_of_both(steps):
     """As many rows, in another order or at other places."""
-    module, x = made("bias").train(training), sample(40)
+    module, x = made("bias").train(), sample(40)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     feats = torch.randn(40, 16, generator=torch.Generator().manual_seed(1)).double()
     places = x.coords[order], x.coords + torch.tensor([0, 40, 0, 0], dtype=torch.int32)
     others = [pm.SparseTensor(feats, coords) for coords in places]
     for residual in others:
-        with torch.set_grad_enabled(training):
-            y = fused.chained(tuple(module), x, residual)
+        y = chained(tuple(module), x, residual)
         expected = module[2](module[1](module[0](x)) + residual)
         assert torch.equal(y.coords, expected.coords)
         torch.testing.assert_close(y.feats, expected.feats)
@@ -931,7 +616,7 @@ def test_a_residual_over_other_coordinates_is_added_over_those_of_both(training,
 def test_a_residual_of_another_dtype_is_added_apart(steps):
     module, x = made("norm and activation", torch.float32), sample(40, torch.float32)
     residual = x.replace(torch.randn(40, 16).double().requires_grad_())
-    y = fused.chained(tuple(module), x, residual)
+    y = chained(tuple(module), x, residual)
     want = (module[1](module[0](x)).feats.double() + residual.feats).relu()
     assert y.dtype == torch.float64 and steps == [True]
     torch.testing.assert_close(y.feats, want, rtol=1e-4, atol=1e-4)
@@ -942,7 +627,7 @@ def test_a_residual_of_another_dtype_is_added_apart(steps):
 def test_a_residual_before_a_norm_is_no_part_of_it(steps):
     module, x = made("norm", torch.float64), sample(40)
     residual = x.replace(torch.randn(40, 16).double())
-    y = fused.chained(tuple(module), x, residual)
+    y = chained(tuple(module), x, residual)
     assert not steps
     torch.testing.assert_close(y.feats, module[1](module[0](x) + residual).feats)
 
@@ -973,7 +658,7 @@ def test_what_does_not_fit_is_said(steps):
             with pytest.raises(ShapeError, match=text):
                 exchanged(x)
         with pytest.raises(ShapeError, match="a residual \\[40, 16\\] on cpu, found \\[40, 8\\]"):
-            fused.chained(tuple(module), x, x)
+            chained(tuple(module), x, x)
         module(x)
 
 

@@ -1,4 +1,4 @@
-"""The command line: pumice segment, predict, evaluate, demo, info, tune."""
+"""The command line: pumice segment, predict, evaluate, demo, info, tune, warmup."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import pumice
 from pumice.cli import info as info_
 from pumice.cli import segment as segment_
 from pumice.cli import tuned as tuned_
+from pumice.cli import warmup as warmup_
 from pumice.cli.job import Job, common_labels, hold_out, labelled, pick_device
 from pumice.cli.segment import Result
 from pumice.cli.training import Recipe, TrainingProgress
@@ -261,6 +262,23 @@ def tune(
         _say(cache.merge(merge))
     else:
         typer.echo(context.get_help())
+
+
+@app.command()
+def warmup(
+    model: Annotated[str, typer.Argument(help="a checkpoint, minkunet, centerpoint, or MODULE:FUNCTION")],
+    channels: Annotated[int | None, typer.Option(help="features per voxel [default: those of the first layer]")] = None,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: dtype of the network")] = "fp32",
+) -> None:
+    """Compile the kernels of a network's inference ahead, and keep them on disk: its first scene waits for none."""
+    net = warmup_.network(model)
+    count = warmup_.channels_of(net) if channels is None else channels
+    with Progress(TextColumn("compile"), TextColumn("{task.description}"), console=console, transient=True) as shown:
+        bar = shown.add_task("first kernels", total=None)
+        watch = lambda left: shown.update(bar, description=f"{left} kernels left")  # noqa: E731
+        most, seconds = warmup_.warm(net, count, pick_device(device), precision, watch)
+    _say(f"ready for scenes like streets of up to {most} voxels, after {seconds:.1f} s")
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pumice.cli.task import IGNORE, LabelledScan, Task, example
 from pumice.data import Scan
+from pumice.engine import compile
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,12 @@ def train(
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     fixed = None if recipe.augment else [example(scan, task, device) for scan in scans]
     loss_of = nn.CrossEntropyLoss(weight=class_weights(scans, task).to(device), ignore_index=IGNORE)
-    net.train()
-    number = 0
+    program, number = compile(net.train()), 0
     for _ in range(recipe.epochs):
         for index in chance.permutation(len(scans)):
             start = time.perf_counter()
             sample = example(scans[index], task, device, chance) if fixed is None else fixed[index]
-            loss, right = _step(net, sample, loss_of, optimizer, scaler, recipe.precision)
+            loss, right = _step(program, sample, loss_of, optimizer, scaler, recipe.precision)
             schedule.step()
             number += 1
             yield TrainingProgress(number, loss, right, len(sample.x) / (time.perf_counter() - start))

@@ -54,11 +54,6 @@ class Bounds:
         above = all(a <= b for a, b in zip(self.low, other.low, strict=True))
         return above and all(a >= b for a, b in zip(self.high, other.high, strict=True))
 
-    def with_(self, other: Bounds) -> Bounds:
-        """The bounding box of both."""
-        low, high = tuple(map(min, self.low, other.low)), tuple(map(max, self.high, other.high))
-        return Bounds(low, high, max(self.batch, other.batch))
-
     def checked(self) -> Bounds:
         """The box itself. Raises CoordinateError if it exceeds int32."""
         if min(self.low) < -(2**31) or max(self.high) > INT32_MAX:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import Bounds
-from pumice.errors import CoordinateError, DtypeError
-from pumice.runtime.launch import cached_device_constant, has_triton, integers, kernel, to_device_async
+from pumice.errors import CoordinateError
+from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
 DUPLICATE, RANGE, OVERFLOW = 1, 2, 4  # Bits of a status word: duplicates, out of bounds, capacity exceeded
 
@@ -116,46 +115,6 @@ _BLOCK = 2048  # Entries of one program; every array starts at a multiple of it
 _PUT = 3  # Arrays that one kernel copies into buffers
 
 
-@dataclass(frozen=True, eq=False)
-class Packer:
-    """Contiguous int32 arrays. addresses: int64 on their device; layouts: (row shape, entries per row, strides)."""
-
-    arrays: Sequence[Tensor]
-    addresses: Tensor
-    layouts: Sequence[tuple[tuple[int, ...], int, tuple[int, ...]]]
-
-    @staticmethod
-    def of(arrays: Sequence[Tensor]) -> Packer:
-        """A packer of these arrays. Raises DtypeError for arrays of another dtype or not contiguous."""
-        for array in arrays:
-            if array.dtype != torch.int32 or not array.is_contiguous():
-                raise DtypeError(f"contiguous torch.int32 is packed, found {array.dtype} of strides {array.stride()}")
-        layouts = [(tuple(a.shape[1:]), math.prod(a.shape[1:]), a.stride()) for a in arrays]
-        return Packer(arrays, torch.tensor([a.data_ptr() for a in arrays], device=arrays[0].device), layouts)
-
-    def pack(self, row_counts: Sequence[int]) -> list[Tensor]:
-        """Copies of the first rows[i] rows of each array i."""
-        starts, sizes, end = [], [], 0
-        for n, (_, width, _) in zip(row_counts, self.layouts, strict=True):
-            size = n * width
-            starts.append(end)
-            sizes.append(size)
-            end += -(-size // _BLOCK)
-        out = torch.empty(end * _BLOCK, dtype=torch.int32, device=self.addresses.device)
-        view, begin = out.as_strided, out.storage_offset()
-        found = [
-            view((n, *shape), strides, begin + start * _BLOCK)
-            for n, (shape, _, strides), start in zip(row_counts, self.layouts, starts, strict=True)
-        ]
-        if has_triton(out):
-            layout = integers((*starts, *sizes), out.device)
-            constants = {"MOST": 1 << (len(starts) - 1).bit_length(), "BLOCK": _BLOCK}
-            kernel("tile_kernels.pack")(end, (self.addresses, layout, out), (len(starts),), constants)
-        else:
-            pack_torch(self.arrays, found)
-        return found
-
-
 def with_own_storage(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it is part of a larger storage: pickling would save the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -180,9 +139,3 @@ def put_first_torch(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: 
     for buffer, array in zip(buffers, arrays, strict=True):
         buffer[: len(array)].copy_(array)
     count.fill_(len(arrays[0]))
-
-
-def pack_torch(arrays: Sequence[Tensor], found: Sequence[Tensor]) -> None:
-    """As Packer.pack, in plain torch; writes `found`."""
-    for array, copy in zip(arrays, found, strict=True):
-        copy.copy_(array[: len(copy)])

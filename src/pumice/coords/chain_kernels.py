@@ -1,159 +1,178 @@
-"""Triton kernels that build all kernel maps of a chain of halved levels. Sizes are read from device counters (`words`,
-`layout`, see coords.chain), so that no launch waits for the host."""
+"""Triton kernels that build the levels and kernel maps of a network together. Sizes are read from device counters
+(`words`, `layout`, see coords.chain), so that no launch waits for the host."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
 import triton.language as tl
 
-from pumice.coords.tile_kernels import _or, _step
+from pumice.coords.lookup_kernels import _slot
+from pumice.coords.tile_kernels import _in_order, _or, _step
 
-DUPLICATE, RANGE = tl.constexpr(1), tl.constexpr(2)
+DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 COUNTS, STRIDE = tl.constexpr(4), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
-SIDE = tl.constexpr(32)  # Lanes of a row of `layout`, of pair totals and of group totals
-ROWS, FIRST_ROW, BLOCK_ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-FIRST_SLOT, FIRST_TILE, FIRST_OF_LEVEL, SORTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-TILES_BEFORE, TOTAL = tl.constexpr(8), tl.constexpr(9)  # Rows of `layout`
-SAME, DOWN, UP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # Kinds of segments
+LEVELS = tl.constexpr(8)
+ENTRIES = tl.constexpr(4 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
+SIDE = tl.constexpr(32)  # Lanes of a row of `plan`, of `layout` and of the pairs of a map
+PAIRS = tl.constexpr(4 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
+GROUPS = tl.constexpr(64)  # Lanes of the groups of a map
 BATCHES = tl.constexpr(1 << 10)
+FAR = tl.constexpr(1 << 30)  # Coordinates beyond are refused
+TAG = tl.constexpr(61)  # Bit of a key from which on it has the level
+FREE = tl.constexpr(2**63 - 1)  # An empty slot
+NEVER = tl.constexpr(-(2**63))  # No key
+PROBES = tl.constexpr(1 << 10)  # Slots that are probed at most: a table that is full is reported
+# Rows of `plan`
+OUTPUT, INPUT, VOLUME, TURNED, LEAST = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4),
+)  # fmt: skip
+TABLE_ROWS, TABLE_MOST, MASK_ROWS, MASK_MOST, FIRST_OFFSET, STEP = (
+    tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10),
+)  # fmt: skip
+# Rows of `layout`
+ROWS, FIRST_ROW, BLOCK_ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+FIRST_SLOT, FIRST_TILE, FIRST_MASK, SORTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+TILES_BEFORE, TOTAL, CHOSEN = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
 _NUMBERS = [
-    "rows", "blocks", "batch", "low0", "low1", "low2", "high0", "high1", "high2", "level", "steps", "sampled",
-    "segments", "few", "per", "width", "entries",
+    "rows", "most", "batch", "low0", "low1", "low2", "low3", "high0", "high1", "high2", "high3", "last", "sampled",
+    "segments", "few", "per", "width", "maps", "lists", "blocks",
 ]  # fmt: skip
 
 
+@triton.jit
+def _rows_of(words, level, rows, most):
+    """Rows of a level: all of the finest, of others as many as there is room for."""
+    return tl.where(level == 0, rows, tl.minimum(tl.load(words + COUNTS + STRIDE * level), most)).to(tl.int32)
+
+
+@triton.jit
+def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr):
+    """(first, last, True if any) coordinate along axis a of what a row reaches on a level. moves: by step and axis the
+    least and greatest offset, the stride, the first and last coordinate of the outputs' extent."""
+    low = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0)
+    if D == 1:
+        # Differences may exceed int32.
+        low = low.to(tl.int64)
+    high, any_ = low, valid
+    for n in tl.static_range(DEPTH):
+        at = moves + (n * D + a) * 5
+        on, step = n < level, tl.load(at + 2)
+        first, last = low - tl.load(at + 1), high - tl.load(at)
+        rest, over = first % step, last % step
+        # Rounded up and down.
+        first = first // step + (rest > 0).to(tl.int32)
+        last = last // step - (over < 0).to(tl.int32)
+        first, last = tl.maximum(first, tl.load(at + 3)), tl.minimum(last, tl.load(at + 4))
+        low, high = tl.where(on, first, low), tl.where(on, last, high)
+        any_ = any_ & (low <= high)
+    return low, high, any_
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
-def make_keys(
-    coords, found, words, rows: "i64", batch: "i64", low0: "i64", low1: "i64", low2: "i64", high0: "i64", high1: "i64",
-    high2: "i64", D: tl.constexpr, AXIS: tl.constexpr, BLOCK: tl.constexpr,
+def insert_cells(
+    coords, moves, table, values, found, slots, words, rows: "i64", most: "i64", last: "i64", batch: "i64",
+    low0: "i64", low1: "i64", low2: "i64", low3: "i64", high0: "i64", high1: "i64", high2: "i64", high3: "i64",
+    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found[r]: Morton code of row r below its batch index. Rows outside the box set RANGE."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = r < rows
-    item = tl.load(coords + r * (D + 1), mask=valid, other=0).to(tl.int64)
-    inside = (item >= 0) & (item < batch)
-    key = (item - BATCHES // 2) << (D * AXIS)
+    """Insert what rows reach on one level into the hash table, the rows themselves for the finest, whose `values` are
+    their numbers. words[1]: batch items; words[5 + 4 a], words[6 + 4 a]: FAR + the last, FAR - the first coordinate
+    of axis a. found, slots: Morton keys and slots of the distinct cells of coarser levels, in any order. Rows
+    outside the box, or of coordinates beyond the keys, set RANGE. WIDE: cells along an axis that a row reaches."""
+    blocks = tl.cdiv(rows, BLOCK)
+    level = (tl.program_id(0) // blocks).to(tl.int32)
+    i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    valid = i < rows
+    lane = tl.arange(0, LANES)[None, :]
+    item = tl.load(coords + i * (D + 1), mask=valid, other=0).to(tl.int64)
+    inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
+    half = (item * 0 + 1) << (AXIS - 1)
+    tag = level.to(tl.int64) - 4
+    there = inside[:, None] & (lane < (WIDE**D if DEPTH > 0 else 1))
+    there = there & ((level > 0) | (lane == 0))
+    linear = ((tag << TAG) + (item << (D * AXIS)))[:, None] + tl.zeros([1, LANES], tl.int64)
+    morton = linear
     for a in tl.static_range(D):
-        low = low0 if a == 0 else (low1 if a == 1 else low2)
-        high = high0 if a == 0 else (high1 if a == 1 else high2)
-        c = tl.load(coords + r * (D + 1) + 1 + a, mask=valid, other=0).to(tl.int64)
-        inside = inside & (c >= low) & (c <= high)
-        c += 1 << (AXIS - 1)
+        c = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0).to(tl.int64)
+        low = low0 if a == 0 else (low1 if a == 1 else (low2 if a == 2 else low3))
+        high = high0 if a == 0 else (high1 if a == 1 else (high2 if a == 2 else high3))
+        fits = (c >= low) & (c <= high) & (c > -half + 64) & (c < half - 64)
+        if AXIS == 32:
+            fits = (c >= low) & (c <= high)
+        inside = inside & fits
+        if level == 0 and AXIS < 32:
+            box = words + COUNTS + STRIDE * a
+            tl.atomic_max(box + 1, (tl.max(tl.where(valid, c, -FAR)) + FAR).to(tl.int32))
+            tl.atomic_max(box + 2, (tl.max(tl.where(valid, -c, -FAR)) + FAR).to(tl.int32))
+        begin, end, any_ = _reached(coords, moves, i, level, valid, a, D, DEPTH)
+        value = begin.to(tl.int64)[:, None] + lane // WIDE ** (D - 1 - a) % WIDE
+        there = there & fits[:, None] & any_[:, None] & (value <= end[:, None])
+        biased = value + half[:, None]
+        linear += biased << (AXIS * (D - 1 - a))
         for bit in tl.static_range(AXIS):
-            key |= ((c >> bit) & 1) << (D * bit + D - 1 - a)
-    tl.store(found + r, key, mask=valid)
+            morton += ((biased >> bit) & 1) << (D * bit + D - 1 - a)
+    if level == 0:
+        tl.atomic_max(words + 1, tl.max(tl.where(valid, item, -1)).to(tl.int32) + 1)
     if tl.sum((valid & ~inside).to(tl.int32)) > 0:
         tl.atomic_or(words, RANGE)
-
-
-@triton.jit
-def _changes(keys, i, rows):
-    """(key, bits in which it differs from the one before, True if there is one before) of sorted keys."""
-    key = tl.load(keys + i, mask=i < rows, other=0)
-    return key, key ^ tl.load(keys + i - 1, mask=(i < rows) & (i > 0), other=0), (i < rows) & (i > 0)
-
-
-@triton.jit
-def _begins(i, changed, behind, rows, level: tl.constexpr, D: tl.constexpr):
-    """True where a row of a level begins."""
-    new = i < rows
-    if level > 0:
-        new = new & (~behind | ((changed >> (D * level)) != 0))
-    return new
+    key = tl.reshape(linear, [BLOCK * LANES])
+    sorted_by = tl.reshape(morton, [BLOCK * LANES])
+    row = tl.reshape(i[:, None] + tl.zeros([1, LANES], tl.int64), [BLOCK * LANES])
+    pending = tl.reshape(there.to(tl.int32), [BLOCK * LANES]) > 0
+    slot, step = _slot(key, last)
+    new, twice = key != key, key != key
+    turn = 0
+    while (tl.sum(pending.to(tl.int32)) > 0) & (turn < PROBES):
+        # No mask: other lanes exchange nothing.
+        old = tl.atomic_cas(table + slot, tl.where(pending, FREE, NEVER), tl.where(pending, key, NEVER), sem="relaxed")
+        new = new | (pending & (old == FREE))
+        twice = twice | (pending & (old == key))
+        pending = pending & (old != FREE) & (old != key)
+        slot = tl.where(pending, (slot + step) & last, slot)
+        turn += 1
+    if tl.sum(pending.to(tl.int32)) > 0:
+        tl.atomic_or(words, OVERFLOW)
+    if level == 0:
+        tl.store(words + COUNTS, rows.to(tl.int32))
+        tl.store(values + slot, row.to(tl.int32), mask=new)
+        if tl.sum(twice.to(tl.int32)) > 0:
+            tl.atomic_or(words, DUPLICATE)
+    else:
+        mine = new.to(tl.int32)
+        first = tl.atomic_add(words + COUNTS + STRIDE * level, tl.sum(mine), sem="relaxed")
+        at = first + tl.cumsum(mine, axis=0) - mine
+        place = (level - 1) * most + at
+        tl.store(found + place, sorted_by, mask=new & (at < most))
+        tl.store(slots + place, slot.to(tl.int32), mask=new & (at < most))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def count_levels(
-    keys, words, sums, rows: "i64", blocks: "i64", D: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """sums[l, p]: rows of level l that begin in block p of the sorted keys. Equal keys set DUPLICATE; the finest level
-    has a row for each, so that every row has its place in all arrays."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _, changed, behind = _changes(keys, i, rows)
-    if tl.sum((behind & (changed == 0)).to(tl.int32)) > 0:
-        tl.atomic_or(words, DUPLICATE)
-    for n in tl.static_range(LEVELS):
-        new = _begins(i, changed, behind, rows, n, D)
-        tl.store(sums + n * blocks + tl.program_id(0), tl.sum(new.to(tl.int32)))
+def place(
+    keys, order, slots, words, values, coarse, rows: "i64", most: "i64",
+    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of coarser levels in the order of their sorted keys: their coordinates, and their numbers in `values`."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + p, mask=p < DEPTH * most, other=FREE)
+    valid = key != FREE
+    level = (key >> TAG).to(tl.int32) + 4
+    row = p
+    for n in tl.static_range(1, DEPTH + 1):
+        row -= tl.where(n < level, tl.minimum(tl.load(words + COUNTS + STRIDE * n), most), 0)
+    slot = tl.load(slots + tl.load(order + p, mask=valid, other=0), mask=valid, other=0)
+    tl.store(values + slot, row.to(tl.int32), mask=valid)
+    to = coarse + ((level - 1) * most + row) * (D + 1)
+    tl.store(to, ((key >> (D * AXIS)) & (BATCHES - 1)).to(tl.int32), mask=valid)
+    for a in tl.static_range(D):
+        value = key * 0
+        for bit in tl.static_range(AXIS):
+            value |= ((key >> (D * bit + D - 1 - a)) & 1) << bit
+        tl.store(to + 1 + a, (value - ((key * 0 + 1) << (AXIS - 1))).to(tl.int32), mask=valid)
 
 
 @triton.jit
 def _aligned(count):
-    """Rows that a level takes in concatenated arrays: levels start at multiples of four."""
+    """A multiple of four."""
     return (count + 3) // 4 * 4
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def make_levels(
-    keys, order, coords, sums, words, links, first_child, top, coarse, rows: "i64", blocks: "i64",
-    D: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """Concatenated levels, each in (batch, Morton) order. links: parent << 3 | octant; first_child: its position;
-    coarse: coordinates of coarser levels; top: keys of the coarsest. sums: from count_levels; words: receive the
-    counts."""
-    p = tl.program_id(0)
-    i = p.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key, changed, behind = _changes(keys, i, rows)
-    source = tl.load(order + i, mask=i < rows, other=0) * (D + 1)
-    base, below = rows * 0, rows * 0
-    was = i < 0
-    rank_below = tl.zeros([BLOCK], tl.int32)
-    for n in tl.static_range(LEVELS):
-        new = _begins(i, changed, behind, rows, n, D)
-        before, total = tl.sum(tl.zeros([PART], tl.int32)), tl.sum(tl.zeros([PART], tl.int32))
-        for start in range(0, blocks.to(tl.int32), PART):
-            q = start + tl.arange(0, PART)
-            each = tl.load(sums + n * blocks + q, mask=q < blocks, other=0)
-            before += tl.sum(tl.where(q < p, each, 0))
-            total += tl.sum(each)
-        rank = before + tl.cumsum(new.to(tl.int32), axis=0) - 1
-        if n > 0:
-            link = (rank << 3) | ((key >> (D * (n - 1))) & ((1 << D) - 1)).to(tl.int32)
-            tl.store(links + below + rank_below, link, mask=was)
-            tl.store(first_child + base + rank, rank_below, mask=new)
-            for a in tl.static_range(D + 1):
-                c = tl.load(coords + source + a, mask=new, other=0)
-                tl.store(coarse + (base + rank) * (D + 1) + a, c if a == 0 else c >> n, mask=new)
-        if n == LEVELS - 1:
-            tl.store(top + rank, key >> (D * n), mask=new)
-        tl.store(words + COUNTS + STRIDE * n, total, mask=p == 0)
-        below = base
-        base = base + _aligned(total)
-        was = new
-        rank_below = rank
-
-
-@triton.jit
-def _first_of(words, level, LEVELS: tl.constexpr):
-    """Start of a level in concatenated arrays."""
-    first = tl.load(words + COUNTS) * 0
-    for n in tl.static_range(LEVELS):
-        first += tl.where(n < level, _aligned(tl.load(words + COUNTS + STRIDE * n)), 0)
-    return first
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def lay_out(words, plan, layout, segments: "i64", few: "i64", LEVELS: tl.constexpr):
-    """layout[:, s]: where segment s lies in concatenated arrays. plan[:, s]: its kind, its level, its kernel offsets,
-    and the number of rows from which it is sorted. few: rows below which tiles have 64 rows, not 128."""
-    s = tl.arange(0, SIDE)
-    level = tl.load(plan + SIDE + s)
-    rows = tl.where(s < segments, tl.load(words + COUNTS + STRIDE * level), 0)
-    block = tl.where(rows < few, 64, 128)
-    tiles = (rows + block - 1) // block
-    first = level * 0
-    for n in tl.static_range(LEVELS):
-        first += tl.where(n < level, _aligned(tl.load(words + COUNTS + STRIDE * n)), 0)
-    ends = tl.cumsum(rows, axis=0)
-    tl.store(layout + ROWS * SIDE + s, rows)
-    tl.store(layout + FIRST_ROW * SIDE + s, ends - rows)
-    tl.store(layout + BLOCK_ROWS * SIDE + s, block)
-    tl.store(layout + TILES * SIDE + s, tiles)
-    tl.store(layout + FIRST_SLOT * SIDE + s, tl.cumsum(tiles * block, axis=0) - tiles * block)
-    tl.store(layout + FIRST_TILE * SIDE + s, tl.cumsum(_aligned(tiles), axis=0) - _aligned(tiles))
-    tl.store(layout + FIRST_OF_LEVEL * SIDE + s, first)
-    tl.store(layout + SORTS * SIDE + s, (rows >= tl.load(plan + 3 * SIDE + s)).to(tl.int32))
-    tl.store(layout + TILES_BEFORE * SIDE + s, tl.cumsum(tiles, axis=0) - tiles)
-    tl.store(layout + TOTAL * SIDE + s, tl.sum(rows) + s * 0)
 
 
 @triton.jit
@@ -169,162 +188,155 @@ def _popcount(x):
 @triton.jit
 def _count_groups(totals, groups, mask, sampled):
     """totals[g] += sampled rows whose mask has any kernel offset of group g. groups: mask words, then sizes."""
-    g = tl.arange(0, SIDE)
+    g = tl.arange(0, GROUPS)
     word = tl.load(groups + g)
     has = ((mask[:, None] & word[None, :]) != 0) & sampled[:, None]
     tl.atomic_add(totals + g, tl.sum(has.to(tl.int32), axis=0), mask=word != 0, sem="relaxed")
 
 
 @triton.jit
-def _digit(v, a, D: tl.constexpr):
-    """-1, 0 or 1: offset along axis a of kernel offset v of a window of 3."""
-    power: tl.constexpr = 1 if a == D - 1 else (3 if a == D - 2 else 9)
-    return v // power % 3 - 1
-
-
-@triton.jit
-def _search_top(top, code, valid, v, rows, level, steps, D: tl.constexpr, AXIS: tl.constexpr, BITS: tl.constexpr):
-    """Neighbours of rows with these codes, by bisection; -1 if absent. BITS: the bits of the last axis."""
-    none = level.to(tl.int64) * 0
-    low = ((none + 1) << (D * (AXIS - level))) - 1
-    want = code & ~low
-    on = valid
+def _key_at(
+    here, offsets, stride, j, v, level, turned, valid, on, D: tl.constexpr, AXIS: tl.constexpr
+):  # fmt: skip
+    """(keys of a level that rows j look for at kernel offsets v, True if they can be there)."""
+    item = tl.load(here + j.to(tl.int64) * (D + 1), mask=valid, other=0).to(tl.int64)
+    key = (((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS)))[:, None] + v.to(tl.int64) * 0
     for a in tl.static_range(D):
-        bits = ((none + BITS) << (D - 1 - a)) & low
-        x, move = code & bits, _digit(v, a, D)
-        on = on & ~((move > 0) & (x == bits)) & ~((move < 0) & (x == 0))
-        want = want | tl.where(move > 0, ((x | ~bits) + 1) & bits, tl.where(move < 0, (x - 1) & bits, x))
-    begin = tl.zeros_like(want).to(tl.int32)
-    end = begin + rows
-    for _ in range(steps.to(tl.int32)):
-        middle = begin + (end - begin) // 2
-        open_ = on & (begin < end)
-        less = tl.load(top + middle, mask=open_, other=0) < want
-        begin = tl.where(open_ & less, middle + 1, begin)
-        end = tl.where(open_ & ~less, middle, end)
-    on = on & (begin < rows)
-    return tl.where(on & (tl.load(top + begin, mask=on, other=0) == want), begin, -1)
+        c = tl.load(here + j.to(tl.int64) * (D + 1) + 1 + a, mask=valid, other=0)[:, None]
+        o = tl.load(offsets + v * D + a)
+        step = tl.load(stride + SIDE * a)
+        if AXIS == 32:
+            # Sums may exceed int32.
+            c, o, step = c.to(tl.int64), o.to(tl.int64), step.to(tl.int64)
+        if turned != 0:
+            value = (c - o) // step
+            on = on & (value * step == c - o)
+        else:
+            value = c * step + o
+        wide = value.to(tl.int64)
+        half = (wide * 0 + 1) << (AXIS - 1)
+        on = on & (wide >= -half) & (wide < half)
+        key += (wide + half) << (AXIS * (D - 1 - a))
+    return key, on
 
 
 @triton.jit
-def _search_below(table, children, link, valid, v, first, D: tl.constexpr, K: tl.constexpr):
-    """Neighbours of rows by those of their parents, which begin at `first` of `table` and `children`; -1 if absent."""
-    towards, octant = tl.zeros_like(v), tl.zeros_like(v)
-    for a in tl.static_range(D):
-        t = ((link >> (D - 1 - a)) & 1) + _digit(v, a, D)
-        towards = towards * 3 + (t >> 1) + 1
-        octant = octant * 2 + (t & 1)
-    parent = (first + (link >> 3)).to(tl.int64)
-    parent_neighbour = tl.load(table + parent * K + towards, mask=valid, other=-1)
-    packed = tl.load(children + first + parent_neighbour, mask=parent_neighbour >= 0, other=0)
-    there = (parent_neighbour >= 0) & (((packed >> octant) & 1) != 0)
-    return tl.where(there, (packed >> 8) + _popcount(packed & ((1 << octant) - 1)), -1)
-
-
-@triton.jit
-def _list_children(
-    links, first_child, order, children, down, words, r, valid, level, rows, D: tl.constexpr, LEVELS: tl.constexpr
-):
-    """Fill `children` (first child << 8 | octants that have one) and `down`, the table of the map to this level; the
-    octants of each row."""
-    WIDTH: tl.constexpr = 1 << D
-    finer, first = tl.load(words + COUNTS + STRIDE * (level - 1)), _first_of(words, level, LEVELS)
-    begin = tl.load(first_child + first + r, mask=valid, other=0)
-    end = tl.load(first_child + first + r + 1, mask=valid & (r + 1 < rows), other=0)
-    end = tl.where(r + 1 < rows, end, finer)
-    j = tl.arange(0, WIDTH)[None, :]
-    at = begin[:, None] + j
-    there = valid[:, None] & (at < end[:, None])
-    octant = tl.load(links + first - _aligned(finer) + at, mask=there, other=0) & 7
-    # Duplicates have the same octant.
-    octants = tl.reduce(tl.where(there, 1 << octant, 0), 1, _or)
-    tl.store(children + first + r, (begin << 8) | octants, mask=valid)
-    child = begin[:, None] + _popcount(octants[:, None] & ((1 << j) - 1))
-    has = ((octants[:, None] >> j) & 1) != 0
-    finest = has & (level == 1)
-    child = tl.where(level == 1, tl.load(order + child, mask=finest, other=0).to(tl.int32), child)
-    place = (first - _aligned(tl.load(words + COUNTS)) + r).to(tl.int64)
-    tl.store(down + place[:, None] * WIDTH + j, tl.where(has, child, -1), mask=valid[:, None])
-    return octants
+def _search(table, values, key, on, last):
+    """int32: rows with these keys, -1 if absent."""
+    near = key.to(tl.int32) * 0 - 1
+    slot, step = _slot(key, last)
+    # Most are found at once: threads need not wait for each other.
+    for _ in tl.static_range(4):
+        old = tl.load(table + slot, mask=on, other=FREE)
+        hit = on & (old == key)
+        near = tl.where(hit, tl.load(values + slot, mask=hit, other=-1), near)
+        on = on & (old != FREE) & (old != key)
+        slot = (slot + step) & last
+    turn = 0
+    while (tl.sum(tl.sum(on.to(tl.int32), axis=1), axis=0) > 0) & (turn < PROBES):
+        old = tl.load(table + slot, mask=on, other=FREE)
+        hit = on & (old == key)
+        near = tl.where(hit, tl.load(values + slot, mask=hit, other=-1), near)
+        on = on & (old != FREE) & (old != key)
+        slot = (slot + step) & last
+        turn += 1
+    return near
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def find_neighbours(
-    links, first_child, top, order, groups, words, totals, table, children, down, masks, parents,
-    rows: "i64", level: "i64", steps: "i64", sampled: "i64",
-    D: tl.constexpr, AXIS: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr, LANES: tl.constexpr,
-    LEVELS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, TOP: tl.constexpr, FINEST: tl.constexpr,
+    coords, coarse, table, values, plan, offsets, groups, words, totals, tables, masks, rows: "i64", most: "i64",
+    last: "i64", maps: "i64", sampled: "i64",
+    D: tl.constexpr, AXIS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The maps of one level, of which the coarser ones are done: a window of 3, its parents' children (`down`), its
-    parents in the rows' order (`parents`). words[PAIRS:]: pairs per kernel offset; totals: from _count_groups.
-    order: user's rows in the finest level's order. TOP: the coarsest level; FINEST: the finest."""
-    own = level.to(tl.int32)
-    count = tl.load(words + COUNTS + STRIDE * own)
-    if tl.program_id(0) * BLOCK < count:
-        j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Tables and masks of all maps; words[PAIRS:]: pairs per kernel offset; totals: from _count_groups."""
+    lane = tl.arange(0, SIDE)
+    fine, wide = tl.cdiv(rows, BLOCK), tl.cdiv(most, BLOCK)
+    before = tl.load(plan + MASK_ROWS * SIDE + lane) * fine + tl.load(plan + MASK_MOST * SIDE + lane) * wide
+    m = tl.sum(((lane < maps) & (before <= tl.program_id(0))).to(tl.int32)) - 1
+    level = tl.load(plan + OUTPUT * SIDE + m)
+    base = tl.load(plan + MASK_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + MASK_MOST * SIDE + m) * most
+    block = tl.program_id(0) - tl.sum(tl.where(lane == m, before, 0)).to(tl.int32)
+    count = _rows_of(words, level, rows, most)
+    if block * BLOCK < count:
+        j = block * BLOCK + tl.arange(0, BLOCK)
         valid = j < count
-        first = _first_of(words, own, LEVELS)
-        above = first + _aligned(count)
         v = tl.arange(0, LANES)[None, :]
-        wanted = valid[:, None] & (v < K)
-        if FINEST:
-            r = tl.load(order + j, mask=valid, other=0).to(tl.int32)
-        else:
-            r = j
-        if TOP:
-            code = tl.load(top + j, mask=valid, other=0)
-            near = _search_top(top, code[:, None], wanted, v, count, level, steps, D, AXIS, BITS)
-        else:
-            link = tl.load(links + first + j, mask=valid, other=0)
-            near = _search_below(table, children, link[:, None], wanted, v + tl.zeros_like(j)[:, None], above, D, K)
-            tl.store(parents + first + r, link, mask=valid)
-        if FINEST:
-            near = tl.where(near >= 0, tl.load(order + near, mask=near >= 0, other=0).to(tl.int32), -1)
-        tl.store(table + (first + r).to(tl.int64)[:, None] * K + v, near, mask=wanted)
+        volume = tl.load(plan + VOLUME * SIDE + m)
+        on = valid[:, None] & (v < volume)
+        here = coords
+        if level > 0:
+            here = coarse + (level - 1) * most * (D + 1)
+        key, there = _key_at(
+            here, offsets + tl.load(plan + FIRST_OFFSET * SIDE + m) * D, plan + STEP * SIDE + m, j, v,
+            tl.load(plan + INPUT * SIDE + m), tl.load(plan + TURNED * SIDE + m), valid, on, D, AXIS,
+        )  # fmt: skip
+        near = _search(table, values, key, there, last)
+        to = tl.load(plan + TABLE_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + TABLE_MOST * SIDE + m) * most
+        tl.store(tables + (to + j.to(tl.int64) * volume)[:, None] + v, near, mask=on)
         has = (near >= 0).to(tl.int32)
         mask = tl.sum(has << v, axis=1)
-        tl.store(masks + first + r, mask, mask=valid)
-        tl.atomic_add(words + PAIRS + own * SIDE + v, tl.sum(has, axis=0)[None, :], mask=v < K, sem="relaxed")
-        chosen = valid & (r % _step(count.to(tl.int64), sampled).to(tl.int32) == 0)
-        _count_groups(totals + own * SIDE, groups, mask, chosen)
-        if not TOP:
-            _count_groups(totals + (UP * LEVELS + own) * SIDE, groups + 2 * SIDE, 1 << (link & 7), chosen)
-        if not FINEST:
-            octants = _list_children(links, first_child, order, children, down, words, j, valid, own, count, D, LEVELS)
-            o = tl.arange(0, 1 << D)
-            pairs = tl.sum((octants[:, None] >> o[None, :]) & 1, axis=0)
-            tl.atomic_add(words + PAIRS + (LEVELS + own) * SIDE + o, pairs, sem="relaxed")
-            _count_groups(totals + (DOWN * LEVELS + own) * SIDE, groups + 2 * SIDE, octants, chosen)
-
-
-@triton.jit
-def _mask_of(masks, children, parents, kind, at, valid):
-    """Mask of each row of a segment: its kernel offsets that have an input."""
-    same = tl.load(masks + at, mask=valid & (kind == SAME), other=0)
-    down = tl.load(children + at, mask=valid & (kind == DOWN), other=0) & 255
-    up = 1 << (tl.load(parents + at, mask=valid & (kind == UP), other=0) & 7)
-    return tl.where(valid, tl.where(kind == SAME, same, tl.where(kind == DOWN, down, up)), 0)
+        tl.store(masks + base + j, mask, mask=valid)
+        pairs = tl.sum(has, axis=0)[None, :]
+        tl.atomic_add(words + PAIRS + m * SIDE + v, pairs, mask=v < volume, sem="relaxed")
+        chosen = valid & (j % _step(count.to(tl.int64), sampled).to(tl.int32) == 0)
+        _count_groups(totals + m * GROUPS, groups + m * 2 * GROUPS, mask, chosen)
 
 
 @triton.jit
 def _chosen_groups(groups, totals, rows, width):
-    """As tile_kernels._chosen, of at most 32 groups: mask word behind bit p of the sort key, for p < width."""
-    g = tl.arange(0, SIDE)
+    """As tile_kernels._chosen, of at most GROUPS groups: mask word behind bit p of the sort key, for p < width."""
+    g = tl.arange(0, GROUPS)
     known = tl.load(groups + g) != 0
     uneven = tl.abs(2 * tl.load(totals + g).to(tl.int64) - rows)
-    even = tl.sort(tl.where(known, uneven * SIDE + g, 2**63 - 1))
+    even = tl.sort(tl.where(known, uneven * GROUPS + g, 2**63 - 1))
     taken = g < width
-    best = (even & (SIDE - 1)).to(tl.int32)
+    best = (even & (GROUPS - 1)).to(tl.int32)
     absent = rows - tl.load(totals + best, mask=taken, other=0)
-    size = tl.load(groups + SIDE + best, mask=taken, other=0)
-    last = tl.sort(tl.where(taken, size * absent * SIDE + best, 2**63 - 1)) & (SIDE - 1)
+    size = tl.load(groups + GROUPS + best, mask=taken, other=0)
+    last = tl.sort(tl.where(taken, size * absent * GROUPS + best, 2**63 - 1)) & (GROUPS - 1)
     return tl.where(taken, tl.load(groups + last, mask=taken, other=0), 0)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
+def lay_out(
+    words, plan, groups, totals, layout, rows: "i64", most: "i64", segments: "i64", few: "i64", width: "i64",
+    sampled: "i64",
+):  # fmt: skip
+    """layout[:, s]: where segment s lies in concatenated arrays, by the first program; layout[CHOSEN + s]: the groups
+    that it is sorted by, by program s. few: rows below which tiles have 64 rows, not 128."""
+    s = tl.arange(0, SIDE)
+    own = _rows_of(words, tl.load(plan + OUTPUT * SIDE + s), rows, most)
+    own = tl.where(s < segments, own, 0)
+    if tl.program_id(0) == 0:
+        block = tl.where(own < few, 64, 128)
+        tiles = (own + block - 1) // block
+        mask = tl.load(plan + MASK_ROWS * SIDE + s) * _aligned(rows) + tl.load(plan + MASK_MOST * SIDE + s) * most
+        ends = tl.cumsum(own, axis=0)
+        tl.store(layout + ROWS * SIDE + s, own)
+        tl.store(layout + FIRST_ROW * SIDE + s, ends - own)
+        tl.store(layout + BLOCK_ROWS * SIDE + s, block)
+        tl.store(layout + TILES * SIDE + s, tiles)
+        tl.store(layout + FIRST_SLOT * SIDE + s, tl.cumsum(tiles * block, axis=0) - tiles * block)
+        tl.store(layout + FIRST_TILE * SIDE + s, tl.cumsum(_aligned(tiles), axis=0) - _aligned(tiles))
+        tl.store(layout + FIRST_MASK * SIDE + s, mask.to(tl.int32))
+        tl.store(layout + SORTS * SIDE + s, (own >= tl.load(plan + LEAST * SIDE + s)).to(tl.int32))
+        tl.store(layout + TILES_BEFORE * SIDE + s, tl.cumsum(tiles, axis=0) - tiles)
+        tl.store(layout + TOTAL * SIDE + s, tl.sum(own) + s * 0)
+    m = tl.program_id(0)
+    count = tl.sum(tl.where(s == m, own, 0)).to(tl.int64)
+    step = _step(count, sampled)
+    known = tl.load(groups + m * 2 * GROUPS + tl.arange(0, GROUPS)) != 0
+    used = tl.minimum(width, tl.sum(known.to(tl.int64)))
+    chosen = _chosen_groups(groups + m * 2 * GROUPS, totals + m * GROUPS, (count + step - 1) // step, used)
+    g = tl.arange(0, GROUPS)
+    tl.store(layout + (CHOSEN + m) * SIDE + g, chosen, mask=g < SIDE)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
 def order_keys(
-    plan, layout, groups, totals, masks, children, parents, keys, counts, per: "i64", width: "i64", sampled: "i64",
-    LEVELS: tl.constexpr, ROWS_EACH: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    layout, groups, masks, keys, counts, per: "i64", width: "i64",
+    ROWS_EACH: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """keys: sort key of each row of each segment, segment << width | descending Gray-code rank as in gray_keys, 0 if
     unsorted. counts[q, d] += rows of block q of all segments whose lowest digit is d. per: programs of a segment."""
@@ -334,15 +346,12 @@ def order_keys(
     if first < rows:
         r = first + tl.arange(0, ROWS_EACH)
         valid = r < rows
-        kind, level = tl.load(plan + s), tl.load(plan + SIDE + s)
-        mask = _mask_of(masks, children, parents, kind, tl.load(layout + FIRST_OF_LEVEL * SIDE + s) + r, valid)
-        own = groups + tl.where(kind == SAME, 0, 2 * SIDE)
-        number = tl.sum((tl.load(own + tl.arange(0, SIDE)) != 0).to(tl.int32))
-        used = tl.minimum(width.to(tl.int32), number)
-        step = _step(rows.to(tl.int64), sampled)
-        chosen = _chosen_groups(own, totals + (kind * LEVELS + level) * SIDE, (rows + step - 1) // step, used)
-        lane = tl.arange(0, SIDE)[None, :]
-        x = tl.sum(((mask[:, None] & chosen[None, :]) != 0).to(tl.int32) << lane, axis=1)
+        mask = tl.load(masks + tl.load(layout + FIRST_MASK * SIDE + s) + r, mask=valid, other=0)
+        known = tl.load(groups + s * 2 * GROUPS + tl.arange(0, GROUPS)) != 0
+        used = tl.minimum(width.to(tl.int32), tl.sum(known.to(tl.int32)))
+        lane = tl.arange(0, SIDE)
+        chosen = tl.load(layout + (CHOSEN + s) * SIDE + lane)
+        x = tl.sum(((mask[:, None] & chosen[None, :]) != 0).to(tl.int32) << lane[None, :], axis=1)
         x = x ^ (x >> 1)
         x = x ^ (x >> 2)
         x = x ^ (x >> 4)
@@ -356,24 +365,24 @@ def order_keys(
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
-def tile_segments(plan, layout, order, masks, children, parents, slots, tile_masks, per: "i64", BLOCK: tl.constexpr):
+def tile_segments(layout, order, masks, slots, tile_masks, per: "i64", BLOCK: tl.constexpr):
     """slots: rows of each tile of each segment, -1 for padding; tile_masks: kernel offsets that any of them has."""
-    s, t = (tl.program_id(0) // per).to(tl.int32), (tl.program_id(0) % per).to(tl.int32)
-    if t < tl.load(layout + TILES * SIDE + s):
-        block, first = tl.load(layout + BLOCK_ROWS * SIDE + s), tl.load(layout + FIRST_ROW * SIDE + s)
-        lane = tl.arange(0, BLOCK)
+    s = (tl.program_id(0) // per).to(tl.int32)
+    t = (tl.program_id(0) % per).to(tl.int32)
+    rows, block = tl.load(layout + ROWS * SIDE + s), tl.load(layout + BLOCK_ROWS * SIDE + s)
+    if t * block < rows:
+        first, lane = tl.load(layout + FIRST_ROW * SIDE + s), tl.arange(0, BLOCK)
         at = t * block + lane
-        valid = (lane < block) & (at < tl.load(layout + ROWS * SIDE + s))
+        valid = (lane < block) & (at < rows)
         r = tl.load(order + first + at, mask=valid, other=0) - first
         tl.store(slots + tl.load(layout + FIRST_SLOT * SIDE + s) + at, tl.where(valid, r, -1), mask=lane < block)
-        place = tl.load(layout + FIRST_OF_LEVEL * SIDE + s) + r
-        mask = _mask_of(masks, children, parents, tl.load(plan + s), place, valid)
+        mask = tl.load(masks + tl.load(layout + FIRST_MASK * SIDE + s) + r, mask=valid, other=0)
         tl.store(tile_masks + tl.load(layout + FIRST_TILE * SIDE + s) + t, tl.reduce(mask, 0, _or))
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def end_tiles(layout, tile_masks, ends, words, entries: "i64", BLOCK: tl.constexpr):
-    """ends: inclusive prefix counts of the tiles' entries; words[entries + s]: all of segment s. A program each."""
+@triton.jit
+def end_tiles(layout, tile_masks, ends, words, BLOCK: tl.constexpr):
+    """ends: inclusive prefix counts of the tiles' entries; words[ENTRIES + s]: all of segment s. A program each."""
     s = tl.program_id(0)
     tiles, first = tl.load(layout + TILES * SIDE + s), tl.load(layout + FIRST_TILE * SIDE + s)
     before = tl.sum(tl.zeros([BLOCK], tl.int32))
@@ -382,13 +391,13 @@ def end_tiles(layout, tile_masks, ends, words, entries: "i64", BLOCK: tl.constex
         own = _popcount(tl.load(tile_masks + first + t, mask=t < tiles, other=0))
         tl.store(ends + first + t, before + tl.cumsum(own, axis=0), mask=t < tiles)
         before += tl.sum(own)
-    tl.store(words + entries + s, before)
+    tl.store(words + ENTRIES + s, before)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_segments(
-    plan, layout, words, slots, tile_masks, ends, table, down, parents, taps, tiles, inputs, entries: "i64",
-    segments: "i64", K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    plan, layout, words, slots, tile_masks, ends, tables, taps, tiles, inputs, rows: "i64", most: "i64",
+    segments: "i64", BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Entries of one tile, as tile_kernels.fill_tiles; the lists of segments are concatenated."""
     lane = tl.arange(0, SIDE)
@@ -396,7 +405,7 @@ def fill_segments(
     s = tl.sum(((lane < segments) & (before <= tl.program_id(0))).to(tl.int32)) - 1
     t = tl.program_id(0) - tl.load(layout + TILES_BEFORE * SIDE + s)
     block = tl.load(layout + BLOCK_ROWS * SIDE + s)
-    sizes = tl.where(lane < s, tl.load(words + entries + lane), 0).to(tl.int64)
+    sizes = tl.where(lane < s, tl.load(words + ENTRIES + lane), 0).to(tl.int64)
     own = tl.sum(_aligned(sizes))
     wide = tl.sum(sizes * tl.load(layout + BLOCK_ROWS * SIDE + lane))
     tile = tl.load(layout + FIRST_TILE * SIDE + s) + t
@@ -407,14 +416,34 @@ def fill_segments(
     tl.store(tiles + own + e, k * 0 + t, mask=has == 1)
     b = tl.arange(0, BLOCK)
     slot = tl.load(slots + tl.load(layout + FIRST_SLOT * SIDE + s) + t * block + b, mask=b < block, other=-1)
-    kind = tl.load(plan + s)
-    at = (tl.load(layout + FIRST_OF_LEVEL * SIDE + s) + slot).to(tl.int64)[:, None]
+    base = tl.load(plan + TABLE_ROWS * SIDE + s) * _aligned(rows) + tl.load(plan + TABLE_MOST * SIDE + s) * most
+    at = base + slot.to(tl.int64) * tl.load(plan + VOLUME * SIDE + s)
     on = (slot >= 0)[:, None] & (has == 1)[None, :]
-    same = tl.load(table + at * K + k[None, :], mask=on & (kind == SAME), other=-1)
-    below = at - _aligned(tl.load(words + COUNTS))
-    child = tl.load(down + below * WIDTH + k[None, :], mask=on & (kind == DOWN), other=-1)
-    link = tl.load(parents + at, mask=(slot >= 0)[:, None] & (kind == UP), other=-1)
-    parent = tl.where(on & (link >= 0) & ((link & 7) == k[None, :]), link >> 3, -1)
-    input_rows = tl.where(kind == SAME, same, tl.where(kind == DOWN, child, parent))
+    input_rows = tl.load(tables + at[:, None] + k[None, :], mask=on, other=-1)
     where = wide + e.to(tl.int64)[None, :] * block + b[:, None]
     tl.store(inputs + where, input_rows, mask=(b < block)[:, None] & (has == 1)[None, :])
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def cut_runs(
+    layout, words, wanted, ends, out, lists: "i64", blocks: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Pieces of the runs of several segments, as tile_kernels.order_counted, `blocks` programs each. wanted: segments,
+    then maximum lengths of a piece, in rows of GROUPS lanes. out: five aligned arrays for each."""
+    lane = tl.arange(0, GROUPS)
+    s, most = tl.load(wanted + lane), tl.load(wanted + GROUPS + lane)
+    count, size = tl.load(layout + TILES * SIDE + s), tl.load(words + ENTRIES + s)
+    places = count + size // most
+    q = (tl.program_id(0) // blocks).to(tl.int32)
+    own = lane == q
+    begin = tl.sum(tl.where(lane < q, 5 * _aligned(places), 0).to(tl.int64))
+    count, size = tl.sum(tl.where(own, count, 0)), tl.sum(tl.where(own, size, 0))
+    most, places = tl.sum(tl.where(own, most, 0)), tl.sum(tl.where(own, places, 0))
+    first = tl.sum(tl.where(own, tl.load(layout + FIRST_TILE * SIDE + s), 0))
+    found, each = out + begin, _aligned(places)
+    _in_order(
+        ends + first, found, found + each, found + 2 * each, found + 3 * each, found + 4 * each,
+        (tl.program_id(0) % blocks).to(tl.int32), blocks.to(tl.int32), size, count, most, places,
+        BINS, BLOCK, CHUNK,
+    )  # fmt: skip

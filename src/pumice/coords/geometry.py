@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from pumice.coords.box import INT32_MAX, Bounds
+from pumice.coords.box import INT32_MAX, UNKNOWN, Bounds
 from pumice.coords.buffer import CoordBuffer, read, with_own_storage
 from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
@@ -61,6 +61,8 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = settled
+        # False: a bounding box that becomes known is checked.
+        self._seen = True
         # None: writes are allowed (buffers), or cannot be told (while tracing; inference tensors have no counter).
         self._version = None if torch.compiler.is_compiling() or coords.is_inference() else coords._version
         # True if compiled code may rely on the maps (coords.tracing).
@@ -90,9 +92,8 @@ class Geometry:
     ) -> Geometry:
         """A geometry from a user's coordinates, after checks. dim: D; None: the number of columns less one.
 
-        On a GPU, with both `spatial_shape` and `batch_size`, there is no host synchronisation: duplicates and
-        coordinates out of bounds are raised at the next read of a count (`settle`). Otherwise the bounding box is read
-        once.
+        On a GPU there is no host synchronisation: duplicates and coordinates out of bounds are raised when kernel maps
+        are found, with the read of their sizes (`settle`), or where the bounding box is asked for (`site`).
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).
@@ -102,11 +103,13 @@ class Geometry:
         # A copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
-        bounds = bounds_of(coords, shape, batch_size)
-        if batch_size is None:
-            _warn_of_batch(bounds)
-        site = GridSpec(strides, shape, bounds.batch if batch_size is None else int(batch_size), bounds)
-        geometry = Geometry(coords, site, settled=False)
+        items = -1 if batch_size is None else int(batch_size)
+        waits = coords.is_cuda and len(coords) > 0 and coords.shape[1] > 2 and (shape is None or batch_size is None)
+        bounds = UNKNOWN if waits else bounds_of(coords, shape, batch_size)
+        geometry = Geometry(coords, GridSpec(strides, shape, items, UNKNOWN), settled=False)
+        geometry._seen = False
+        if not waits:
+            geometry.learn(bounds)
         if not coords.is_cuda:
             geometry.settle()
         return geometry
@@ -158,12 +161,22 @@ class Geometry:
 
     @property
     def site(self) -> GridSpec:
+        """The metadata; on a GPU, where nobody has found the bounding box yet, it is read. Raises as `learn`."""
         if self._site.bounds.batch < 0:
-            # Unknown while tracing.
-            bounds = Bounds.of(self._coords)
-            items = self._site.batch_size
-            self._site = replace(self._site, bounds=bounds, batch_size=bounds.batch if items < 0 else items)
+            # Unknown while tracing, too.
+            self.learn(Bounds.of(self._coords))
         return self._site
+
+    def learn(self, bounds: Bounds) -> None:
+        """Keep the bounding box. Raises CoordinateError if it exceeds the user's spatial_shape or batch_size; warns if
+        the batch column looks like a coordinate, unless batch_size was given."""
+        items = self._site.batch_size
+        if not self._seen:
+            _check_range(bounds, self._site.spatial_shape, None if items < 0 else items)
+            if items < 0:
+                _warn_of_batch(bounds)
+        self._seen = True
+        self._site = replace(self._site, bounds=bounds, batch_size=bounds.batch if items < 0 else items)
 
     @property
     def outline(self) -> GridSpec:
@@ -412,7 +425,7 @@ def _warn_of_batch(bounds: Bounds) -> None:
             f"coordinates (batch, axes...) have {bounds.batch} batch items and axes of extent {sides}: are they "
             "(x, y, z, batch)? Move the batch column first, or pass batch_size if this is meant"
         )
-        warnings.warn(message, stacklevel=5)
+        warnings.warn(message, stacklevel=6)
 
 
 def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int | None) -> None:

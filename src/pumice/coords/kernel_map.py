@@ -35,6 +35,15 @@ class Pairs(NamedTuple):
     sizes: Tensor
 
 
+class Deferred:
+    """A storage that is made when somebody reads it."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+
+
 class PendingChecks(Protocol):
     """Coordinates whose checks may be pending."""
 
@@ -161,7 +170,8 @@ class KernelMap:
         """The storage cached under `name`, or None."""
         if self.buffered is not None:
             self.buffered.wait_for((name, self.flipped))
-        return self._storages.get((name, self.flipped))
+        found = self._storages.get((name, self.flipped))
+        return self._read((name, self.flipped), found) if type(found) is Deferred else found
 
     def cached_keys(self) -> set[Hashable]:
         """Keys of all cached storages, of both directions."""
@@ -180,6 +190,8 @@ class KernelMap:
         if self.buffered is not None:
             self.buffered.wait_for(key)
         found = self._storages.get(key, _MISSING)
+        if type(found) is Deferred:
+            return self._read(key, found)
         if found is _MISSING and torch.compiler.is_compiling():
             found = self._storages[key] = build(self)
         elif found is _MISSING:
@@ -188,6 +200,12 @@ class KernelMap:
             if self.buffered is not None:
                 self.buffered.register_derived(key)
         return found
+
+    def _read(self, key: Hashable, found: Deferred) -> Any:
+        """The value of a deferred storage."""
+        with outside_inference_mode():
+            value = self._storages[key] = found.make()
+        return value
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
         """The map with its rows on `device`; other storages are rebuilt there on demand."""

@@ -186,7 +186,7 @@ class TorchOutputs:
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         # Inputs outside the box are dropped, as in the other implementations.
         coords = inputs.coords if inputs.exact else inputs.coords[inputs.valid_mask() & inputs.inside()]
-        self._coords = _TWINS[relation.policy](coords, inputs.bounds, relation, site)
+        self._coords = distinct_outputs(coords, inputs.bounds, relation, site)
         self._site, self._inputs = site, inputs
         if len(self._coords) > INT32_MAX:
             raise CoordinateError(f"{len(self._coords)} output voxels; indices hold at most {INT32_MAX}")
@@ -305,6 +305,12 @@ def _transposed_support(coords: Tensor, bounds: Bounds, relation: Relation, site
 
 
 _TWINS = {"floor_unique": _floor_unique, "support": _support, "transposed_support": _transposed_support}
+
+
+def distinct_outputs(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
+    """The outputs of a relation on coordinates in a box, in plain torch. site: the outputs'."""
+    return _TWINS[relation.policy](coords, bounds, relation, site)
+
 
 _AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 

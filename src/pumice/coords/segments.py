@@ -5,14 +5,13 @@ A kernel if runs are few, or if their ends are known and all are short; else pla
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pumice.runtime.launch import has_triton, integers, kernel
+from pumice.runtime.launch import has_triton, kernel
 
 _SIDES = (128, 512, 2048)  # Maximum runs that one program sorts: few variants, as each compiles a sort
 _LONG = (1 << 20) - 2  # Length from which on runs compare equal: length and index share an integer of 31 bits
@@ -20,7 +19,7 @@ _BINS = 1024  # Maximum bins of the counting sort by length
 _MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
 _BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and how many it counts at a time
 WHOLE = 0  # A piece length: runs are not cut
-_NEVER = 1 << 30  # More entries than any run has
+NEVER = 1 << 30  # More entries than any run has
 
 
 class Runs(NamedTuple):
@@ -66,7 +65,7 @@ class RunInfo:
 
     def numbers(self, most: int) -> tuple[int, int, int, int]:
         """Kernel arguments: entries and runs of the array, piece length, maximum number of pieces."""
-        return self.size, self.count, most or _NEVER, self.count + (self.size // most if most else 0)
+        return self.size, self.count, most or NEVER, self.count + (self.size // most if most else 0)
 
 
 class RunRegistry:
@@ -76,13 +75,20 @@ class RunRegistry:
     def __init__(self) -> None:
         self._runs: dict[int, RunInfo] = {}
 
-    def register(self, array: Tensor, ends: Tensor, longest: int, piece_sizes: set[int] | None = None) -> None:
-        """Register an array's run ends. longest, piece_sizes (`requested`): see RunInfo."""
+    def register(
+        self,
+        array: Tensor,
+        ends: Tensor,
+        longest: int,
+        piece_sizes: set[int] | None = None,
+        pieces: dict[int, Pieces] | None = None,
+    ) -> None:
+        """Register an array's run ends. longest, piece_sizes (`requested`), pieces: see RunInfo."""
         key = id(array)
         if not array.is_inference():
             known = weakref.ref(array, lambda _: self._runs.pop(key, None))
             facts = known, array._version, array.shape[0], ends, longest
-            self._runs[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, {})
+            self._runs[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, pieces or {})
 
     def get(self, array: Tensor, count: int) -> RunInfo | None:
         """The runs registered for the array and `count` values, or None."""
@@ -139,35 +145,6 @@ def cached_pieces(array: Tensor, count: int, most: int) -> Pieces | None:
         return None
     info.requested.add(most)
     return info.pieces.get(most)
-
-
-def split_runs_together(requests: Sequence[tuple[Tensor, int, int]]) -> None:
-    """Compute by one kernel the results of `split_runs` (of `segments_by_length` if most is WHOLE) for requests
-    (array, count, most) whose run ends are known; skips requests to which the counting sort does not apply."""
-    wanted: list[tuple[RunInfo, int]] = []
-    for array, count, most in requests:
-        info = RUNS.get(array, count)
-        if info is not None and info.can_count_sort:
-            wanted.append((info, most))
-    if not wanted:
-        return
-    table, layouts, at = [], list[tuple[int, int, int]](), 0
-    for info, most in wanted:
-        *_, places = numbers = info.numbers(most)
-        each = -(-places // 4) * 4
-        table += (info.ends.data_ptr(), at, each, *numbers)
-        layouts.append((places, each, at))
-        at += 5 * each
-    device = wanted[0][0].ends.device
-    out = torch.empty(at, dtype=torch.int32, device=device)
-    count = max(info.count for info, _ in wanted)
-    blocks = -(-count // _BLOCK)
-    constants = _count_sort_constants(count, max(info.longest for info, _ in wanted))
-    tensors = integers(table, device), out
-    kernel("tile_kernels.order_many")(len(wanted) * blocks, tensors, (blocks,), constants)
-    begin = out.storage_offset()
-    for (info, most), (places, each, at) in zip(wanted, layouts, strict=True):
-        info.pieces[most] = Pieces(*out.as_strided((5, places), (each, 1), begin + at).unbind())
 
 
 def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set[int]) -> None:
@@ -241,12 +218,12 @@ def _count_sorted(info: RunInfo, most: int) -> Pieces:
     """The result of `split_runs` (of `segments_by_length` if most is WHOLE) by counting sort of known runs."""
     *_, places = numbers = info.numbers(most)
     found = _aligned_lists(5, places, info.ends.device)
-    constants = _count_sort_constants(info.count, info.longest)
+    constants = count_sort_constants(info.count, info.longest)
     kernel("tile_kernels.order_counted")(-(-info.count // _BLOCK), (info.ends, *found), numbers, constants)
     return Pieces(*found)
 
 
-def _count_sort_constants(count: int, longest: int) -> dict[str, int]:
+def count_sort_constants(count: int, longest: int) -> dict[str, int]:
     """Constants of the counting sort; the last bin is for lanes without a run."""
     chunk = _CHUNKS[count > _CHUNKS[0]]
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

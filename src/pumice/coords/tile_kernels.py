@@ -458,24 +458,6 @@ def order_counted(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def order_many(arrays, out, blocks: "i64", BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """As order_counted for several arrays, `blocks` programs each. arrays int64 [A, 7]: address of the ends, start of
-    the array's five lists in `out`, aligned length of a list, size, count, most, places."""
-    programs = blocks.to(tl.int32)
-    row = arrays + tl.program_id(0) // programs * 7
-    ends = tl.load(row).to(tl.pointer_type(tl.int32), bitcast=True)
-    lists, each = out + tl.load(row + 1), tl.load(row + 2)
-    size, count, most, places = (
-        tl.load(row + 3).to(tl.int32), tl.load(row + 4).to(tl.int32),
-        tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32),
-    )  # fmt: skip
-    _in_order(
-        ends, lists, lists + each, lists + 2 * each, lists + 3 * each, lists + 4 * each,
-        tl.program_id(0) % programs, programs, size, count, most, places, BINS, BLOCK, CHUNK,
-    )  # fmt: skip
-
-
 @triton.jit
 def _copy(source, to, block, size, BLOCK: tl.constexpr):
     """to[i] = source[i] for i < size within a block."""
@@ -498,19 +480,3 @@ def put(
         _copy(b, to_b, p - own_a, size_b, BLOCK)
     else:
         _copy(c, to_c, p - own_a - own_b, size_c, BLOCK)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def pack(sources, starts, out, arrays: "i64", MOST: tl.constexpr, BLOCK: tl.constexpr):
-    """out[starts[a] * BLOCK + i] = entry i < sizes[a] of int32 array a. sources: addresses. starts: starts, sizes."""
-    sizes = starts + arrays
-    block = tl.program_id(0).to(tl.int64)
-    a = tl.arange(0, MOST)
-    begins = tl.load(starts + a, mask=a < arrays, other=1 << 62)
-    # Of arrays that start at the same block all but the last are empty.
-    own = tl.sum((begins <= block).to(tl.int32), axis=0) - 1
-    source = tl.load(sources + own).to(tl.pointer_type(tl.int32), bitcast=True)
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    i = (block - tl.load(starts + own)) * BLOCK + lane
-    there = i < tl.load(sizes + own)
-    tl.store(out + block * BLOCK + lane, tl.load(source + i, mask=there), mask=there)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
+from pumice.runtime.parts import Array
 
 _ROWS = 128  # Rows of one program, and of one block of pair_counts
 _SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
@@ -454,24 +455,30 @@ class Digits(NamedTuple):
         return counts.view(shape), rest
 
 
-def stable_argsort(keys: Tensor, digits: Digits, counts: Tensor, total: Tensor | None = None) -> Tensor:
+def stable_argsort(
+    keys: Array,
+    digits: Digits,
+    counts: Tensor | Sequence[Array],
+    total: Array | None = None,
+    rooms: Sequence[Array] = (),
+) -> Any:
     """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
     counts: from Digits.counts, with the rows of each block per lowest digit filled in. total: int32 [1] on the device:
-    only that many first keys are sorted, and as many entries written."""
-    given = counts if total is None else total
-    bins, blocks, columns = 1 << digits.width, counts.shape[1] - 1, min(_COLUMNS, 1 << digits.width)
-    starts = counts.unbind()
+    only that many first keys are sorted, and as many entries written. rooms: where the result of each turn goes."""
+    starts = counts.unbind() if isinstance(counts, Tensor) else counts
+    given = starts[0] if total is None else total
+    bins, blocks, columns = 1 << digits.width, starts[0].shape[0] - 1, min(_COLUMNS, 1 << digits.width)
+    rows = keys.shape[0]
     for turn in range(digits.turns):
         last = turn + 1 == digits.turns
-        found = torch.empty(keys.shape[0], dtype=torch.int32 if last else torch.int64, device=keys.device)
+        dtype = torch.int32 if last else torch.int64
+        found = rooms[turn] if rooms else torch.empty(rows, dtype=dtype, device=keys.device)
         added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED, "BLOCK": 0 if total is None else digits.block}
         kernel("tile_kernels.scan_digits")(bins // columns, (starts[turn], given), (blocks,), added)
         tensors = (keys, starts[turn], starts[turn if last else turn + 1], found, given)
         constants = {"BINS": bins, "BLOCK": digits.block, "FIRST": turn == 0, "LAST": last}
         constants["COUNTED"] = total is not None
-        kernel("tile_kernels.place_digits")(
-            blocks, tensors, (turn * digits.width, keys.shape[0], blocks), constants, _WARPS
-        )
+        kernel("tile_kernels.place_digits")(blocks, tensors, (turn * digits.width, rows, blocks), constants, _WARPS)
         keys = found
     return keys
 

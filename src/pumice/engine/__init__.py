@@ -3,6 +3,7 @@
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
 from pumice.engine.export import Exportable, exportable
 from pumice.engine.measure import PassTiming, measure
+from pumice.engine.program import Program, compile
 from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.train_program import PerItemTarget
 from pumice.engine.train_step import CapturedStep, capture_step
@@ -17,12 +18,14 @@ __all__ = [
     "Exportable",
     "PassTiming",
     "PerItemTarget",
+    "Program",
     "Tiles",
     "Trial",
     "Tuning",
     "capture",
     "capture_points",
     "capture_step",
+    "compile",
     "exportable",
     "measure",
     "tune",

@@ -1,4 +1,9 @@
-"""Captured graphs of a static program, one per capacity, with an eager fallback for scenes that do not fit."""
+"""Captured graphs of a static program, one per capacity; scenes that do not fit run without one.
+
+A graph is recorded in the caller's thread, at the end of a call whose scene found none and has run without. Recording
+by another thread is not safe: while torch captures a graph, random numbers on the device raise in all other threads.
+Kernels are compiled in the background.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -24,6 +29,7 @@ from pumice.engine.static import CropContext, LevelOutput, OutputCropping, Path,
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
+from pumice.runtime.compile import CompilationPending, compiling_beside
 from pumice.runtime.launch import outside_inference_mode, recording_constants
 
 _SMALLEST = 1024  # Smallest capacity, unless the largest is below it
@@ -139,8 +145,8 @@ class CapacityMargins:
 
 
 class GraphRunner:
-    """Runs a static program: selects a capacity, captures its graph on first use, and falls back to eager. fallbacks:
-    scenes that ran eagerly, by reason ("voxels", "points", "box", "batch", "room"). replays: all others."""
+    """Runs a static program: by the graph of a scene's capacity, or without one. fallbacks: scenes that ran without, by
+    reason ("voxels", "points", "box", "batch", "room", "capture"). replays: all others."""
 
     early_status = True
     """True if graphs write their status words to the host before they finish."""
@@ -157,6 +163,9 @@ class GraphRunner:
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._warned = set[str]()
         self._stream: torch.cuda.Stream | None = None
+        self._pending: dict[int, CompilationPending] = {}
+        # Capacities that cannot be captured.
+        self._refused = set[int]()
         self.fallbacks: Counter[str] = Counter()
         self.replays = 0
 
@@ -170,10 +179,18 @@ class GraphRunner:
         if self.program.model.training:
             raise OptionError("the model was captured in evaluation mode and is in training mode; call model.eval()")
         if (problem := self._host_rejection(scene)) is not None:
-            return self._run_eagerly(scene, *problem)
+            self._warn_once(*problem)
+            return self._run_eagerly(scene)
         with device_context(self.device):
-            bucket = self.bucket(scene.count)
+            capacity = self.limits.capacity(scene.count)
+            assert capacity is not None
+            bucket = self.buckets.get(capacity)
             self._wait_for_previous_call()
+            if bucket is None:
+                self.fallbacks["capture"] += 1
+                found = self._run_eagerly(scene)
+                self._make_ready(capacity, self._bucket_for)
+                return found
             scene.fill(bucket.buffers)
             results = bucket.run(self.program)
             # If all result sizes are known, queue the copies before the host synchronisation.
@@ -181,12 +198,30 @@ class GraphRunner:
             words = bucket.status_words(results)
             if words[0]:
                 why, detail = self._device_rejection(scene, results, words)
-                found = self._run_eagerly(scene, why, detail)
+                self._warn_once(why, detail)
+                found = self._run_eagerly(scene)
                 if why == "room":
-                    self._replan(bucket, scene)
+                    self._make_ready(capacity, lambda _: self._replan(bucket, scene))
                 return found
             self.replays += 1
             return self._cropped_results(scene, results, words) if found is None else found
+
+    def _make_ready(self, capacity: int, build: Callable[[int], object]) -> None:
+        """Build a bucket at the end of a call whose results are under way. Kernels that are not there yet are compiled
+        in the background, and a later call of this capacity builds it."""
+        pending = self._pending.get(capacity)
+        if capacity in self._refused or (pending is not None and not pending.done):
+            return
+        try:
+            # What is still missing after that is compiled at once, and not asked for again.
+            with compiling_beside() if pending is None else nullcontext():
+                build(capacity)
+            self._pending.pop(capacity, None)
+        except CompilationPending as more:
+            self._pending[capacity] = more
+        except (PumiceError, torch.cuda.OutOfMemoryError) as problem:
+            self._refused.add(capacity)
+            warnings.warn(f"scenes of this size run eagerly: {problem}", RuntimeWarning, stacklevel=4)
 
     def _wait_for_previous_call(self) -> None:
         """Make the current stream wait for the previous call, which may run on another stream."""
@@ -226,10 +261,9 @@ class GraphRunner:
         box = self.program.site.bounds
         return f"the box {box.low} to {box.high} with {box.batch} items"
 
-    def _run_eagerly(self, scene: ModelInput, why: str, detail: str) -> Any:
-        self._warn_once(why, detail)
+    def _run_eagerly(self, scene: ModelInput) -> Any:
         x = scene.tensor()
-        leaves, spec = pytree.tree_flatten(self.program.eager(x), is_sparse)
+        leaves, spec = pytree.tree_flatten(self.program.forward(x), is_sparse)
         return pytree.tree_unflatten(self._gathered_to_points(leaves, x), spec)
 
     def _warn_once(self, why: str, detail: str) -> None:
@@ -278,7 +312,7 @@ class GraphRunner:
             bucket = self.buckets.get(capacity)
             levels = [] if bucket is None else [f"{n} at stride {place[2]}" for place, n in bucket.capacities.levels()]
             lines.append(f"  {capacity}: {'not yet captured' if bucket is None else ', '.join(levels) or 'one level'}")
-        lines.append(f"{self.replays} scenes replayed; eager: {dict(self.fallbacks) or 'none'}")
+        lines.append(f"{self.replays} scenes by graphs; without: {dict(self.fallbacks) or 'none'}")
         return "\n".join(lines)
 
     def prepared(self, count: int) -> CapacityBucket:
@@ -286,11 +320,14 @@ class GraphRunner:
         return self.bucket(count)
 
     def bucket(self, count: int) -> CapacityBucket:
-        """Bucket for `count` voxels or points; planned, checked and captured on first use."""
+        """Bucket for `count` voxels or points, which is built if it is not there."""
         capacity = self.limits.capacity(count)
         if capacity is None:
             most, what = self.limits.capacities[-1], self.limits.what
             raise ShapeError(f"{count} {what} exceed the largest capacity max_{what}={most}")
+        return self._bucket_for(capacity)
+
+    def _bucket_for(self, capacity: int) -> CapacityBucket:
         bucket = self.buckets.get(capacity)
         if bucket is None:
             # The buffers must be usable outside inference mode later.
@@ -339,16 +376,19 @@ class GraphRunner:
         return CapacityBucket(buffers, planner.to_fixed())
 
     def _check(self, bucket: CapacityBucket, scene: ModelInput) -> None:
-        """Compare with the eager network, padding rows filled with NaN; classify the axes of the results."""
+        """Compare with the network outside buffers, padding rows filled with NaN, and classify the axes of the results;
+        at the first capacity, as all run one program."""
+        if self._cropping is not None:
+            return
         x = scene.tensor()
-        wanted = pytree.tree_leaves(self.program.eager(x), is_sparse)
+        wanted = pytree.tree_leaves(self.program.forward(x), is_sparse)
         bucket.buffers.poison(scene.count)
         results = self.program.run(bucket.buffers, bucket.capacities, poison=True)
         words = results.status_words.tolist()
         if words[0]:
             raise CaptureError(f"the example exceeds the capacity: it {overflow_message(results, words)}")
         reading = OutputCropping.of(results, words, wanted, (self.limits.batch, x.batch_size))
-        self._cropping = self._cropping or reading
+        self._cropping = reading
         given = replace(self._crop_context(scene, results, words), items=x.batch_size)
         both = zip(results.leaves, reading.kinds, self._gathered_to_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
@@ -362,18 +402,16 @@ class GraphRunner:
 
     def _perturbed_results(self, x: SparseTensor, wanted: Sequence[Any]) -> list[Any]:
         """Eager results for perturbed features."""
-        leaves = pytree.tree_leaves(self.program.eager(x.replace(perturb(x.feats, wanted))), is_sparse)
+        leaves = pytree.tree_leaves(self.program.forward(x.replace(perturb(x.feats, wanted))), is_sparse)
         return self._gathered_to_points(leaves, x)
 
     def _capture(self, bucket: CapacityBucket) -> None:
-        """Capture the graph, after a pass that compiles and one that forbids host synchronisation."""
+        """Capture the graph, after a pass that forbids host synchronisation."""
         side = self._side
         assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            self.program.run(bucket.buffers, bucket.capacities)
-            with _forbid_synchronisation():
-                ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
+        with torch.cuda.stream(side), _forbid_synchronisation():
+            ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
         torch.cuda.current_stream(self.device).wait_stream(side)
         host = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early_status else None
         graph = torch.cuda.CUDAGraph()
@@ -411,14 +449,14 @@ class CapturedModule:
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """Number of scenes that ran eagerly, by reason: "voxels" or "points" (above the largest capacity), "box",
-        "batch" (too many items; for steps, another number of items), "room" (a coarser level or a kernel map overflowed
-        its capacity)."""
+        """Number of scenes that ran without a graph, by reason: "voxels" or "points" (above the largest capacity),
+        "box", "batch" (too many items; for steps, another number of items), "room" (a coarser level or a kernel map
+        overflowed its capacity), "capture" (the capacity was not captured yet)."""
         return self._engine.fallbacks
 
     @property
     def replays(self) -> int:
-        """Number of scenes that did not run eagerly."""
+        """Number of scenes that ran by a graph."""
         return self._engine.replays
 
     def ready(self: _Kind, *counts: int) -> _Kind:

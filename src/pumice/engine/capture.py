@@ -15,6 +15,7 @@ from pumice.coords.box import INT32_MAX
 from pumice.coords.capacity import Shares
 from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
+from pumice.engine.program import compile  # noqa: A004
 from pumice.engine.static import Autocast, PaddedProgram
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops import SparseTensor
@@ -42,30 +43,38 @@ def capture(
         fast = pm.capture(net, x, max_voxels=200_000)
         y = fast(x)
 
-    The forward pass runs on buffers of fixed capacity; padding rows are masked out, so the cost depends on the scene's
-    voxels and little on the capacity. The only host synchronisation reads the status word and the level sizes. If maps
-    are built beside the layers (SparseTensor.prepare), these are available once the maps are, and a call returns while
-    layers still run on the current stream. On a CPU the same calls run without a graph (for tests).
+        fast(x) = pm.compile(net)(x)
+
+    bit for bit where the capacity takes the tiles that the scene itself would take; else sums are rounded otherwise.
+
+    The program of the network (pumice.compile) runs on buffers of fixed capacity; padding rows are masked out, so the
+    cost depends on the scene's voxels and little on the capacity. The only host synchronisation reads the status word
+    and the level sizes, which are available once the maps are: a call returns while layers still run on the current
+    stream. On a CPU the same calls run without a graph (for tests).
+
+    The example's capacity is captured at once, and the others by `ready()`, or by a call: the first scene of a capacity
+    runs by the program, and the graph is recorded at the end of that call (of a later one, if kernels need to be
+    compiled first, which the background does). A scene that exceeds the room of a level or of a kernel map runs by the
+    program, too, and the capacity is recorded again with more room, up to three times.
 
     Parameters
     ----------
-    model: module in evaluation mode that takes one SparseTensor. Parameters are read in place: values written to them
-        take effect in the next call.
+    model: module in evaluation mode that takes one SparseTensor, or its program. Parameters are read in place: values
+        written to them take effect in the next call.
     example: typical scene, with features as later scenes have them. Capacities of coarser levels derive from it.
-    max_voxels: largest capacity; default twice the example's voxels. A larger scene runs eagerly.
+    max_voxels: largest capacity; default twice the example's voxels. A larger scene runs by the program.
     level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
-        default: what the example needs times `margin`, which also applies to kernel map entries. A scene that
-        overflows runs eagerly, and its capacity is re-planned and re-captured, up to three times.
+        default: what the example needs times `margin`, which also applies to kernel map entries.
     batch: largest number of batch items; default the example's.
     dtype: cast a copy of the model, and features, to this dtype (see refresh()). In half precision batch norms keep
         their dtype.
-    buckets: factor between capacities, or the capacities. Each is captured on first use, or by `ready()`.
-    box: smallest and largest coordinates; a scene outside runs eagerly. Default: the example's spatial_shape, which
-        later scenes must share, or else its bounding box, enlarged by half along each axis.
+    buckets: factor between capacities, or the capacities.
+    box: smallest and largest coordinates; a scene outside runs by the program. Default: the example's spatial_shape,
+        which later scenes must share, or else its bounding box, enlarged by half along each axis.
 
     Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
     has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
-    differ from its forward pass on the example), GeometryError (value-dependent row counts, as of prune()).
+    differ from the program's on the example), GeometryError (value-dependent row counts, as of prune()).
     """
     _check_model(model)
     check_example(example)
@@ -73,7 +82,7 @@ def capture(
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = PaddedProgram(own, site_within(example.geometry.site, limits.batch, box), Autocast.current(x.device.type))
+    program = _program_of(own, site_within(example.geometry.site, limits.batch, box), x.device.type)
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with outside_inference_mode():
         buffers = VoxelBuffers.of(limits.capacities[-1], x)
@@ -107,7 +116,7 @@ def capture_points(
     included), buckets (of points), margin, box.
 
     Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
-    eagerly, unless the box is a spatial_shape.
+    by the program, unless the box is a spatial_shape.
 
     Raises as `capture` and voxelize() do.
     """
@@ -124,10 +133,14 @@ def capture_points(
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # Raises if the example is invalid.
     x = scene.tensor()
-    program = PaddedProgram(own, site_within(x.geometry.site, limits.batch, box), Autocast.current(points.device.type))
+    program = _program_of(own, site_within(x.geometry.site, limits.batch, box), points.device.type)
     with outside_inference_mode():
         buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
+
+
+def _program_of(model: nn.Module, site: GridSpec, kind: str) -> PaddedProgram:
+    return PaddedProgram(compile(model), model, site, Autocast.current(kind))
 
 
 def _options_of_points(

@@ -8,7 +8,7 @@ pumice.ops.conv.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap
-from pumice.engine.subject import MODES, TuningSubject, fresh
+from pumice.engine.subject import TuningSubject, fresh
+from pumice.engine.trace import Product, trace
 from pumice.lower import maps
 from pumice.nn.conv import Convolution
 from pumice.ops import Epilogue, SparseTensor
@@ -125,8 +126,8 @@ def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observe
     excluded, scenes, notes = set(excluded), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
-        with recording_calls(tuned_model.model) as calls:
-            MODES["inference"](tuned_model, x)
+        with torch.no_grad(), recording_calls(tuned_model.model, x) as calls:
+            tuned_model.model(x)
         scenes.append(calls)
         if not number:
             notes += _unread(x.geometry, calls)
@@ -136,28 +137,56 @@ def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observe
 
 
 @contextmanager
-def recording_calls(model: nn.Module, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
-    """Record every convolution layer call in the yielded list, with its fused epilogue. arithmetic: False returns zeros
-    without launching convolution kernels. Implemented without hooks, since hooks disable epilogue fusion."""
+def recording_calls(model: nn.Module, x: SparseTensor, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
+    """Record every convolution layer call of model(x) in the yielded list, with the epilogue that the network's program
+    has behind it. arithmetic: False returns zeros without launching convolution kernels."""
     calls: list[LayerCall] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
+    behind = epilogues_of(model, x) if _is_fused(x) else {}
 
-    def finished(name: str, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
+    def called(name: str, x: SparseTensor, target: Target = None) -> SparseTensor:
         layer = layers[name]
         found, outputs = layer.map_of(x, target)
-        calls.append(LayerCall(name, layer, x.geometry, x.dtype, found, epilogue and EpilogueSpec.of(epilogue)))
+        kind = _cast(x.dtype, x.device.type)
+        spec = behind[layer](kind) if layer in behind else None
+        calls.append(LayerCall(name, layer, x.geometry, x.dtype, found, spec))
         if arithmetic:
-            return type(layer).forward_with_epilogue(layer, x, epilogue, target)
-        kept = (epilogue and epilogue.dtype) or _cast(x.dtype, x.device.type)
-        return SparseTensor(x.feats.new_zeros(found.num_outputs, layer.out_channels, dtype=kept), outputs)
+            return type(layer).convolve(layer, x, target)
+        return SparseTensor(x.feats.new_zeros(found.num_outputs, layer.out_channels, dtype=kind), outputs)
 
     for name, layer in layers.items():
-        layer.forward_with_epilogue = partial(finished, name)
+        layer.convolve = partial(called, name)
     try:
         yield calls
     finally:
         for layer in layers.values():
-            del layer.forward_with_epilogue
+            del layer.convolve
+
+
+def epilogues_of(model: nn.Module, x: SparseTensor) -> Mapping[nn.Module, Callable[[torch.dtype], EpilogueSpec]]:
+    """By convolution, the epilogue that the program of a network has behind it, as a function of the features' dtype;
+    that of its first call."""
+    traced = trace(model, (x,), {}, {})
+    steps = [] if isinstance(traced, str) else traced.steps
+    found: dict[nn.Module, Callable[[torch.dtype], EpilogueSpec]] = {}
+    for step in steps:
+        if isinstance(step, Product) and step.layer is not None and (step.norm or step.residual or step.activation):
+            found.setdefault(step.layer, partial(_spec_of, step))
+    return found
+
+
+def _spec_of(step: Product, dtype: torch.dtype) -> EpilogueSpec:
+    residual = None if step.residual is None else torch.empty(0, dtype=dtype)
+    if step.norm is None:
+        return EpilogueSpec.of(Epilogue(residual=residual, activation=step.activation))
+    kept, own = step.norm._buffers, step.norm._parameters
+    vectors = kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
+    return EpilogueSpec.of(Epilogue.of_norm(vectors, step.norm.eps, residual, step.activation))
+
+
+def _is_fused(x: SparseTensor) -> bool:
+    """On a CPU a program calls modules one by one."""
+    return x.device.type == "cuda"
 
 
 def _cast(dtype: torch.dtype, kind: str) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pumice.coords import KernelMap
 from pumice.engine.groups import EpilogueSpec, LayerCall, recording_calls
-from pumice.engine.subject import MODES, TuningSubject, fresh
+from pumice.engine.subject import TuningSubject, fresh
 from pumice.lower.dataflow import Pass
 from pumice.lower.kernel import tuning
 from pumice.ops import conv_features
@@ -133,8 +133,9 @@ def compile_first(tuned_model: TuningSubject) -> None:
     if tuned_model.device.type != "cuda":
         return
     with suppress(Exception):
-        with recording_calls(tuned_model.model, arithmetic=False) as calls:
-            MODES["inference"](tuned_model, fresh(tuned_model.scenes[0]))
+        x = fresh(tuned_model.scenes[0])
+        with torch.no_grad(), recording_calls(tuned_model.model, x, arithmetic=False) as calls:
+            tuned_model.model(x)
         compile_in_parallel(
             isolated_layer(calls, tuned_model.training), PASSES if tuned_model.training else PASSES[:1], [PLANNED]
         )

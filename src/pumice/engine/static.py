@@ -1,8 +1,8 @@
-"""A network as a static program over coordinates and features in buffers of fixed capacity.
+"""A network over coordinates and features in buffers of fixed capacity.
 
-The forward pass runs unchanged on a tensor whose coordinates lie in a buffer (coords.capacity). The valid-row count
-stays on the device, so no size depends on the scene: the same calls serve every scene that fits, and on a GPU they can
-be captured as a CUDA graph.
+The program of the network (engine.program) runs on a tensor whose coordinates lie in a buffer (coords.capacity). The
+valid-row count stays on the device, so no size depends on the scene: the same calls serve every scene that fits, and on
+a GPU they can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pumice.coords import Geometry, GridSpec, Relation, join_side_streams
 from pumice.coords.capacity import BufferedState, Capacities
 from pumice.coords.outputs import site_of
 from pumice.engine.buffers import Buffers, InputBatch, per_point
+from pumice.engine.program import Program
 from pumice.errors import CaptureError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
@@ -90,8 +91,10 @@ class Autocast:
 
 @dataclass(frozen=True, eq=False)
 class PaddedProgram:
-    """A network over buffers. site: grid of the input; its bounds contain all coordinates."""
+    """A program over buffers. model: the network that it is of, or itself. site: grid of the input; its bounds contain
+    all coordinates."""
 
+    program: Program
     model: nn.Module
     site: GridSpec
     autocast: Autocast
@@ -104,7 +107,7 @@ class PaddedProgram:
         with torch.no_grad(), outside_inference_mode():
             entered = buffers.make_input(self.site, BufferedState(capacities, (), poison))
         geometry = entered.x.geometry
-        leaves, spec = pytree.tree_flatten(self.eager(entered.x), is_sparse)
+        leaves, spec = pytree.tree_flatten(self.forward(entered.x), is_sparse)
         found = dict(levels_of(geometry))
         # Kernel maps are not kept: other graphs of the pool reuse their memory.
         levels = {path: LevelOutput(g.coords, g.stride) for path, g in found.items()}
@@ -115,10 +118,10 @@ class PaddedProgram:
                 host_words.copy_(words, non_blocking=True)
         return Results(leaves, spec, levels, words)
 
-    def eager(self, x: SparseTensor) -> Any:
-        """The unmodified forward pass, without gradients."""
+    def forward(self, x: SparseTensor) -> Any:
+        """The program's result, without gradients."""
         with torch.no_grad(), self.autocast.context():
-            return self.model(x)
+            return self.program(x)
 
 
 def _as_output(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pumice.coords import Geometry
+from pumice.engine.program import Program, compile  # noqa: A004
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import SparseTensor
-from pumice.ops.recorded import without_graphs
 
 Loss = Callable[[Any], Tensor]
 Scene = SparseTensor | tuple[Tensor, Tensor]
@@ -30,6 +31,11 @@ class TuningSubject:
     scenes: tuple[SparseTensor, ...]
     mode: str
     loss: Loss
+
+    @cached_property
+    def program(self) -> Program:
+        """What runs in inference."""
+        return compile(self.model)
 
     @property
     def training(self) -> bool:
@@ -107,9 +113,9 @@ def fresh(x: SparseTensor) -> SparseTensor:
 
 @contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set the mode and disable map graphs; restore modes, buffers and torch's random state on exit."""
+    """Set the mode; restore modes, buffers and torch's random state on exit."""
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model), without_graphs():
+    with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model):
         if not training:
             model.eval()
         elif not model.training:
@@ -158,7 +164,7 @@ def _tensors(found: Any) -> Iterator[Tensor]:
 
 def _infer(tuned_model: TuningSubject, x: SparseTensor) -> object:
     with torch.no_grad():
-        return tuned_model.model(x)
+        return tuned_model.program(x)
 
 
 def _train(tuned_model: TuningSubject, x: SparseTensor) -> object:

@@ -6,13 +6,14 @@ and a `Template`, which makes the `Direct` of a call over another map of any siz
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pumice.coords.chain_tiles import Tiled
 from pumice.lower import kernel as kernels
 from pumice.lower import stamp
 from pumice.lower.epilogue import NO_EPILOGUE, RESIDUAL, EpilogueSignature
@@ -87,17 +88,56 @@ class Held:
     is the same; far: whether one is so long that addresses need 64 bits. rows, addresses: of the arrays; cuts: their
     segments, once they are found."""
 
-    __slots__ = ("addresses", "arrays", "cuts", "far", "kind", "rows")
+    __slots__ = ("_arrays", "addresses", "cuts", "far", "kind", "rows")
 
-    def __init__(self, arrays: Sequence[Tensor], pattern: Pattern, rows: Sequence[int]) -> None:
-        self.arrays, self.rows, self.addresses = arrays, rows, [x.data_ptr() for x in arrays]
+    def __init__(
+        self, arrays: Sequence[Tensor], pattern: Pattern, rows: Sequence[int], addresses: Sequence[int]
+    ) -> None:
+        self._arrays, self.rows, self.addresses = arrays, rows, addresses
         self.far = any([n * lead >= kernels.FAR for n, lead in zip(rows, pattern.leads, strict=True)])
         self.kind = pattern.kind
         self.cuts: stamp.Known = {}
 
     @staticmethod
     def of(arrays: Sequence[Tensor], pattern: Pattern) -> Held:
-        return Held(arrays, pattern, [x.shape[0] for x in arrays])
+        return Held(arrays, pattern, [x.shape[0] for x in arrays], [x.data_ptr() for x in arrays])
+
+    @property
+    def arrays(self) -> Sequence[Tensor]:
+        return self._arrays
+
+    def pieces(self, number: int, ways: stamp.Ways) -> stamp.Cut | None:
+        """The segments of an array in pieces, if they are known beforehand."""
+        return None
+
+
+class HeldTiles(Held):
+    """Those of tiles that were laid out with others (coords.chain_tiles), without a tensor for each."""
+
+    __slots__ = ("_tiled",)
+
+    def __init__(self, tiled: Tiled, pattern: Pattern) -> None:
+        parts = tiled.parts
+        super().__init__((), pattern, [part.shape[0] for part in parts], [part.data_ptr() for part in parts])
+        self._tiled = tiled
+
+    @property
+    def arrays(self) -> Sequence[Tensor]:
+        return self._tiled.tiles()
+
+    def pieces(self, number: int, ways: stamp.Ways) -> stamp.Cut | None:
+        if number != _TILE_OF_ENTRY or ways.stacked or (ways.laned and not ways.chunk):
+            return None
+        found = self._tiled.pieces.get(ways.chunk)
+        if found is None:
+            self._tiled.wanted.add(ways.chunk)
+            return None
+        return stamp.Cut(found, found.size, dict(zip(_PIECES, found.addresses(), strict=True)))
+
+
+_TILE_OF_ENTRY = 1
+"""Place of the tiles of entries among the arrays of tiles."""
+_PIECES = ("rows", "starts", "stops", "firsts", "pieces")
 
 
 class Direct:
@@ -158,8 +198,13 @@ class Template:
         found = self.at(held, counts, shape)
         return self.other.at(held, counts, shape) if found is None and self.other is not None else found
 
+    def compile(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> None:
+        """Compile the kernel of `at` with these."""
+        self._family.at(self._sizes(held, counts, shape), waits=True)
+
     def at(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> Direct | None:
         """The call over a map with tensors of so many rows; shape: of the result."""
+        # As `_sizes`, without a call.
         rows = [held.rows[n] if side == 1 else shape[0] if side == 0 else counts[n] for side, n in self._rows]
         mould = self._family.at(rows)
         if mould is None:
@@ -167,12 +212,23 @@ class Template:
         places, cut = self._known.get(mould) or self._known.setdefault(mould, self._places(mould)), None
         if mould.array is not None:
             number = places.array
-            cut = mould.cut(held.arrays[number] if number >= 0 else None, rows, held.cuts, number)
+            cut = mould.cut_of(held, number, rows)
             if cut is None:
                 return None
         addresses = held.addresses
         aimed = mould.cast(places.slots, [addresses[n] for n in places.held], rows, cut)
         return None if aimed is None else Direct(aimed, self.runner, shape, places.free)
+
+    def compilation(
+        self, held: Held, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]
+    ) -> Callable[[], object] | None:
+        """What compiles the kernel of the call `over` another map; None if it is compiled."""
+        sizes = self._sizes(held, [count for count, _ in rows], shape)
+        return None if self._family.is_compiled(sizes) else partial(self._family.at, sizes, True)
+
+    def _sizes(self, held: Held, counts: Sequence[int], shape: tuple[int, ...]) -> list[int]:
+        """Numbers of rows in the order of the family's operands."""
+        return [held.rows[n] if side == 1 else shape[0] if side == 0 else counts[n] for side, n in self._rows]
 
     def _places(self, mould: stamp.Mould) -> _ArgumentPlaces:
         slots = mould.slots(self._held)
@@ -208,6 +264,31 @@ class Call:
     def from_template(self, held: Held) -> Direct | None:
         """The call as one like it was carried out; its tensors fit but for their rows, which are known to."""
         return cast(self.kind, held, counted(self.tensors, self.counting), self.shape)
+
+    def ahead(
+        self,
+        ready: Plan,
+        held: Held,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[int],
+        finish: EpilogueSignature = NO_EPILOGUE,
+    ) -> Callable[[], None] | None:
+        """Keep the template of a call that was not carried out, and return what compiles its kernel, for any thread;
+        None where there is a template, or the call is not one kernel. tensors, numbers: as for `leave`."""
+        if TEMPLATES.get(self.kind) is not None or (finish != NO_EPILOGUE and not ready.applies_epilogue):
+            return None
+        run = _alone(ready)
+        order = {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
+        order |= {name: numbers[n] for name, n in ready.steps[0].places if n < len(numbers)}
+        given = {name: tensors[n] for name, n in order.items()}
+        if run is None or run.make_family(given) is None:
+            return None
+        template = _template(ready, held, given, order)
+        if template is None:
+            return None
+        TEMPLATES.keep(self.kind, template)
+        counts = [count for count, _ in counted(self.tensors, self.counting)]
+        return partial(template.compile, held, counts, self.shape)
 
     def leave(
         self,
@@ -270,6 +351,12 @@ def _template(ready: Plan, held: Held, tensors: Mapping[str, Tensor], order: Map
     if run is None or family is None or not all(id(x) in places for x in run.bound_operands.values()):
         return None
     return Template(family, run.like, {name: places[id(x)] for name, x in run.bound_operands.items()}, order)
+
+
+def held_by(ready: Plan) -> list[Tensor] | None:
+    """The operands that the one kernel of a plan holds; None where it is more than a kernel."""
+    run = _alone(ready)
+    return None if run is None else [*run.bound_operands.values()]
 
 
 def _alone(ready: Plan) -> kernels.BoundExecutor | None:

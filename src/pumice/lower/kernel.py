@@ -44,7 +44,7 @@ from pumice.lower.segments import Segments
 from pumice.lower.stamp import FAR, SCRATCH, Aimed, SizeKey, TileFamily, segments_of, size_key
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.compile import compile_ahead
-from pumice.runtime.launch import CompiledKernel
+from pumice.runtime.launch import LOADING, CompiledKernel
 from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule import tile as tiles
@@ -304,9 +304,21 @@ class KernelExecutor:
         launch = self._launches.get((-1 if part is None else part.rows.shape[0], tile, *key))
         if launch is None:
             return None
+        return TileFamily(self, launch.generated, self._like(operands), device)
+
+    def make_family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
+        """`family` of a call that has not been run; None where its tile is to be tuned first, too."""
+        device, statement = operands[self._used[0]].device, self.bound.statement
+        if self._empty or statement.accumulate or is_capturing(device) or tuning_mode() == TIMING:
+            return None
+        precision = self.precision or float32_precision()
+        generated = self.generate(self._like(operands), self._tile(operands), self.splits, precision)
+        return TileFamily(self, generated, self._like(operands), device, False)
+
+    def _like(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Operands and result without memory."""
         like = {name: _shadow(operands[name]) for name in self._used}
-        like[""] = self.allocate_output(like[self._used[0]])
-        return TileFamily(self, launch.generated, like, device)
+        return {**like, "": self.allocate_output(like[self._used[0]])}
 
     def choose(
         self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
@@ -470,6 +482,12 @@ class BoundExecutor:
         """The kernels of calls like this one, for all sizes, or None before the first call."""
         return self.like.families.get((self._key(operands), self._laid))
 
+    def make_family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
+        """`family` without a call before; None where calls are not one kernel, or are to be tuned first."""
+        key = self._key(operands), self._laid
+        family = self.like.families.get(key) or self._runner.make_family({**self.bound_operands, **operands})
+        return family and self.like.families.keep(key, family)
+
     def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Launch key of the operands that are not bound."""
         kinds, uses_fp32 = [], self._in_fp32
@@ -492,7 +510,7 @@ class BoundExecutor:
         if mould is None:
             return None
         held, slots = self.bound_operands, mould.slots(self.bound_operands)
-        cut = None if mould.array is None else mould.cut(held.get(mould.array), rows, {})
+        cut = None if mould.array is None else mould.cut(held.get(mould.array), rows)
         if cut is None and mould.array is not None:
             return None
         aimed = mould.cast(slots, [held[name].data_ptr() for _, name in slots.held], rows, cut)
@@ -894,7 +912,8 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
         # `values` keeps the tensors alive until the launch: another thread could be given their memory before.
         compiled(launch.programs, bare, device)
         return
-    made = launch.kernel[(launch.programs,)](*values, **launch.options)
+    with LOADING:
+        made = launch.kernel[(launch.programs,)](*values, **launch.options)
     if made is not None:
         launch.compiled[key] = CompiledKernel(made)
 

@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
-from pumice.coords.chain import TiledMap, TileRule
-from pumice.coords.kernel_map import pair_capacity
+from pumice.coords.chain import TileRule
+from pumice.coords.chain_build import TiledMap
+from pumice.coords.chain_tiles import Tiled
+from pumice.coords.kernel_map import Deferred, pair_capacity
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.coords.tracing import relation_fields
 from pumice.language.parse import parse
@@ -119,8 +121,22 @@ def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Te
 
 def keep_tiles(one: TiledMap) -> None:
     """Keep tiles as the form of the map that they are, without asking for its sizes."""
-    name = "compacted" if one.sorted else "unsorted"
-    one.found.keep(("form", name), build_form(one.found, name, [dict(zip(_TILE_ARRAYS, one.tiles, strict=True))]))
+    name = "compacted" if one.tiled.sorted else "unsorted"
+    one.found.keep(("form", name), Deferred(partial(_form_of_tiles, one, name)))
+    one.found.keep("laid out", (name, one.tiled))
+
+
+def _form_of_tiles(one: TiledMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    return build_form(one.found, name, [dict(zip(_TILE_ARRAYS, one.tiled.tiles(), strict=True))])
+
+
+def laid_out(found: KernelMap) -> tuple[tuple[str, ...], Tiled] | None:
+    """(tokens, tiles) of a map's default form for inference, if it was laid out with others; else None."""
+    kept = found.get_cached("laid out")
+    return None if kept is None else (_TILE_TOKENS[kept[0]], kept[1])
+
+
+_TILE_TOKENS = {name: tuple(f"map@{name}@0@{local}" for local in _TILE_ARRAYS) for name in ("compacted", "unsorted")}
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
@@ -138,6 +154,21 @@ def preferred_form(found: KernelMap, name: str) -> str:
     """The form of that name, or its unsorted variant if sorting costs more than it saves."""
     outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
     return _UNSORTED[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
+
+
+@lru_cache(maxsize=256)
+def read_alike(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """The tokens of a map's forms, the same where kernels read their arrays in the same way: sorted or not."""
+    return tuple(token.replace("@unsorted", "@compacted") for token in tokens)
+
+
+def in_other_tiles(arrays: Sequence[Tensor], outputs: int) -> tuple[list[Tensor], int]:
+    """Arrays without contents like these of a map in tiles, in tiles of the other height, and a number of outputs for
+    which they are that high."""
+    rule, height = tile_rule(), tile_rows_for(outputs)
+    rows = _FEW_ROWS if height == rule.block(0) else _FEW_ROWS - 1
+    grown = -(-rows // rule.block(rows)) / -(-outputs // height)
+    return [x.new_empty((max(1, int(grown * x.shape[0])), *[rule.block(rows)] * (x.ndim - 1))) for x in arrays], rows
 
 
 def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:

@@ -15,15 +15,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pumice.coords import CoordBuffer
 from pumice.errors import DeviceError, ShapeError
-from pumice.runtime.launch import BoundKernel, has_triton
+from pumice.runtime.compile import BACKGROUND
+from pumice.runtime.launch import BoundKernel, CompiledKernel, has_triton
 from pumice.runtime.workspace import workspace
 
 
@@ -266,6 +268,20 @@ def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor 
     return y
 
 
+def by_statistics(x: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Tensor:
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias: contiguous x [N, C] by statistics that are known; vectors:
+    mean, variance, weight and bias [C], the latter None for 1 and 0. Not differentiable."""
+    mean, variance, weight, bias = vectors
+    if not _by_kernels(x):
+        return functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+    assert mean is not None and variance is not None
+    y = torch.empty_like(x)
+    tensors = x, mean, variance, mean if weight is None else weight, mean if bias is None else bias, y
+    facts = eps, weight is not None, bias is not None
+    _by_blocks("by_statistics", tensors, facts, (x.shape[0],))
+    return y
+
+
 def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState) -> Tensor:
     """Sums over valid rows of grad and of grad * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept
@@ -317,11 +333,13 @@ def _pair(x: Tensor) -> Tensor:
     return torch.empty((2, x.shape[1]), dtype=torch.float32, device=x.device)
 
 
-def _by_blocks(name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...]) -> None:
+def _by_blocks(
+    name: str, tensors: tuple[Tensor, ...], facts: tuple[float, ...], numbers: tuple[float, ...] = ()
+) -> None:
     """Launch a kernel with a program per block of rows; the last tensor is the result [N, C]."""
     rows, channels = tensors[-1].shape
     fixed, lanes = _of_blocks(name, channels, facts, *[t.dtype for t in tensors])
-    fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors)
+    fixed(-(-rows // _ROWS) * -(-channels // lanes), tensors, numbers)
 
 
 def _by_parts(
@@ -375,73 +393,141 @@ def _kernel(name: str) -> Any:
     return getattr(importlib.import_module("pumice.lower.norm_kernels"), name)
 
 
+_SIZES = 64
+"""Numbers of rows whose launches are kept."""
+Compiled = tuple[CompiledKernel, int, tuple[Any, ...]]
+"""A compiled kernel, how many programs run, and its arguments behind the addresses: a call of it is
+kernel(programs, (*addresses, *arguments), device)."""
+
+
+class NormLaunches(NamedTuple):
+    """Kernels of a norm for a number of rows. needs: counters and bytes of workspace of the reductions.
+
+    Addresses, each aligned to 16 bytes; pair stands for tensors that are not there, and x for residual and result:
+    moments: x, count, running mean, running variance, tracked, offset, pair, scratch, counters
+    normalise: x, count, pair, weight, bias, residual, y
+    products: grad, x, count, pair, weight, bias, y, sums, scratch, counters
+    gradient: grad, x, count, pair, weight, bias, y, sums, dresidual, dx
+    """
+
+    moments: Compiled | None
+    normalise: Compiled
+    products: Compiled
+    gradient: Compiled
+    needs: tuple[int, int]
+
+
 class NormKernels:
-    """Compiled kernels of a norm with float32 parameters, for features of one dtype; launched with raw addresses."""
+    """Kernels of a norm for features of one dtype on one device, launched with addresses.
 
-    def __init__(self, statistics: Statistics, facts: tuple[bool, ...], of: tuple[int, torch.dtype, int]) -> None:
-        """facts: NormState.facts; of: channels, dtype and device of the features."""
-        self._channels, dtype, self._device = of
-        channels, single, count = self._channels, torch.float32, torch.int32
-        vectors = count, single, single, single
-        tracked = single if statistics.tracked is None else statistics.tracked.dtype
-        moved = (dtype, count, single, single, tracked, single, single)
-        self._moments = _of_parts("moments", channels, statistics.facts, *moved)
-        self._normalise = _of_blocks("normalise", channels, facts, dtype, *vectors, dtype, dtype)
-        self._facts, self._dtypes = facts, (dtype, dtype, *vectors, dtype, single)
-        self._back = {channels: self._reading(channels)}
-
-    def _reading(self, step: int) -> tuple[tuple[BoundKernel, BoundKernel], BoundKernel]:
-        """The gradient kernels for that row stride."""
-        back, dtype = (*self._facts, step), self._dtypes[0]
-        products, _ = _of_parts("products", self._channels, back, *self._dtypes)
-        return products, _of_blocks("gradient", self._channels, back, *self._dtypes, dtype, dtype)[0]
-
-    def launches_for(self, rows: int, beyond: int, step: int | None = None) -> NormLaunches | None:
-        """Launches for `rows`, None if not compiled yet. beyond: misalignment of the count; step: stride of grad."""
-        (each, lanes), (blocks, wide) = self._moments, self._normalise
-        step = self._channels if step is None else step
-        products, gradient = self._back.get(step) or self._back.setdefault(step, self._reading(step))
-        sides, channels = -(-self._channels // lanes), self._channels
-        parts, far = _shares(rows, lanes, sides)
-        fixed = each[far], blocks, products[far], gradient
-        found = [one.compiled(self._device, at(beyond)) for one, at in zip(fixed, _COUNTS, strict=True)]
-        if not rows or any(one is None for one in found):
-            return None
-        kernels = tuple((one, kernel.constants) for one, kernel in zip(found, fixed, strict=True))
-        programs = parts * sides, -(-rows // _ROWS) * -(-channels // wide)
-        return NormLaunches(kernels, programs, parts, (sides, 8 * parts * channels), self._device)
-
-
-def _counts(place: int, tensors: int) -> Callable[[int], tuple[int, ...]]:
-    return lambda beyond: (*(0,) * place, beyond, *(0,) * (tensors - place - 1))
-
-
-_COUNTS = (_counts(1, 9), _counts(1, 7), _counts(2, 10), _counts(2, 10))
-"""Position of the number of rows among the tensors of each kernel."""
-
-
-class NormLaunches:
-    """Norm kernels sized for a number of rows, called with tensor addresses. needs: counters and bytes of workspace."""
-
-    __slots__ = ("_device", "_kernels", "_parts", "_programs", "needs")
+    statistics: those of the batch, or None for given mean and scale; facts: NormState.facts; of: an example of the
+    features, [N, C]; dtypes: of weight and bias (float32 where they are not there).
+    """
 
     def __init__(
-        self, kernels: Any, programs: tuple[int, int], parts: int, needs: tuple[int, int], device: int
+        self,
+        statistics: Statistics | None,
+        facts: tuple[bool, ...],
+        of: Tensor,
+        dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
-        self._kernels, self._programs, self._parts, self.needs, self._device = kernels, programs, parts, needs, device
+        self._device, self._index = of.device, of.device.index or 0
+        self._channels, self._facts, self._dtype = of.shape[1], facts, of.dtype
+        self._vectors = torch.int32, torch.float32, *dtypes
+        self._momentum = 0.0
+        self._moments: tuple[tuple[BoundKernel, BoundKernel], int] | None = None
+        if statistics is not None:
+            self._momentum = float(statistics.momentum or 0.0)
+            self._moved = of.dtype, *_moved_dtypes(statistics)
+            self._moments = _of_parts("moments", self._channels, statistics.facts, *self._moved)
+        dtypes_of = (of.dtype, *self._vectors, of.dtype, of.dtype)
+        self._normalise = _of_blocks("normalise", self._channels, facts, *dtypes_of)
+        self._known: dict[tuple[int, int], NormLaunches] = {}
 
-    def moments(self, addresses: Sequence[int], momentum: float) -> None:
-        run, constants = self._kernels[0]
-        run(self._programs[0], (*addresses, self._parts, momentum, *constants), self._device)
+    def launches(self, rows: int, step: int | None = None) -> NormLaunches:
+        """The kernels for so many rows. step: row stride of the gradient, default: rows without gaps."""
+        key = rows, self._channels if step is None else step
+        if (known := self._known.get(key)) is None:
+            if len(self._known) >= _SIZES:
+                self._known.clear()
+            known = self._known[key] = self._sized(*key)
+        return known
 
-    def normalise(self, addresses: Sequence[int]) -> None:
-        run, constants = self._kernels[1]
-        run(self._programs[1], (*addresses, *constants), self._device)
+    def compilations(self, rows: int, steps: Sequence[int] = ()) -> list[Callable[[], object]]:
+        """What compiles each kernel for so many rows that is not compiled yet; those for other numbers of rows are
+        compiled in the background. steps: more row strides of gradients."""
+        readings = [self._reading(step) for step in (self._channels, *steps)]
+        reduced = [] if self._moments is None else [("moments", self._moments)]
+        reduced += [("products", products) for products, _ in readings]
+        found = [("normalise", self._normalise[0]), *(("gradient", gradient[0]) for _, gradient in readings)]
+        later = []
+        for name, (both, lanes) in reduced:
+            far = _shares(rows, lanes, -(-self._channels // lanes))[1]
+            found.append((name, both[far]))
+            later.append((name, both[not far]))
+        if self._device.type == "cuda":
+            for task in self._tasks(later):
+                BACKGROUND.submit(task)
+        return self._tasks(found)
 
-    def products(self, addresses: Sequence[int]) -> None:
-        run, constants = self._kernels[2]
-        run(self._programs[0], (*addresses, self._parts, *constants), self._device)
+    def _tasks(self, found: Sequence[tuple[str, BoundKernel]]) -> list[Callable[[], object]]:
+        return [
+            partial(one.compile, self._device, *self._told(name))
+            for name, one in found
+            if one.compiled(self._index, ()) is None
+        ]
 
-    def gradient(self, addresses: Sequence[int]) -> None:
-        run, constants = self._kernels[3]
-        run(self._programs[1], (*addresses, *constants), self._device)
+    def _sized(self, rows: int, step: int) -> NormLaunches:
+        products, gradient = self._reading(step)
+        (_, lanes), channels = products, self._channels
+        sides = -(-channels // lanes)
+        parts, far = _shares(rows, lanes, sides)
+        reduced, blocks = parts * sides, -(-rows // _ROWS)
+
+        def made(name: str, kernel: BoundKernel, programs: int, numbers: tuple[float, ...]) -> Compiled:
+            return self._compiled(name, kernel), programs, (*numbers, *kernel.constants)
+
+        moments = None
+        if self._moments is not None:
+            moments = made("moments", self._moments[0][far], reduced, (parts, self._momentum))
+        wide = -(-channels // self._normalise[1])
+        return NormLaunches(
+            moments,
+            made("normalise", self._normalise[0], blocks * wide, ()),
+            made("products", products[0][far], reduced, (parts,)),
+            made("gradient", gradient[0], blocks * -(-channels // gradient[1]), ()),
+            (sides, 8 * parts * channels),
+        )
+
+    def _reading(self, step: int) -> tuple[tuple[tuple[BoundKernel, BoundKernel], int], tuple[BoundKernel, int]]:
+        """The gradient kernels for that row stride."""
+        facts, (of_products, _), (of_gradient, _) = (*self._facts, step), self._told("products"), self._told("gradient")
+        # Workspace is not among the tensors that a kernel is kept for.
+        products = _of_parts("products", self._channels, facts, *of_products[:-2])
+        return products, _of_blocks("gradient", self._channels, facts, *of_gradient)
+
+    def _told(self, name: str) -> tuple[tuple[torch.dtype, ...], tuple[float, ...]]:
+        """Dtypes of the tensors of a kernel, and its numbers."""
+        dtype, single, shared = self._dtype, torch.float32, (torch.uint8, torch.int32)
+        if name == "moments":
+            return (*self._moved, *shared), (1, 0.5)
+        if name == "normalise":
+            return (dtype, *self._vectors, dtype, dtype), ()
+        read = dtype, dtype, *self._vectors, dtype, single
+        return ((*read, *shared), (1,)) if name == "products" else ((*read, dtype, dtype), ())
+
+    def _compiled(self, name: str, kernel: BoundKernel) -> CompiledKernel:
+        found = kernel.compiled(self._index, ())
+        if found is None:
+            kernel.compile(self._device, *self._told(name))
+            found = kernel.compiled(self._index, ())
+        assert found is not None
+        return found
+
+
+def _moved_dtypes(statistics: Statistics) -> tuple[torch.dtype, ...]:
+    """Dtypes of the tensors that `moments` takes beside the features."""
+    single = torch.float32
+    mean, variance = (t.dtype for t in statistics.running) if statistics.running is not None else (single, single)
+    tracked, offset = (single if t is None else t.dtype for t in (statistics.tracked, statistics.offset))
+    return torch.int32, mean, variance, tracked, offset, single

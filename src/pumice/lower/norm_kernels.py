@@ -162,6 +162,21 @@ def normalise(
         tl.store(y + at, found, mask=live)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def by_statistics(
+    x, mean, variance, weight, bias, y, rows: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    EPS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias of all rows."""
+    block, c = _place(C, LANES)
+    r = block * ROWS + tl.arange(0, ROWS)[:, None]
+    live = (r < rows) & (c < C)
+    at = r.to(tl.int64) * C + c
+    found = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(mean + c, mask=c < C, other=0).to(tl.float32)
+    found *= 1.0 / tl.sqrt(tl.load(variance + c, mask=c < C, other=1).to(tl.float32) + EPS)
+    tl.store(y + at, _affine(found, weight, bias, c, C, WEIGHT, BIAS), mask=live)
+
+
 @triton.jit
 def _relu_grad(
     values, centred, y, weight, bias, c, live, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
@@ -256,16 +271,3 @@ def zero_padding_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK:
         tl.store(values + at, nothing)
     elif first + BLOCK > living:
         tl.store(values + at, nothing, mask=(at >= living) & (at < total))
-
-
-@triton.jit(do_not_specialize=["rows"])
-def write_columns(
-    values, wide, rows: tl.int64,
-    FROM: tl.constexpr, TO: tl.constexpr, BEGIN: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """wide[r, BEGIN + c] = values[r, c] for r < rows, c < COLUMNS; FROM, TO: row strides."""
-    r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
-    c = tl.arange(0, LANES)[None, :]
-    there = (r < rows) & (c < COLUMNS)
-    tl.store(wide + r * TO + BEGIN + c, tl.load(values + r * FROM + c, mask=there), mask=there)

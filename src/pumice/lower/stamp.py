@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,13 +43,27 @@ def segments_of(array: Tensor, count: int, form: ContractionRoles, tile: Tile) -
 
 
 class Cut:
-    """Segments with how many they are and the addresses of their arrays, by name."""
+    """Segments with how many they are and the addresses of their arrays, by name. part: what holds these; apart: True
+    if some are among `outliers`, which take a second kernel."""
 
-    __slots__ = ("addresses", "count", "part")
+    __slots__ = ("addresses", "apart", "count", "part")
 
-    def __init__(self, part: Segments) -> None:
-        self.part, self.count = part, part.rows.shape[0]
-        self.addresses = {name: x.data_ptr() for name in _ARRAYS if (x := getattr(part, name)) is not None}
+    def __init__(self, part: Any, count: int, addresses: Mapping[str, int], apart: bool = False) -> None:
+        self.part, self.count, self.addresses, self.apart = part, count, addresses, apart
+
+    @staticmethod
+    def of(part: Segments) -> Cut:
+        addresses = {name: x.data_ptr() for name in _ARRAYS if (x := getattr(part, name)) is not None}
+        return Cut(part, part.rows.shape[0], addresses, part.outliers is not None)
+
+
+class Ways(NamedTuple):
+    """What segments depend on beside their array and how many there are: see Tile; laned: whether each lane gathers on
+    its own."""
+
+    chunk: int
+    stacked: int
+    laned: bool
 
 
 _ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
@@ -88,6 +102,9 @@ def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
     return size_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
 
 
+_cached_size_key = lru_cache(maxsize=4096)(size_key)
+
+
 class Kernels(Protocol):
     """What a family takes its tiles and kernels from (lower.kernel.KernelExecutor)."""
 
@@ -107,6 +124,18 @@ class Kernels(Protocol):
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> Any: ...
 
 
+class Holder(Protocol):
+    """The arrays of a map that calls hold (lower.direct.Held)."""
+
+    @property
+    def cuts(self) -> Known: ...
+
+    @property
+    def arrays(self) -> Sequence[Tensor]: ...
+
+    def pieces(self, number: int, ways: Ways) -> Cut | None: ...
+
+
 class TileFamily:
     """The kernels of one statement for operands with any number of rows: one for each tile that the sizes choose. Other
     axes, dtypes and strides are those of the first call.
@@ -114,10 +143,13 @@ class TileFamily:
     names: the operands in the order in which numbers of rows are given; "" is the result.
     """
 
-    def __init__(self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device) -> None:
-        """emitted: the kernel of the first call; like: its operands and its result as meta tensors.
+    def __init__(
+        self, kernels: Kernels, emitted: Any, like: Mapping[str, Tensor], device: torch.device, was_run: bool = True
+    ) -> None:
+        """emitted: the kernel of the first call; like: its operands and its result as meta tensors; was_run: whether
+        its tile is known to fit the device.
 
-        On a GPU, kernels for other sizes are compiled in the background.
+        On a GPU, kernels for other sizes are compiled in the background from the first call on.
         """
         self._kernels, self._like, self._device, self._precision = kernels, like, device, emitted.options.precision
         bound = kernels.bound
@@ -132,34 +164,68 @@ class TileFamily:
             self._entries = self.names.index(own.segment.array)
         self._moulds: dict[SizeKey, Mould | None] = {}
         self._by_tile: dict[tuple[Tile, int], Mould] = {}
+        self._pending: set[SizeKey] = set()
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
         self._only = None if kernels.resizable else rows
-        self._moulds[self.key(rows)] = self._made((emitted.tile, emitted.options.splits), emitted)
+        first = self._made((emitted.tile, emitted.options.splits), emitted)
+        if was_run:
+            self._moulds[self.key(rows)] = first
+        self._to_come: list[list[int]] = []
         if device.type == "cuda" and self._only is None:
             moving = dynamic_rows(bound, self.names)
-            for factor in _AHEAD:
-                there = [max(1, int(factor * n)) if moves else n for n, moves in zip(rows, moving, strict=True)]
-                BACKGROUND.submit(partial(self.at, there))
+            self._to_come = [
+                [max(1, int(factor * n)) if moves else n for n, moves in zip(rows, moving, strict=True)]
+                for factor in _AHEAD
+            ]
 
     def key(self, rows: Sequence[int]) -> SizeKey:
         """The size key of a call with so many rows."""
-        leading = [rows[place] if place >= 0 else extent for place, extent in self._leading]
+        leading = tuple([rows[place] if place >= 0 else extent for place, extent in self._leading])
         if self._counted is None:
-            return size_key(0, 0, leading)
+            return _cached_size_key(0, 0, leading)
         place, count, coefficient = self._counted
         segments = -(-(count if place is None else rows[place]) // coefficient)
-        return size_key(max(segments, 1), rows[self._entries], leading)
+        return _cached_size_key(max(segments, 1), rows[self._entries], leading)
 
-    def at(self, rows: list[int]) -> Mould | None:
+    def at(self, rows: list[int], waits: bool = False) -> Mould | None:
         """The compiled kernel for these numbers of rows; None if the planner must run the call, as it does where a tile
-        is to be tuned first or where the result is accumulated for some sizes only."""
+        is to be tuned first or where the result is accumulated for some sizes only.
+
+        Unless the caller waits, or algorithms are to be deterministic, a kernel that is not compiled yet is compiled in
+        the background on a GPU; until it is there, another one of this family serves."""
         if self._only not in (None, rows):
             return None
+        if not waits:
+            others, self._to_come = self._to_come, []
+            for there in others:
+                BACKGROUND.submit(partial(self.at, there, True))
         key = self.key(rows)
         if key not in self._moulds:
             chosen = self._kernels.choose(self._like, key, self._device, self._precision)
+            other = None if chosen is None or waits else self._instead_of(chosen)
+            if other is not None:
+                if key not in self._pending:
+                    self._pending.add(key)
+                    BACKGROUND.submit(partial(self.at, rows, True))
+                return other
             self._moulds[key] = None if chosen is None else self._fitting(*chosen, rows)
-        return self._moulds[key]
+        found = self._moulds[key]
+        if waits and found is not None:
+            found.compile(rows)
+        return found
+
+    def _instead_of(self, chosen: tuple[Tile, int]) -> Mould | None:
+        """A compiled kernel to use until the chosen one is compiled; None where that one is, or is to be waited for."""
+        own = self._by_tile.get(chosen)
+        if self._device.type != "cuda" or torch.are_deterministic_algorithms_enabled() or (own and own.is_compiled):
+            return None
+        return next((one for one in [*self._by_tile.values()] if one.is_compiled), None)
+
+    def is_compiled(self, rows: Sequence[int]) -> bool:
+        """True if nothing needs to be compiled for these numbers of rows, or the planner must run the call."""
+        key = self.key(rows)
+        known = self._moulds.get(key)
+        return self._only not in (None, rows) or (key in self._moulds if known is None else known.is_compiled)
 
     def _fitting(self, tile: Tile, splits: int, rows: Sequence[int]) -> Mould:
         """The compiled kernel with this tile, or with the next smaller one that fits the device."""
@@ -228,33 +294,54 @@ class Mould:
         self.array = None if own.segment is None else own.segment.array
         self._counted = None if own.segment is None else self._segments_in(*segment_axis(own))
         # What segments depend on beside their array and how many there are.
-        self._ways = emitted.tile.stream_k_chunk, emitted.tile.stacked and emitted.tile.rows, own.laned
+        stacked = emitted.tile.rows if emitted.tile.stacked else 0
+        self._ways = Ways(emitted.tile.stream_k_chunk, stacked, bool(own.laned))
         self._counting = [n for n, a in enumerate(emitted.source.arguments) if a.kind in ("extent", "size")]
         self._values, self._moving = self._arguments()
         self._blocks = self._blocks_of()
         self._programs, self._grid = self._factors()
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
+        moving = {place for place, _ in self._moving}
+        # Of sizes that need no 64 bits these alone tell variants apart.
+        self._telling = [place for place in emitted.source.specialised if place in moving]
         # Bytes for what a program finds of a piece.
         self.room = emitted.workspace_bytes(1)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if there is a binary."""
+        return bool(self._compiled)
 
     def slots(self, held: Collection[str]) -> Slots:
         """Where tensors belong for calls that hold these operands."""
         return Slots(self._emitted.slots, held)
 
-    def cut(self, array: Tensor | None, rows: Sequence[int], known: Known, name: Hashable = "") -> Cut | None:
-        """The segments of a call that holds this array; name: what `known` knows the array by.
-
-        None where they are not to be had, or take a second kernel.
-        """
+    def cut(self, array: Tensor | None, rows: Sequence[int]) -> Cut | None:
+        """The segments of a call that holds this array; None where they are not to be had, or take a second kernel."""
         assert self._counted is not None
+        found = None if array is None else self._found(array, _value(self._counted, (0, *rows)))
+        return None if found is None or found.apart else found
+
+    def cut_of(self, held: Holder, number: int, rows: Sequence[int]) -> Cut | None:
+        """As `cut`, of array `number` of a map, found once; -1: none that is held."""
+        assert self._counted is not None
+        if number < 0:
+            return None
         count = _value(self._counted, (0, *rows))
-        key = name, count, self._ways
-        found = known.get(key)
-        # Passes of a program that is to be captured all go one way: the one before compiles what it starts.
-        if found is None and array is not None and array not in PERSISTENT and not is_capturing(array.device):
-            found = known[key] = Cut(segments_of(array, count, self._own, self._emitted.tile))
-        # Those that are apart take a second kernel.
-        return None if found is None or found.part.outliers is not None else found
+        key = number, count, self._ways
+        found = held.cuts.get(key)
+        if found is None:
+            found = held.pieces(number, self._ways) or self._found(held.arrays[number], count)
+            if found is None:
+                return None
+            held.cuts[key] = found
+        return None if found.apart else found
+
+    def _found(self, array: Tensor, count: int) -> Cut | None:
+        # Of others than a captured network's buffers nothing can be found while a graph is captured.
+        if array not in PERSISTENT and is_capturing(array.device):
+            return None
+        return Cut.of(segments_of(array, count, self._own, self._emitted.tile))
 
     def cast(self, slots: Slots, held: Sequence[int], rows: Sequence[int], cut: Cut | None) -> Aimed | None:
         """The kernel of a call that holds what lies at these addresses, which are those of slots.held.
@@ -268,7 +355,7 @@ class Mould:
         if not programs:
             return None
         values = self._sized(sizes)
-        compiled = self._kernel(values)
+        compiled = self._kernel(values, sizes)
         if compiled is None:
             return None
         for (place, _), address in zip(slots.held, held, strict=True):
@@ -284,7 +371,8 @@ class Mould:
 
     def compile(self, rows: Sequence[int]) -> None:
         """Compile for a call with so many rows. Raises OutOfResources (of Triton) where the tile does not fit."""
-        self._kernel(self._sized((0, *rows)))
+        sizes = 0, *rows
+        self._kernel(self._sized(sizes), sizes)
 
     def _sized(self, sizes: Sequence[int]) -> list[Any]:
         """The arguments with these sizes, without addresses."""
@@ -295,9 +383,12 @@ class Mould:
             values[self._blocks[0]] = _value(self._blocks[1], sizes)
         return values
 
-    def _kernel(self, values: Sequence[Any]) -> CompiledKernel | None:
+    def _kernel(self, values: Sequence[Any], sizes: Sequence[int]) -> CompiledKernel | None:
         """What Triton makes for such sizes."""
-        key = self._emitted.variant(values)
+        if self._blocks is None and max(sizes) < FAR:
+            key = tuple([2 if values[place] == 1 else values[place] % 16 == 0 for place in self._telling])
+        else:
+            key = self._emitted.variant(values)
         found = self._compiled.get(key)
         if found is None and (found := self._emitted.compile(values, self._like, self.device)) is not None:
             self._compiled[key] = found
@@ -391,7 +482,7 @@ class Aimed:
         compiled: CompiledKernel,
         programs: int,
         values: list[Any],
-        part: Segments | None,
+        part: Any,
     ) -> None:
         self.mould, self.slots, self.compiled = mould, slots, compiled
         self.programs, self.values, self.part = programs, values, part

@@ -10,8 +10,6 @@ from pumice.errors import DtypeError
 from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock, Sequential
 from pumice.nn.blocks import CONV, INVERSE_CONV
 from pumice.nn.conv import convolutions
-from pumice.nn.fused import chained, fuses
-from pumice.nn.prepared import Parts, prepared
 from pumice.ops import MapConsumers, SparseTensor, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
@@ -32,8 +30,7 @@ class Encoder(nn.Module):
         )
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        parts = Parts((self.down, self.blocks))
-        return chained(parts.modules, x, known=prepared(self, x, parts))
+        return self.blocks(self.down(x))
 
 
 class Decoder(nn.Module):
@@ -49,10 +46,6 @@ class Decoder(nn.Module):
         )
 
     def forward(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
-        parts = (self.up, *self.norm)
-        known = prepared(self, x, Parts(parts, None, (self.norm,)))
-        if known is not None or fuses(x, self.norm, *parts):
-            return self.blocks(chained(parts, x, target=skip, beside=skip, known=known))
         return self.blocks(cat([self.norm(self.up(x, skip)), skip]))
 
 

@@ -3,41 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 
 from pumice.nn import conv as convs
-from pumice.nn.fused import chained, fuses
 from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
-from pumice.nn.prepared import Parted, Parts, prepared
+from pumice.nn.training_chain import call, training_chain, trains
 from pumice.ops.tensor import SparseTensor
 
 CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
 INVERSE_CONV = {1: convs.InverseConv1d, 2: convs.InverseConv2d, 3: convs.InverseConv3d, 4: convs.InverseConv4d}
 
 
-class Sequential(Parted, nn.Sequential):
+class Sequential(nn.Sequential):
     """torch.nn.Sequential over SparseTensors.
 
     A module receives the SparseTensor if it is or contains a layer of pumice, or if its forward is annotated with
-    SparseTensor; any other module (torch.nn.Linear, a layer of another library) receives the features. On a GPU a
-    batch norm and an activation after a convolution are fused: into its kernel in inference, into one autograd step in
-    training (pumice.nn.fused).
+    SparseTensor; any other module (torch.nn.Linear, a layer of another library) receives the features.
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts = self._parts()
-        return chained(parts.modules, x, known=prepared(self, x, parts))  # pyright: ignore[reportArgumentType]
-
-    def _parts(self) -> Parts:
-        return Parts(tuple(self._modules.values()))  # pyright: ignore[reportArgumentType]
-
-
-_CHAINS = (Sequential.forward, nn.Sequential.forward)
+        modules = [*self]
+        if trains(x, *modules):
+            return training_chain(modules, x)  # pyright: ignore[reportArgumentType]
+        for module in modules:
+            x = call(module, x)  # pyright: ignore[reportArgumentType]
+        return x
 
 
-class ResidualBlock(Parted):
+class ResidualBlock(nn.Module):
     """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions submanifold, of `kernel_size`.
 
     The shortcut is the identity, or a linear layer and a norm if the channels change. He et al., "Deep Residual
@@ -71,18 +65,8 @@ class ResidualBlock(Parted):
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        parts = self._parts()
-        known = prepared(self, x, parts)
-        if known is not None and (y := known.whole(x)) is not None:
-            return y
-        if parts.modules and fuses(x, self.body, *parts.modules):
-            return chained(parts.modules, x, self.shortcut(x))
+        whole = type(self.body) is Sequential and isinstance(self.act, nn.Module)
+        modules = (*self.body, self.act) if whole else ()
+        if modules and trains(x, self.body, *modules):
+            return training_chain(modules, x, self.shortcut(x))
         return self.act(self.body(x) + self.shortcut(x))
-
-    def _parts(self) -> Parts:
-        own: dict[str, Any] = self._modules
-        body, act, shortcut = own.get("body"), own.get("act"), own.get("shortcut")
-        # A submodule may have been replaced by a function or None, and the body may have a forward of its own.
-        if body is None or act is None or shortcut is None or type(body).forward not in _CHAINS:
-            return Parts(())
-        return Parts((*body, act), shortcut, (body,))

@@ -12,7 +12,6 @@ from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
-from pumice.lower.epilogue import Epilogue
 from pumice.ops.conv import Flow, Size, Target, convolve, target_of
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import chosen
@@ -70,12 +69,9 @@ class Convolution(nn.Module):
         relation, geometry = self.map_request(target)
         return kernel_map(x.geometry, relation, geometry)
 
-    def forward_with_epilogue(self, x: SparseTensor, epilogue: Epilogue | None, target: Target = None) -> SparseTensor:
-        """forward with an epilogue (see pumice.ops.conv), in one kernel if possible."""
-        return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow, epilogue)
-
-    def _convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
-        return self.forward_with_epilogue(x, None, target)
+    def convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
+        """What `forward` of all convolutions does."""
+        return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow)
 
     def reset_parameters(self) -> None:
         """Reinitialise weight and bias."""
@@ -145,7 +141,7 @@ class Conv(Convolution):
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
         """x: N voxels x in_channels -> SparseTensor with out_channels. `out` overrides the layer's for this call."""
-        return self._convolve(x, out)
+        return self.convolve(x, out)
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
         if target is None:
@@ -177,7 +173,7 @@ class ConvTranspose(Convolution):
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self._convolve(x)
+        return self.convolve(x)
 
 
 class GenerativeConvTranspose(Convolution):
@@ -205,7 +201,7 @@ class GenerativeConvTranspose(Convolution):
         self.relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self._convolve(x)
+        return self.convolve(x)
 
 
 class InverseConv(Convolution):
@@ -234,7 +230,7 @@ class InverseConv(Convolution):
         self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry | None = None) -> SparseTensor:
-        return self._convolve(x, target)
+        return self.convolve(x, target)
 
 
 def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:

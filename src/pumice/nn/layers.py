@@ -17,7 +17,15 @@ from pumice.lower.epilogue import Epilogue
 from pumice.ops import autograd, pool
 from pumice.ops.conv import Size
 from pumice.ops.linear import HALF, differentiable_features, fits_one_kernel, linear_features
-from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, row_by_row
+from pumice.ops.tensor import (
+    SparseTensor,
+    from_raw_feats,
+    mask_padding,
+    not_sparse,
+    raw_feats,
+    row_by_row,
+    unchecked_tensor,
+)
 
 
 def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
@@ -40,10 +48,11 @@ class _Entrywise(_Featurewise):
     """A row-wise torch module without parameters."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        if not isinstance(x, SparseTensor) or not x.geometry.trains:
+        if not isinstance(x, SparseTensor) or torch.compiler.is_compiling():
             return super().forward(x)
         # torch's module on the raw features: padding rows may be undefined.
-        return from_raw_feats(super(_Featurewise, self).forward(raw_feats(x)), x.geometry)
+        y = super(_Featurewise, self).forward(raw_feats(x))
+        return from_raw_feats(y, x.geometry) if x.geometry.trains else unchecked_tensor(y, x.geometry)
 
 
 class BatchNorm(_Featurewise, nn.BatchNorm1d):
@@ -55,6 +64,8 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x, self.num_features)
+        if not x.geometry.trains and (y := self._in_evaluation(raw_feats(x))) is not None:
+            return unchecked_tensor(y, x.geometry)
         if self.uses_valid_rows(x) or self._by_kernels(x):
             return self.over_valid_rows(x)
         if torch.compiler.is_compiling():
@@ -70,6 +81,21 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
         mean = self.running_mean if self.running_mean is not None else like.new_zeros(self.num_features)
         var = self.running_var if self.running_var is not None else like.new_ones(self.num_features)
         return x.replace(functional.batch_norm(x.feats, mean, var, self.weight, self.bias, False, 0.0, self.eps))
+
+    def _in_evaluation(self, feats: Tensor) -> Tensor | None:
+        """The result by running statistics in one kernel; None where that is not all: in training, on a CPU, or with
+        gradients, autocast or anything else active."""
+        vectors = self.vectors()
+        if self.training or vectors[0] is None or not direct.starts_kernels(feats) or feats.dtype is torch.float64:
+            return None
+        there = [t for t in vectors if t is not None]
+        if not autograd.is_plain_call([feats, *there]) or not feats.is_contiguous():
+            return None
+        alike = (self.num_features,), feats.device
+        # What does not fit is torch's to refuse.
+        if any([(t.shape, t.device) != alike or not t.is_contiguous() for t in there]):
+            return None
+        return lowered.by_statistics(feats, vectors, self.eps)
 
     def uses_valid_rows(self, x: SparseTensor) -> bool:
         """True if batch statistics are taken over the valid rows of a captured training step."""

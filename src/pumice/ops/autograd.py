@@ -61,7 +61,7 @@ def only_autograd_active(operands: Sequence[Tensor]) -> bool:
     """True if at most autograd is active: no tracing, functorch transform or mode, and plain non-meta tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _in_functorch_transform():
         return False
-    return not (_has_forward_tangent(operands) or not _are_plain_tensors(operands))
+    return not (_has_forward_tangent(operands) or not are_plain_tensors(operands))
 
 
 def only_reverse_mode_active(operands: Sequence[Tensor]) -> bool:
@@ -73,12 +73,12 @@ def is_plain_call(operands: Sequence[Tensor]) -> bool:
     """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_active_mode():
         return False
-    if not _are_plain_tensors(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
+    if not are_plain_tensors(operands) or (torch.is_grad_enabled() and any([x.requires_grad for x in operands])):
         return False
     return not operands or not torch.is_autocast_enabled(operands[0].device.type)
 
 
-def _are_plain_tensors(operands: Sequence[Tensor]) -> bool:
+def are_plain_tensors(operands: Sequence[Tensor]) -> bool:
     """True if all are plain torch tensors and none is meta."""
     return _ORDINARY.issuperset(map(type, operands)) and not any([x.is_meta for x in operands])
 
@@ -280,6 +280,15 @@ class DifferentiableCall:
             self._cache_launch(key, bound, operands, range(len(operands)))
         return y
 
+    def gradient_plan(
+        self, number: int, operands: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
+    ) -> tuple[plan.Plan, tuple[int, ...]] | None:
+        """The plan of the gradient of a runtime operand, and which of (runtime operands..., output gradient) it takes;
+        None where it is several."""
+        with autocast_disabled(operands):
+            parts = self._gradient_plans(number, operands, grad, dtype)
+        return parts[0] if len(parts) == 1 else None
+
     def gradients(
         self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]
     ) -> list[Tensor | None]:
@@ -302,10 +311,7 @@ class DifferentiableCall:
         call = self._launch_cache.get(launch_key) or self._instantiate_template(launch_key, everything, number)
         if call is not None and (found := call(everything)) is not None:
             return found if found.dtype == dtype else found.to(dtype)
-        key = (number, dtype, plan.deterministic())
-        parts = self._gradients.get(key)
-        if parts is None:
-            parts = self._gradients[key] = self._derivatives(number, given, grad, dtype)
+        parts = self._gradient_plans(number, given, grad, dtype)
         first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
         found = sum(more, first) if more else first
         if not more:
@@ -345,6 +351,15 @@ class DifferentiableCall:
             call = self._template_key(key, tensors, sought).leave(bound, self._bound_map, tensors, numbers)
             if call is not None:
                 self._launch_cache.keep(key, call)
+
+    def _gradient_plans(
+        self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
+    ) -> list[_Derivative]:
+        key = (number, dtype, plan.deterministic())
+        known = self._gradients.get(key)
+        if known is None:
+            known = self._gradients[key] = self._derivatives(number, given, grad, dtype)
+        return known
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
         """Plans of the statements whose sum is a gradient."""

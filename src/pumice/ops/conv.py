@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,9 @@ from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, appl
 from pumice.lower.loops import EIGHT_BITS
 from pumice.ops import autograd
 from pumice.ops.dataflow import by_dataflow
+from pumice.ops.prepare import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
+from pumice.runtime.compile import BACKGROUND
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -75,7 +78,8 @@ def conv(
     else:
         _check_offsets(weight, offsets, padding)
         relation = Relation.of_offsets(x.spatial_dim, offsets, stride=stride, dilation=dilation, policy=policy)
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
+    find = layer_map if dataflow is None else kernel_map
+    return _over_map(x, weight, bias, groups, find(x.geometry, relation, target), epilogue, dataflow)
 
 
 def convolve(
@@ -97,7 +101,8 @@ def convolve(
     ):
         return y
     check_layer(x, weight, bias, groups, relation)
-    return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation, target), epilogue, dataflow)
+    find = layer_map if dataflow is None else kernel_map
+    return _over_map(x, weight, bias, groups, find(x.geometry, relation, target), epilogue, dataflow)
 
 
 def _cached_forward(
@@ -113,7 +118,7 @@ def _cached_forward(
         return None
     relation, target = map_request
     kept = geometry.maps.get((relation, None)) if target is None else None
-    found, outputs = kept or kernel_map(geometry, relation, target)
+    found, outputs = kept or layer_map(geometry, relation, target)
     if outputs is None:
         outputs = geometry
     y = _cached_forward_features(feats, weight, found, outputs.coords.shape[0], epilogue)
@@ -225,6 +230,38 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     return y
 
 
+def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
+    """What compiles the kernel of a plain conv_features of one group on tensors like these, without running it; None
+    where it is known, or the call is not one kernel. On a GPU that for tiles of the other height is compiled in the
+    background."""
+    tokens, arrays = maps.planner_operands(found, False)
+    if x.is_cuda:
+        like = maps.in_other_tiles(arrays, found.num_outputs)
+        BACKGROUND.submit(lambda: _run(_ahead(x, weight, tokens, like, epilogue)))
+    return _ahead(x, weight, tokens, (arrays, found.num_outputs), epilogue)
+
+
+def _run(task: Callable[[], object] | None) -> None:
+    if task is not None:
+        task()
+
+
+def _ahead(
+    x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
+) -> Callable[[], object] | None:
+    """`compilation` over the arrays of a map with so many outputs."""
+    (arrays, rows), columns = over, weight.shape[0]
+    flat = weight if weight.ndim == 3 else weight.reshape(columns, -1, weight.shape[-1])
+    tensors, finish = _tensors_and_signature(x, weight, epilogue)
+    mapped = _bound_to(tokens, arrays, flat.shape[1])
+    call = direct.Call(tensors, direct.counting(finish), (rows, columns), (key_of(tensors, finish), mapped.kind))
+    if flat.data_ptr() != weight.data_ptr() or direct.TEMPLATES.get(call.kind) is not None:
+        return None
+    names, text, shape = _statement_of(tokens, flat, rows, 1)
+    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), "", finish)
+    return call.ahead(plan.bound_plan([x, flat, *arrays], ask), mapped, (x, flat, *tensors[2:]), (0, 1), finish)
+
+
 def _tensors_and_signature(
     x: Tensor, weight: Tensor, epilogue: Epilogue | None
 ) -> tuple[tuple[Tensor, ...], EpilogueSignature]:
@@ -296,8 +333,62 @@ def bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
 
 
 def _make_bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
+    laid = None if differentiable else maps.laid_out(found)
+    if laid is not None:
+        tokens, tiled = laid
+        return direct.HeldTiles(tiled, _pattern_of_tiles(tokens, tiled.parts[0].shape[1], found.volume, found.device))
     tokens, arrays = maps.planner_operands(found, differentiable)
-    return direct.Held.of(arrays, direct.Pattern(tokens, arrays))
+    return direct.Held.of(arrays, direct.Pattern((*maps.read_alike(tokens), str(found.volume)), arrays))
+
+
+class MapArrays(NamedTuple):
+    """All arrays of a map that differentiable calls may read. kind: equal where the same ones are at the same
+    places."""
+
+    tokens: tuple[str, ...]
+    arrays: Sequence[Tensor]
+    kind: Hashable
+
+    @staticmethod
+    def of(found: KernelMap) -> MapArrays:
+        """Those of a map, cached."""
+        return found.get_cached("arrays of both passes") or found.cached("arrays of both passes", _arrays_of)
+
+    def held(self, found: KernelMap, places: tuple[int, ...]) -> direct.Held:
+        """Those at some places, as calls hold them, cached by the map."""
+        name = "held", places
+        known = found.get_cached(name)
+        if known is None:
+            tokens = tuple(self.tokens[n] for n in places)
+            known = found.keep(name, _bound_to(tokens, [self.arrays[n] for n in places], found.volume))
+        return known
+
+    def read_by(self, ready: plan.Plan) -> tuple[int, ...] | None:
+        """The places of those that the one kernel of a plan reads; None for more kernels."""
+        read = direct.held_by(ready)
+        places = {id(x): n for n, x in reversed([*enumerate(self.arrays)])}
+        return None if read is None else tuple(sorted(places[id(x)] for x in read))
+
+
+def _arrays_of(found: KernelMap) -> MapArrays:
+    tokens, arrays = maps.planner_operands(found, True)
+    places = [id(x) for x in arrays]
+    # One of a map that is its own transpose is there twice.
+    kind = maps.read_alike(tokens), found.volume, tuple(map(places.index, places))
+    return MapArrays(tokens, arrays, direct.interned(kind))
+
+
+def _bound_to(tokens: tuple[str, ...], arrays: Sequence[Tensor], volume: int) -> direct.Held:
+    """The arrays of a map of so many kernel offsets."""
+    return direct.Held.of(arrays, direct.Pattern((*maps.read_alike(tokens), str(volume)), arrays))
+
+
+@lru_cache(maxsize=64)
+def _pattern_of_tiles(tokens: tuple[str, ...], block: int, volume: int, device: torch.device) -> direct.Pattern:
+    """That of all tiles of so many rows, of maps of so many kernel offsets."""
+    shapes = (1, block), (1,), (1,), (1, block)
+    arrays = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+    return direct.Pattern((*maps.read_alike(tokens), str(volume)), arrays)
 
 
 def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords import CoordBuffer, Geometry, Relation, kernel_map
+from pumice.coords import CoordBuffer, Geometry, Relation
 from pumice.lower import norm as norms
 from pumice.lower import plan
 from pumice.lower.norm import Norm
 from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype, cached_call, check_layer, differentiable_call
+from pumice.ops.prepare import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -45,7 +46,7 @@ def conv_norm(
     if mapped is None or not _known(weight, norm, relation):
         check_layer(x, weight, norm.statistics.offset, 1, relation)
     if mapped is None:
-        mapped = kernel_map(x.geometry, relation, target)
+        mapped = layer_map(x.geometry, relation, target)
     feats = given[0] if given[0].dtype == dtype else given[0].to(dtype)
     # Autocast's cast of a weight that is trained is the call's own: its gradient is in the weight's dtype.
     weight = weight if weight.dtype == dtype or weight.requires_grad else weight.to(dtype)

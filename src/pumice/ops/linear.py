@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from pumice.ops.conv import autocast_dtype
 from pumice.runtime.cache import BoundedCache
 
 _LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
-_NO_MAP = direct.Held.of((), direct.Pattern((), ()))
+NO_MAP = direct.Held.of((), direct.Pattern((), ()))
 _BOUND_CALLS: BoundedCache[direct.Direct] = BoundedCache(1024)
 """Launch cache."""
 
@@ -38,10 +38,19 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     call_plan = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     y = plan.execute_plan(call_plan, (x, weight), epilogue)
     call = direct.Call(tensors, counting, shape, key)
-    call = call.leave(call_plan, _NO_MAP, tensors, (0, 1), finish)
+    call = call.leave(call_plan, NO_MAP, tensors, (0, 1), finish)
     if call is not None:
         _BOUND_CALLS.keep((x.shape[0], key), call)
     return y
+
+
+def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], object] | None:
+    """What compiles the kernel of linear_features on tensors like these, without running it; None where it is known, or
+    the call is not one kernel."""
+    finish, tensors, shape = epilogue.signature, (x, weight, *epilogue.operands.values()), (x.shape[0], weight.shape[0])
+    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    call = direct.Call(tensors, direct.counting(finish), shape, key_of(tensors, finish))
+    return call.ahead(ready, NO_MAP, tensors, (0, 1), finish)
 
 
 def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
@@ -55,7 +64,7 @@ def cached_call(key: Hashable, rows: Sequence[tuple[int, int]], columns: int) ->
     count, _ = rows[0]
     call = _BOUND_CALLS.get((count, key))
     if call is None:
-        call = direct.cast(key, _NO_MAP, rows, (count, columns))
+        call = direct.cast(key, NO_MAP, rows, (count, columns))
         return None if call is None else _BOUND_CALLS.keep((count, key), call)
     return call
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, on_side_stream, pyramid, trace_local
-from pumice.coords import chain as chain_module
-from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, refusal, window_of
+from pumice.coords import (
+    Geometry,
+    KernelMap,
+    Relation,
+    check_steps,
+    kernel_map,
+    on_side_stream,
+    pyramid,
+    trace_local,
+)
+from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, is_supported, refusal
+from pumice.coords.chain_build import build_chain
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
 from pumice.lower.maps import keep_tiles, tile_rule
-from pumice.ops.recorded import Asked, by_graph
 from pumice.ops.tensor import SparseTensor
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
@@ -56,9 +64,9 @@ def prepare_levels(
     steps: the relation from each level to the next coarser one, finest first. same: per level, from x's on, the
     relations that keep its coordinates (submanifold windows). consumers: the layers over the maps: each map is laid
     out for the dataflows of its layers; None: for the automatic dataflow, transposed maps of the steps included. On a
-    GPU this takes one host synchronisation if all steps have kernel 2 and stride 2, the windows size 3 and the layers
-    an automatic dataflow (coords.chain); otherwise two, for the voxel counts and for the layout sizes. Layers over
-    these maps then need none.
+    GPU this takes one host synchronisation if steps are strided windows without dilation, windows have at most 31
+    kernel offsets and layers an automatic dataflow (coords.chain); otherwise two, for the voxel counts and for the
+    layout sizes. Layers over these maps then need none.
 
     Example: the nine maps of a MinkUNet
 
@@ -82,13 +90,14 @@ def prepare_levels(
     wanted = _RequestedMaps(
         tuple(steps), tuple(map(tuple, same)), None if consumers is None else _flows_over(steps, same, consumers)
     )
-    geometry, request = x.geometry, wanted.graph_request()
+    geometry, differentiable = x.geometry, torch.is_grad_enabled()
+    request = wanted.steps, wanted.same, wanted.flows, differentiable
     if geometry.buffered is not None:
-        wanted.build_in_buffers(geometry, request.differentiable, geometry.device.type == "cuda")
-    elif request.key not in geometry.prepared_requests:
-        if not wanted.build_chain(geometry) and not by_graph(geometry, request):
+        wanted.build_in_buffers(geometry, differentiable)
+    elif request not in geometry.prepared_requests:
+        if not wanted.build_chain(geometry):
             wanted.build(geometry)
-        geometry.prepared_requests.add(request.key)
+        geometry.prepared_requests.add(request)
     return x
 
 
@@ -106,14 +115,18 @@ class _RequestedMaps:
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
     def build_chain(self, geometry: Geometry) -> bool:
-        """Build all maps, the levels and the windows of 3 together in one transfer; False if kernels do not run or the
-        steps are not halvings."""
+        """Build all maps together in one transfer; False if kernels do not run or coords.chain does not support the
+        steps."""
         if not has_triton(geometry.coords) or is_capturing(geometry.device):
             return False
-        request, wanted, complete = _chain(self.steps, self.same, self.flows, torch.is_grad_enabled(), tile_rule())
-        if refusal(geometry, request.steps, len(request.tiled)) is not None:
+        facts = geometry.dim, self.steps, self.same, self.flows, torch.is_grad_enabled()
+        request, wanted, complete = _chain(*facts, tile_rule())
+        if refusal(geometry, request) is not None:
             return False
-        for one in chain_module.build_chain(geometry, request)[:wanted]:
+        found = build_chain(geometry, request)
+        if found is None:
+            return False
+        for one in found[:wanted]:
             keep_tiles(one)
         if not complete:
             self.build(geometry)
@@ -126,29 +139,18 @@ class _RequestedMaps:
         if geometry.device.type == "cuda":
             materialize(found, torch.is_grad_enabled())
 
-    def build_in_buffers(self, geometry: Geometry, differentiable: bool, with_layouts: bool = True) -> list[KernelMap]:
-        """Build maps in buffers, laid out (if `with_layouts`) while the next is built; returns those of automatic
-        dataflow."""
-        found = []
+    def build_in_buffers(self, geometry: Geometry, differentiable: bool) -> None:
+        """Build maps in buffers, on a GPU laid out while the next is built."""
         with on_side_stream(geometry) as publish:
             for one, flows in self.maps(geometry):
                 publish(one)
-                if with_layouts:
+                if geometry.device.type == "cuda":
                     materialize([(one, flows)], differentiable)
-                if None in flows:
-                    found.append(one)
-        return found
-
-    def graph_request(self) -> Asked:
-        """The request of map-building graphs."""
-        differentiable = torch.is_grad_enabled()
-        # Bound now: graphs are recorded outside inference mode, with gradients enabled.
-        find = partial(self.build_in_buffers, differentiable=differentiable)
-        return Asked((self.steps, self.same, self.flows, differentiable), find, differentiable)
 
 
 @lru_cache(maxsize=64)
 def _chain(
+    dim: int,
     steps: tuple[Relation, ...],
     same: tuple[tuple[Relation, ...], ...],
     flows: tuple[frozenset[Chosen | None], ...] | None,
@@ -157,20 +159,51 @@ def _chain(
 ) -> tuple[ChainRequest, int, bool]:
     """The request of a chain; how many of its tiled maps come first that layers of an automatic dataflow read, before
     their transposes for gradients; True if it is all that layers read."""
-    dim = steps[0].dim if steps else 0
-    cubes = [next((window for window in windows if steps and window == window_of(dim)), None) for windows in same]
     wanted = _by_need(
-        [[(SAME, level) if window == cubes[level] else None for window in same[level]] for level in range(len(same))],
-        [(DOWN, level + 1) for level in range(len(steps))],
-        [(UP, level) for level in range(len(steps))],
+        [[(SAME, level, window) for window in windows] for level, windows in enumerate(same)],
+        [(DOWN, level + 1, step) for level, step in enumerate(steps)],
+        [(UP, level, step) for level, step in enumerate(steps)],
     )
     automatic = frozenset((None,))
     pairs = [(place, automatic if flows is None else flows[n]) for n, place in enumerate(wanted)]
-    complete = not differentiable and all(place is not None and over <= automatic for place, over in pairs)
-    asked = dict.fromkeys(place for place, over in pairs if place is not None and None in over)
-    turned = {(UP, level - 1) if kind == DOWN else (DOWN, level + 1) for kind, level in asked if kind != SAME}
-    tiled = dict.fromkeys((*asked, *sorted(turned) * differentiable))
-    return ChainRequest(steps, tuple(cubes), tuple(tiled), rule), len(asked), complete
+    fits = [place[0] != SAME or is_supported(place[2]) for place, _ in pairs]
+    complete = not differentiable and all(fits) and all(over <= automatic for _, over in pairs)
+    asked = dict.fromkeys(place for (place, over), there in zip(pairs, fits, strict=True) if there and None in over)
+    turned = {(UP, level - 1, step) if kind == DOWN else (DOWN, level + 1, step) for kind, level, step in asked if kind}
+    tiled = dict.fromkeys((*asked, *sorted(turned, key=lambda place: place[:2]) * differentiable))
+    windows = tuple(tuple(window for window in each if is_supported(window)) for each in same)
+    return ChainRequest(dim, steps, windows, tuple(tiled), rule), len(asked), complete
+
+
+def layer_map(geometry: Geometry, relation: Relation, target: Geometry | None = None) -> tuple[KernelMap, Geometry]:
+    """kernel_map for a layer of an automatic dataflow: where kernels run, a map that is not there is laid out as it is
+    found, in one transfer. Raises as kernel_map."""
+    if target is None and isinstance(geometry, Geometry) and not torch.compiler.is_compiling():
+        kept = geometry.maps.get((relation, None))
+        if kept is not None:
+            found, outputs = kept
+            if outputs is None:
+                return found, geometry
+            outputs.require_unwritten()
+            return found, outputs
+        if has_triton(geometry.coords) and not is_capturing(geometry.device):
+            request = _of_layer(relation, torch.is_grad_enabled(), tile_rule())
+            if request is not None and refusal(geometry, request) is None:
+                for one in build_chain(geometry, request) or ():
+                    keep_tiles(one)
+    return kernel_map(geometry, relation, target)
+
+
+@lru_cache(maxsize=256)
+def _of_layer(relation: Relation, differentiable: bool, rule: TileRule) -> ChainRequest | None:
+    """The request of one map, or None. The transpose of a step is laid out for gradients, and where it takes little: an
+    inverse convolution may follow."""
+    if relation.policy == "same":
+        return ChainRequest(relation.dim, (), ((relation,),), ((SAME, 0, relation),), rule)
+    if relation.policy not in ("support", "floor_unique"):
+        return None
+    turned = ((UP, 0, relation),) if differentiable or len(relation.offsets) <= rule.few_taps else ()
+    return ChainRequest(relation.dim, (relation,), (), ((DOWN, 1, relation), *turned), rule)
 
 
 def _flows_over(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from pumice.coords import Bounds, Geometry, GridSpec, morton_argsort, morton_unique, same_geometry
 from pumice.coords.box import INT32_MAX, places_in
@@ -88,6 +89,10 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on the same coordinates in the same order.
     Raises GeometryError for different coordinates: use union(), or conv(out=...) onto the other's coordinates.
     """
+    sparse = isinstance(tensors, list | tuple) and all([type(x) is SparseTensor for x in tensors])
+    if not sparse and isinstance(tensors, list | tuple) and has_torch_function(tensors):
+        # torch.fx traces a network (pumice.compile).
+        return handle_torch_function(cat, tensors, tensors)
     first = _first(tensors, "cat")
     for other in tensors[1:]:
         known = torch.compiler.is_compiling() or first.geometry.buffered is not None

@@ -238,6 +238,8 @@ class SparseTensor:
 
     def __add__(self, other: Any) -> SparseTensor:
         """Row-wise sum on one geometry, sum over the union of two geometries, or sum with a scalar, [N, C] or [C]."""
+        if (y := _sum_of_like(self, other)) is not None:
+            return y
         if isinstance(other, SparseTensor) and not same_geometry(self, other):
             return self._union(other)
         if self._geometry.trains and isinstance(other, SparseTensor):
@@ -269,6 +271,16 @@ class SparseTensor:
     prune: Callable[..., SparseTensor]
     split: Callable[..., list[SparseTensor]]
     _union: Callable[..., SparseTensor]
+
+
+def _sum_of_like(x: SparseTensor, other: Any) -> SparseTensor | None:
+    """x + other of one geometry, shape and dtype, which needs no checks; None for others."""
+    if type(other) is not SparseTensor or other._geometry is not x._geometry or x._geometry.trains:
+        return None
+    a, b = x._feats, other._feats
+    if a.shape != b.shape or a.dtype != b.dtype or a.dtype.itemsize < 2 or torch.compiler.is_compiling():
+        return None
+    return unchecked_tensor(a + b, x._geometry)
 
 
 _CALLED = {

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from contextvars import copy_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, copy_context
 from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Lock, Semaphore, Thread, local
+from time import monotonic
 from typing import Any
 
 Task = Callable[[], object]
 _WORKER = Path(__file__).with_name("compile_worker.py")
+_PATIENCE = 1.0
+"""Seconds of waiting between reports."""
 _THREAD = local()
 """worker: of a background thread; seen: specialisations that Triton's hook was told of within `specialization`."""
+
+
+_BESIDE: ContextVar[bool] = ContextVar("compiling_beside", default=False)
+
+
+class CompilationPending(Exception):
+    """`count` tasks are under way in the background; each releases `ended`."""
+
+    def __init__(self, count: int, ended: Semaphore) -> None:
+        super().__init__(f"{count} kernels are being compiled")
+        self._left, self._ended = count, ended
+
+    @property
+    def done(self) -> bool:
+        """True once all tasks have ended."""
+        while self._left and self._ended.acquire(blocking=False):
+            self._left -= 1
+        return not self._left
+
+
+@contextmanager
+def compiling_beside() -> Iterator[None]:
+    """Within it, whoever would wait for compilation gets CompilationPending."""
+    token = _BESIDE.set(True)
+    try:
+        yield
+    finally:
+        _BESIDE.reset(token)
 
 
 class Background:
@@ -28,19 +61,30 @@ class Background:
 
     def __init__(self, threads: int) -> None:
         self._queue: PriorityQueue[tuple[bool, int, Task]] = PriorityQueue()
-        self._lock, self._left, self._numbers = Lock(), threads, count()
+        self._lock, self._count, self._numbers = Lock(), threads, count()
+        self._threads: list[Thread] = []
+        self._closed = False
 
     def submit(self, task: Task, later: bool = True) -> None:
         """Run `task` in a copy of the caller's context; later: after those that are waited for."""
         context = copy_context()
         self._queue.put((later, next(self._numbers), lambda: context.run(task)))
+        self.start()
+
+    def start(self) -> None:
+        """Start all threads and their processes, which take half a second to be ready."""
         with self._lock:
-            if self._left:
-                self._left -= 1
-                Thread(target=self._work, name="pumice-compile", daemon=True).start()
+            if self._threads or self._closed:
+                return
+            self._threads = [Thread(target=self._work, name="pumice-compile", daemon=True) for _ in range(self._count)]
+            # A thread within the compiler while the interpreter ends would abort the process.
+            atexit.register(self.close)
+            for thread in self._threads:
+                thread.start()
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Run these tasks at once, and wait for all of them."""
+        """Run these tasks at once, and wait for all of them, of which a terminal is told how many are done; within
+        `compiling_beside`, raise CompilationPending instead of waiting."""
         ended = Semaphore(0)
 
         def ending(task: Task) -> None:
@@ -51,14 +95,43 @@ class Background:
 
         for task in tasks:
             self.submit(partial(ending, task), later=False)
-        for _ in tasks:
-            ended.acquire()
+        if tasks and _BESIDE.get():
+            raise CompilationPending(len(tasks), ended)
+        begin, told = monotonic(), False
+        for number in range(len(tasks)):
+            while not ended.acquire(timeout=_PATIENCE):
+                if sys.stderr.isatty() and monotonic() - begin > _PATIENCE:
+                    told = True
+                    sys.stderr.write(f"\rpumice: {number} of {len(tasks)} kernels compiled ")
+                    sys.stderr.flush()
+        if told:
+            sys.stderr.write("\r\033[K")
+
+    @property
+    def left(self) -> int:
+        """How many tasks have not ended."""
+        return self._queue.unfinished_tasks
+
+    def close(self) -> None:
+        """Drop the tasks that have not begun, and wait for the others."""
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put((False, next(self._numbers), _nothing))
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
-        _THREAD.worker = Worker()
-        while True:
+        worker = _THREAD.worker = Worker()
+        with suppress(OSError):
+            worker.start()
+        while (task := self._queue.get()[2]) and not self._closed:
             with suppress(Exception):
-                self._queue.get()[2]()
+                task()
+            self._queue.task_done()
+        worker.close()
+
+
+def _nothing() -> None: ...
 
 
 class Worker:
@@ -70,15 +143,20 @@ class Worker:
     def compile(self, job: Mapping[str, Any]) -> bool:
         """True if the kernel is in the cache now."""
         try:
-            if self._process is None or self._process.poll() is not None:
-                command, pipe = [sys.executable, str(_WORKER)], subprocess.PIPE
-                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-            assert self._process.stdin is not None and self._process.stdout is not None
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-            return self._process.stdout.readline() == "\n"
+            process = self.start()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            return process.stdout.readline() == "\n"
         except OSError:
             return False
+
+    def start(self) -> subprocess.Popen[str]:
+        """The process, which is started if there is none."""
+        if self._process is None or self._process.poll() is not None:
+            command, pipe = [sys.executable, str(_WORKER)], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        return self._process
 
     def close(self) -> None:
         """End the process."""
@@ -95,12 +173,28 @@ def compile_ahead(kernel: Any, text: str, values: Sequence[Any], options: Mappin
     if worker is None:
         return
     data = specialization(kernel, values, options)
-    if data is not None:
-        worker.compile(job(kernel, text, data))
+    if data is None:
+        return
+    told = job(kernel, text, data)
+    mark = _mark(kernel, told)
+    # What a process has compiled before needs no other one.
+    if not mark.exists() and worker.compile(told):
+        with suppress(OSError):
+            mark.touch()
 
 
-def job(kernel: Any, text: str, data: str) -> dict[str, str]:
+def _mark(kernel: Any, told: Mapping[str, Any]) -> Path:
+    """A file in Triton's cache which tells that the kernel of a job is there."""
+    from triton import __version__, knobs
+
+    facts = json.dumps([__version__, kernel.cache_key, told["specialization"], told["target"]])
+    return Path(knobs.cache.dir) / f"pumice-{hashlib.sha256(facts.encode()).hexdigest()}"
+
+
+def job(kernel: Any, text: str, data: str) -> dict[str, Any]:
     """What a worker is told of a kernel; data: of `specialization`."""
+    from triton.runtime import driver
+
     code = kernel.fn.__code__
     return {
         "text": text,
@@ -108,6 +202,8 @@ def job(kernel: Any, text: str, data: str) -> dict[str, str]:
         "module": kernel.fn.__module__,
         "name": kernel.fn.__name__,
         "specialization": data,
+        # Triton 3.6 leaves it out of the specialisation.
+        "target": vars(driver.active.get_current_target()),
     }
 
 
@@ -146,4 +242,4 @@ class _Hook:
         return _hook(self._before, **told)
 
 
-BACKGROUND = Background(max(1, min(8, (os.cpu_count() or 2) // 2)))
+BACKGROUND = Background(max(1, min(12, (os.cpu_count() or 2) - 1)))

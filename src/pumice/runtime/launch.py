@@ -10,12 +10,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, wraps
+from threading import RLock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from pumice.runtime.compile import BACKGROUND, compile_ahead
+from pumice.runtime.parts import Array, tensor_of
 
 
 @lru_cache(maxsize=1)
@@ -57,14 +59,18 @@ def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], C
 
         @wraps(find)
         def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
-            found = known(*args, **kwargs)
-            if (read := _RECORDED.get()) is not None:
-                read.append(found)
-            return found
+            return keep_for_graph(known(*args, **kwargs))
 
         return cached
 
     return decorate
+
+
+def keep_for_graph(found: Found) -> Found:
+    """The tensor itself, which a graph that is being captured reads on every replay."""
+    if (read := _RECORDED.get()) is not None:
+        read.append(found)
+    return found
 
 
 @contextmanager
@@ -115,7 +121,9 @@ class CompiledKernel:
         from triton import knobs
 
         self._compiled, self._runtime = compiled, knobs.runtime
-        self._run = _in_c(compiled) or _by_triton(compiled)
+        # Triton loads a binary at its first use: two threads at once would see half of it.
+        with LOADING:
+            self._run = _in_c(compiled) or _by_triton(compiled)
 
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
         """Run `programs` programs on the current device, which is `device`, and its current stream."""
@@ -126,6 +134,9 @@ class CompiledKernel:
             return
         self._run(programs, torch._C._cuda_getCurrentRawStream(device), values)
 
+
+LOADING = RLock()
+"""Held by whoever may load a binary."""
 
 Run = Callable[[int, int, Sequence[Any]], object]
 """run(programs, stream, values): launch a kernel with these arguments."""
@@ -190,7 +201,7 @@ class KernelLauncher:
     def __call__(
         self,
         programs: int,
-        tensors: Sequence[Tensor],
+        tensors: Sequence[Array],
         numbers: Sequence[float] = (),
         constants: Mapping[str, Any] | None = None,
         warps: int = 4,
@@ -223,6 +234,11 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
     BACKGROUND.run([task for kernel, task in recorded.items() if not kernel.known])
 
 
+def is_compiling_launches() -> bool:
+    """True within `compiling_launches`."""
+    return _LAUNCHES.get() is not None
+
+
 class BoundKernel:
     """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment. The first launch
     of a variant uses Triton's launch path, later ones its CompiledKernel."""
@@ -231,7 +247,7 @@ class BoundKernel:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
-    def __call__(self, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()) -> None:
+    def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
         """As KernelLauncher."""
         if programs == 0:
             return
@@ -261,7 +277,7 @@ class BoundKernel:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
 
-    def _start(self, device: int, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+    def _start(self, device: int, programs: int, tensors: Sequence[Array], numbers: Sequence[float]) -> None:
         addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
         for address in addresses:
             bits |= address
@@ -271,6 +287,7 @@ class BoundKernel:
         if compiled is not None:
             compiled(programs, (*addresses, *numbers, *self.constants), device)
             return
-        made = self.kernel[(programs,)](*tensors, *numbers, *self.constants, num_warps=self.warps)
+        with LOADING:
+            made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, num_warps=self.warps)
         if made is not None:
             self._compiled[key] = CompiledKernel(made)

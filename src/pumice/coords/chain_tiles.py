@@ -1,0 +1,260 @@
+"""Tiles of all maps that are found together (coords.chain): rows of all segments are sorted and laid out at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords import tiles
+from pumice.coords.chain import (
+    CHOSEN,
+    ENTRIES,
+    GROUPS,
+    LARGE,
+    SAMPLED,
+    SIDE,
+    SMALL,
+    WIDTH,
+    Chain,
+    ChainRequest,
+    plan_of,
+)
+from pumice.coords.segments import NEVER, RUNS, WHOLE, Pieces, count_sort_constants
+from pumice.coords.tiles import SortSpec, TileList
+from pumice.runtime.launch import cached_device_constant, has_triton, is_compiling_launches, kernel, to_device_async
+from pumice.runtime.parts import Part, aligned, allocate
+
+_KEYED = 512  # Rows of a program that makes keys
+_SUMMED = 1024  # Tiles per step of the prefix sum of entries
+_RUNS = 64  # Runs that a program cuts
+_TOTAL = 9  # Row of the layout with the number of rows of all segments
+
+
+def tile_maps(chain: Chain) -> None:
+    """Tiles of all segments, and the number of their entries in `words`; no host synchronisation."""
+    lay_out(chain)
+    order_segments(chain)
+    tile_segments(chain)
+
+
+def lay_out(chain: Chain) -> None:
+    """Fill layout int32 [10 + 32, 32], a column for each segment: its rows, its first row in the concatenated order,
+    rows of a tile, tiles, first slot, first tile (at multiples of 4), start of its masks, whether it is sorted, tiles
+    of the segments before; the rows of all segments. Then, a row for each segment, the mask words that it is sorted
+    by."""
+    request, number = chain.request, len(chain.request.tiled)
+    if not has_triton(chain.coords):
+        return lay_out_torch(chain)
+    plan, _, groups = plan_of(request, chain.coords.device)
+    numbers = (chain.rows, chain.most, number, request.rule.few_rows, WIDTH, SAMPLED)
+    tensors = (chain.words, plan, groups, chain.totals, chain.layout)
+    kernel("chain_kernels.lay_out")(max(1, number), tensors, numbers, {}, 1)
+
+
+def lay_out_torch(chain: Chain) -> None:
+    """As lay_out, in plain torch."""
+    counts, request, number = chain.counts(), chain.request, len(chain.request.tiled)
+    plan, _, groups = plan_of(request, torch.device("cpu"))
+    rows = torch.tensor(counts, dtype=torch.int32)[plan[0].long()] * (torch.arange(SIDE) < number)
+    block = torch.where(rows < request.rule.few_rows, SMALL, LARGE)
+    count = (rows + block - 1) // block
+    whole = (count + 3) // 4 * 4
+    befores = [x.cumsum(0) - x for x in (rows, count * block, whole, count)]
+    masks = plan[7] * aligned(chain.rows) + plan[8] * chain.most
+    listed = [rows, befores[0], block, count, *befores[1:3], masks, rows >= plan[4], befores[3]]
+    layout = chain.layout.tensor().zero_()
+    layout[:CHOSEN] = torch.stack([*(x.int() for x in listed), rows.sum().int().expand(SIDE)])
+    for place in range(number):
+        own = groups[place][:, groups[place, 0] != 0].t()
+        step = max(1, -(-int(rows[place]) // SAMPLED))
+        totals = chain.totals.tensor()[GROUPS * place :][: len(own)]
+        chosen = tiles.select_groups(own, totals, (rows[place] + step - 1) // step, min(WIDTH, len(own)))
+        layout[CHOSEN + place, : len(chosen)] = own[chosen, 0]
+
+
+def order_segments(chain: Chain) -> None:
+    """Fill order int32: the rows of all segments, numbered one after the other, in the order of tiles
+    (tiles.sort_rows), or their own."""
+    number, digits = len(chain.request.tiled), chain.digits
+    if not has_triton(chain.coords):
+        return order_segments_torch(chain)
+    per = -(-chain.largest // _KEYED)
+    constants = {"ROWS_EACH": _KEYED, "BLOCK": digits.block, "BINS": 1 << digits.width}
+    _, _, groups = plan_of(chain.request, chain.coords.device)
+    tensors = (chain.layout, groups, chain.masks, chain.keys, chain.starts[0])
+    kernel("chain_kernels.order_keys")(number * per, tensors, (per, WIDTH), constants)
+    total = chain.layout.cut(_TOTAL * SIDE, (1,))
+    tiles.stable_argsort(chain.keys, digits, chain.starts, total, (*chain.rooms, chain.order))
+    return None
+
+
+def order_segments_torch(chain: Chain) -> None:
+    """As order_segments, in plain torch."""
+    keys, layout = [torch.zeros(0, dtype=torch.int32)], chain.layout.tensor()
+    for place in range(len(chain.request.tiled)):
+        rows, sorts = int(layout[0, place]), bool(layout[7, place])
+        own = torch.zeros(rows, dtype=torch.int32)
+        if sorts:
+            groups = plan_of(chain.request, layout.device)[2][place]
+            groups = groups[:, groups[0] != 0].t().contiguous()
+            totals = chain.totals.tensor()[GROUPS * place :][: len(groups)]
+            masks, count = chain.masks_of(place, rows).tensor()[:, None], torch.tensor([rows], dtype=torch.int32)
+            own = tiles.gray_keys_torch(masks, count, groups, totals, SortSpec(0, chain.request.volumes[place]))
+        keys.append(own | place << WIDTH)
+    order = tiles.stable_argsort_torch(torch.cat(keys))
+    chain.order.tensor()[: len(order)] = order
+
+
+def tile_segments(chain: Chain) -> None:
+    """Fill tile_rows, tile_masks and ends, and tell the number of entries."""
+    if not has_triton(chain.coords):
+        return tile_segments_torch(chain)
+    number = len(chain.request.tiled)
+    per = -(-chain.largest // SMALL)
+    tensors = (chain.layout, chain.order, chain.masks, chain.tile_rows, chain.tile_masks)
+    kernel("chain_kernels.tile_segments")(number * per, tensors, (per,), {"BLOCK": LARGE})
+    tensors = (chain.layout, chain.tile_masks, chain.ends, chain.words)
+    kernel("chain_kernels.end_tiles")(number, tensors, (), {"BLOCK": _SUMMED})
+
+
+def tile_segments_torch(chain: Chain) -> None:
+    """As tile_segments, in plain torch."""
+    layout, tile_rows, order = chain.layout.tensor(), chain.tile_rows.tensor(), chain.order.tensor()
+    for place in range(len(chain.request.tiled)):
+        rows, begin, block, count, slot, tile, *_ = layout[:, place].tolist()
+        slots = tile_rows[slot : slot + count * block]
+        slots.fill_(-1)
+        slots[:rows] = order[begin : begin + rows] - begin
+        own = chain.masks_of(place, rows).tensor()
+        masks = torch.where(slots >= 0, own[slots.long().clamp(min=0)], 0) if rows else slots
+        bits = (masks.view(count, block, 1) >> torch.arange(SIDE - 1)) & 1
+        tile_masks = bits.amax(1) if count else bits[:, 0]
+        chain.tile_masks.tensor()[tile : tile + count] = (tile_masks << torch.arange(SIDE - 1)).sum(1).int()
+        chain.ends.tensor()[tile : tile + count] = tile_masks.sum(1).cumsum(0, dtype=torch.int32)
+        chain.words.tensor()[ENTRIES + place] = tile_masks.sum()
+
+
+class PieceLists(NamedTuple):
+    """The five lists of segments.Pieces, int32 [5, .], of which the first `size` entries are used."""
+
+    lists: Part
+    size: int
+
+    def addresses(self) -> list[int]:
+        """Where each list begins."""
+        begin, each = self.lists.data_ptr(), 4 * self.lists.shape[1]
+        return [begin, begin + each, begin + 2 * each, begin + 3 * each, begin + 4 * each]
+
+
+class Tiled:
+    """Tiles of a segment as parts of the chain's arrays; see TileList.
+
+    sorted: False if rows keep their order. pieces: of its runs, by the maximum length; wanted: lengths that somebody
+    asked for, on this scene or before."""
+
+    __slots__ = ("_ends", "_list", "parts", "pieces", "sorted", "volume", "wanted")
+
+    def __init__(self, parts: tuple[Part, Part, Part, Part], ends: Part, volume: int, wanted: set[int]) -> None:
+        self.parts, self._ends, self.volume, self.wanted = parts, ends, volume, wanted
+        self.pieces: dict[int, PieceLists] = {}
+        self.sorted = True
+        self._list: TileList | None = None
+
+    def tiles(self) -> TileList:
+        """The tiles as tensors, the same in each call."""
+        if self._list is None:
+            rows, own, taps, inputs = (part.tensor() for part in self.parts)
+            self._list = TileList(rows, own, taps, inputs)
+            pieces = {most: Pieces(*known.lists.tensor()[:, : known.size]) for most, known in self.pieces.items()}
+            RUNS.register(own, self._ends.tensor(), self.volume, self.wanted, pieces)
+        return self._list
+
+
+def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
+    """The tile lists of all segments, with pieces of their runs. words: the words that the host read."""
+    request, found = chain.request, list[Tiled]()
+    shapes = [_shape(chain, words, place) for place in range(len(request.tiled))]
+    long = sum([aligned(entries) for _, _, entries in shapes])
+    wide = sum([entries * block for _, block, entries in shapes])
+    own, taps, inputs = allocate(chain.coords.device, ((long,), (long,), (wide,)))
+    slot, tile, entry, cell = 0, 0, 0, 0
+    for (count, block, entries), volume, wanted in zip(shapes, request.volumes, _wanted(request), strict=False):
+        rows = chain.tile_rows.cut(slot, (count, block))
+        lists = own.cut(entry, (entries,)), taps.cut(entry, (entries,)), inputs.cut(cell, (entries, block))
+        found.append(Tiled((rows, *lists), chain.ends.cut(tile, (count,)), volume, wanted))
+        slot, tile = slot + count * block, tile + aligned(count)
+        entry, cell = entry + aligned(entries), cell + entries * block
+    if not has_triton(chain.coords):
+        fill_segments_torch(chain, found)
+        return found
+    plan, *_ = plan_of(request, chain.coords.device)
+    tensors = (plan, chain.layout, chain.words, chain.tile_rows, chain.tile_masks, chain.ends, chain.tables)
+    constants = {"BLOCK": LARGE, "LANES": tiles.lanes_of(max(request.volumes))}
+    numbers = (chain.rows, chain.most, len(found))
+    programs = sum([count for count, *_ in shapes])
+    kernel("chain_kernels.fill_segments")(programs, (*tensors, taps, own, inputs), numbers, constants)
+    _cut_runs(chain, found, shapes)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _wanted(request: ChainRequest) -> tuple[set[int], ...]:
+    """By segment the piece lengths (segments.RunInfo) that layers asked for on scenes before: those of all segments are
+    then found by one kernel."""
+    return tuple(set[int]() for _ in request.tiled)
+
+
+def _shape(chain: Chain, words: Sequence[int], place: int) -> tuple[int, int, int]:
+    """(tiles, rows of a tile, entries) of a segment."""
+    rows = chain.request.rows_in(words, chain.request.tiled[place][1])
+    block = chain.request.rule.block(rows)
+    return -(-rows // block), block, words[ENTRIES + place]
+
+
+def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Pieces of the runs of all segments for the lengths that were asked for."""
+    # Other threads' calls may ask for more meanwhile.
+    wanted = tuple([(place, most) for place, one in enumerate(found) for most in tuple(one.wanted)])[:GROUPS]
+    if not wanted and not is_compiling_launches():
+        return
+    sizes = [shapes[place][0] + (shapes[place][2] // most if most else 0) for place, most in wanted]
+    (out,) = allocate(chain.coords.device, ((sum([5 * aligned(size) for size in sizes]),),))
+    begin = 0
+    for (place, most), size in zip(wanted, sizes, strict=True):
+        each = aligned(size)
+        found[place].pieces[most] = PieceLists(out.cut(begin, (5, each)), size)
+        begin += 5 * each
+    count = max([shapes[place][0] for place, _ in wanted], default=0)
+    blocks = max(1, -(-count // _RUNS))
+    tensors = (chain.layout, chain.words, _wanted_lists(wanted, chain.coords.device), chain.ends, out)
+    constants = count_sort_constants(0, max(chain.request.volumes))
+    kernel("chain_kernels.cut_runs")(len(wanted) * blocks, tensors, (len(wanted), blocks), constants)
+
+
+@cached_device_constant(256)
+def _wanted_lists(wanted: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """int32 [2, 64]: segments, and the maximum lengths of a piece."""
+    found = torch.zeros(2, GROUPS, dtype=torch.int32)
+    found[1] = NEVER
+    for place, (segment, most) in enumerate(wanted):
+        found[:, place] = torch.tensor((segment, NEVER if most == WHOLE else most))
+    return to_device_async(found, device)
+
+
+def fill_segments_torch(chain: Chain, lists: Sequence[Tiled]) -> None:
+    """The entries of all segments, in plain torch."""
+    layout = chain.layout.tensor()
+    for place, tiled in enumerate(lists):
+        tile_rows, own, offsets, inputs = (part.tensor() for part in tiled.parts)
+        tile, rows = int(layout[5, place]), int(layout[0, place])
+        tile_masks = chain.tile_masks.tensor()[tile : tile + len(tile_rows)]
+        tile_of, taps = ((tile_masks[:, None] >> torch.arange(tiled.volume)) & 1).nonzero().unbind(1)
+        own.copy_(tile_of)
+        offsets.copy_(taps)
+        slots, table = tile_rows[tile_of].long(), chain.table_of(place, rows).tensor()
+        if rows:
+            inputs.copy_(torch.where(slots >= 0, table[slots.clamp(min=0), taps[:, None]], -1))

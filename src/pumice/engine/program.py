@@ -1,0 +1,410 @@
+"""Any module as a program: its steps fused, over one piece of memory, without a module call between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from pumice.coords import Geometry, Relation
+from pumice.engine.stretch import Env, Stretch, run_product, stretches
+from pumice.engine.trace import CallStep, Graph, Product, Snapshot, Step, nodes_in, own_ways, trace
+from pumice.engine.train_stretch import TrainStretch, train_stretches
+from pumice.errors import OptionError
+from pumice.lower import direct
+from pumice.nn.conv import Convolution, InverseConv
+from pumice.nn.hooks import REQUIRES_GRAD, has_no_backward_hooks, has_no_forward_hooks
+from pumice.ops import MapConsumers, SparseTensor, autograd
+from pumice.ops.conv import autocast_dtype
+from pumice.ops.prepare import prepare_levels
+from pumice.ops.tensor import raw_feats
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.compile import BACKGROUND
+
+_KINDS = 16
+"""Kinds of arguments for which a network is traced: numbers among them may be others in each call."""
+INFERENCE, TRAINING = "inference", "training"
+_TIMES = 64
+"""How often a module is traced anew. One whose attributes change with every call is called as it is then."""
+
+
+def compile(net: nn.Module) -> Program:  # noqa: A001
+    """A module that computes net(x) as a program of the whole network.
+
+        pm.compile(net)(x) = net(x)
+
+    up to the rounding of what is fused. The network is traced at the first call by torch.fx: a convolution or linear
+    map with the batch norm (by running statistics), sum and activation behind it is one kernel on a GPU; the parts of a
+    concatenation are written where they are read; what lies between shares one piece of memory, and the kernel maps of
+    all levels are found together. In training mode, and where gradients are needed, convolutions and linear maps one
+    after the other, with norms, sums, activations and concatenations, are one node of autograd. Nothing depends on the
+    scene, and nothing needs to be warmed up but the kernels.
+
+    net: any torch.nn.Module. The program has its parameters, buffers, submodules and mode, by the same names: both see
+    every change of the other. A part with hooks, with control flow that depends on values, or that torch.fx cannot
+    trace for another reason is called as it is; `explain()` names it and the line. Under autocast on a CPU, in captured
+    training steps, and while torch.compile, torch.export or transforms of torch.func trace, the program calls net.
+    Changed modules, options, hooks and modes are noticed at the next call. Not noticed are changes of globals, and of
+    objects other than lists, dicts and sets that modules hold; of what a forward does beside its result, what it
+    changes in modules and tensors is noticed, and calls of print.
+
+    Raises OptionError if net is not a torch.nn.Module, and what net raises.
+    """
+    if not isinstance(net, nn.Module):
+        raise OptionError(f"compile takes a torch.nn.Module, found {type(net).__name__}")
+    return net if isinstance(net, Program) else Program(net)
+
+
+class Program(nn.Module):
+    """What pumice.compile makes of a module; see there."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["_net"] = net
+        # Shared: parameters, buffers and submodules are those of net, by the same names.
+        own.update({name: net.__dict__[name] for name in _SHARED})
+        own["_programs"], own["_last"] = BoundedCache(_KINDS), None
+        if any(parameter.is_cuda for parameter in net.parameters()):
+            BACKGROUND.start()
+
+    @property
+    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._net.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_net" in self.__dict__:
+            self._net.training = mode
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """net(*args, **kwargs)."""
+        net = self._net
+        if torch.compiler.is_compiling():
+            return net(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        kind = _kind_of(net, args, kwargs)
+        if kind is None or not _alone(given):
+            return net(*args, **kwargs)
+        program = self._programs.get(kind)
+        if program is None and len(self._programs.values()) >= _KINDS:
+            return net(*args, **kwargs)
+        if program is not None and program.stands():
+            program.times = 0
+        else:
+            times = 0 if program is None else program.times + 1
+            refused = {} if program is None else program.refused
+            if times >= _TIMES:
+                refused = {net: f"its attributes have changed {times} times, between calls"}
+            program = self._programs.keep(kind, _Traced(net, args, kwargs, refused, times))
+        self.__dict__["_last"] = kind
+        way = None if program.graph is None else program.way(given)
+        if way is None:
+            return net(*args, **kwargs)
+        try:
+            return program.run([value for value in given if isinstance(value, SparseTensor | Tensor)], way)
+        except _Unseen as seen:
+            # The module that may branch on it is called as it is from now on.
+            refused = program.refused | {seen.within: str(seen)}
+            self._programs.keep(kind, _Traced(net, args, kwargs, refused, program.times))
+            return net(*args, **kwargs)
+
+    def explain(self) -> str:
+        """The steps for the arguments of the last call: which modules are one step, which are called as they are, and
+        why."""
+        program = self._programs.get(self._last)
+        return "not traced yet: steps are known after a call" if program is None else program.explain()
+
+    def extra_repr(self) -> str:
+        return f"program of {type(self._net).__name__}"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_net" not in self.__dict__:
+                raise
+            return getattr(self._net, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_net" not in self.__dict__ or name.startswith("_") or name == "training":
+            super().__setattr__(name, value)
+        else:
+            setattr(self._net, name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_programs": BoundedCache(_KINDS)}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of net."""
+        return self._net.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """That of net."""
+        return self._net.load_state_dict(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        # Replicas have parameters of their own, which are no program's.
+        return self._net._replicate_for_data_parallel()
+
+
+_SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+def _kind_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What steps depend on of the mode and the arguments; None where they cannot be told."""
+    modes = net.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    kinds: list[Hashable] = [*modes, len(args), *kwargs]
+    for value in (*args, *kwargs.values()):
+        # By type: a proxy of torch.fx passes isinstance.
+        if issubclass(type(value), SparseTensor | Tensor):
+            kinds.append(type(value))
+        elif isinstance(value, int | float | str | None):
+            kinds.append((type(value), value))
+        else:
+            return None
+    return tuple(kinds)
+
+
+def _alone(given: Sequence[Any]) -> bool:
+    """True if no module of this process is listened to, and no coordinates are those of a captured training step."""
+    if not (has_no_forward_hooks(()) and has_no_backward_hooks(())):
+        return False
+    sparse = [value for value in given if isinstance(value, SparseTensor)]
+    return bool(sparse) and not any(x.geometry.trains for x in sparse)
+
+
+class _Unseen(Exception):
+    """A step has a result that the forward of a module, `within`, may compare with None, True or False."""
+
+    def __init__(self, told: str, within: nn.Module) -> None:
+        super().__init__(told)
+        self.within = within
+
+
+class _Traced:
+    """The steps of a module for arguments of one kind, while the module is as it was.
+
+    graph: None where it must be called as it is; why: the reason then. refused: modules that are called as they are,
+    and why; times: how often it was traced before.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        refused: Mapping[nn.Module, str],
+        times: int,
+    ) -> None:
+        self.refused, self.times = {**refused}, times
+        traced = refused.get(net) or trace(net, args, kwargs, refused)
+        self.graph, self.why = (None, traced) if isinstance(traced, str) else (traced, "")
+        self._net = net
+        modules = [net]
+        # Modules that would be traced if it were not for their hooks.
+        self._watched: list[tuple[nn.Module, str]] = []
+        if self.graph is not None:
+            known = [module for node, module in self.graph.modules.items() if node not in self.graph.reasons]
+            modules = [*dict.fromkeys((net, *self.graph.through, *known))]
+            opaque = [self.graph.modules[node] for node in self.graph.reasons]
+            self._watched += [(module, reason) for module in opaque if (reason := own_ways(module)) is not None]
+            self._root = {"net": net}
+            self._pyramid = _pyramid_of(self.graph)
+            norms = [s.norm for s in self.graph.steps if isinstance(s, Product) and s.norm is not None]
+            self._by_batch = any(norm.training or norm._buffers.get("running_mean") is None for norm in norms)
+        self._guards = Snapshot(modules)
+        self._parameters = [module._parameters for module in net.modules()]
+        self._plans: dict[Any, list[_Item]] = {}
+
+    def stands(self) -> bool:
+        """True if the module is as it was."""
+        return self._guards.holds() and all([own_ways(module) == reason for module, reason in self._watched])
+
+    def way(self, given: Sequence[Any]) -> str | None:
+        """How steps are run for these arguments: for inference, or for training where gradients are needed or a norm
+        takes the statistics of its batch. None if others than kernels, operators and autograd are to see them."""
+        feats = [raw_feats(x) if isinstance(x, SparseTensor) else x for x in given]
+        tensors = [x for x in feats if isinstance(x, Tensor)]
+        trains = self._by_batch
+        if torch.is_grad_enabled() and not trains:
+            every = [p for own in self._parameters for p in own.values() if p is not None]
+            trains = any(map(REQUIRES_GRAD, (*every, *tensors)))
+        check = autograd.is_plain_call if not trains else autograd.only_reverse_mode_active
+        on_gpu = direct.starts_kernels(tensors[0])
+        if trains and (torch._C._len_torch_function_stack() or (not on_gpu and torch.is_autocast_enabled("cpu"))):
+            return None
+        # On a CPU autocast is for the modules; of products on a GPU it casts what they take.
+        with autograd.autocast_disabled(tensors) if on_gpu else nullcontext():
+            return (TRAINING if trains else INFERENCE) if check(tensors) else None
+
+    def run(self, given: Sequence[Any], way: str) -> Any:
+        """The result; given: the tensors among the arguments."""
+        graph = self.graph
+        assert graph is not None
+        env: Env = dict(zip(graph.placeholders, given, strict=True))
+        first = next(raw_feats(x) for x in given if isinstance(x, SparseTensor))
+        on_gpu = direct.starts_kernels(first) and _is_current(first)
+        if on_gpu and self._pyramid is not None:
+            self._pyramid.prepare(env)
+        key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = _items(graph, key, self._root)
+        for item in plan:
+            item.run(env)
+            for node in item.last:
+                del env[node]
+        return map_arg(graph.result, env.__getitem__)
+
+    def explain(self) -> str:
+        """A line for each step."""
+        if self.graph is None:
+            return f"the module is called as it is: {self.why}"
+        rows = [_told(number, step) for number, step in enumerate(self.graph.steps)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        products = sum(isinstance(step, Product) for step in self.graph.steps)
+        opaque = sum(isinstance(step, CallStep) and step.reason is not None for step in self.graph.steps)
+        head = f"{len(rows)} steps: {products} convolutions and linear maps, {opaque} modules called as they are"
+        return "\n".join((head, *lines))
+
+
+def _is_current(x: Tensor) -> bool:
+    """Kernels are started on the current device."""
+    return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
+
+
+def _told(number: int, step: Step) -> tuple[str, str, str]:
+    if isinstance(step, Product):
+        behind = [step.norm and "norm", step.residual and "sum", step.activation]
+        first = "convolution" if isinstance(step.layer, Convolution) else "linear map"
+        return str(number), " + ".join((first, *filter(None, behind))), ", ".join(step.names)
+    reason = step.reason if isinstance(step, CallStep) else None
+    called = "call" if reason is None else f"called as it is: {reason}"
+    return str(number), called, ", ".join(step.names)
+
+
+# Items
+
+
+@dataclass(frozen=True, eq=False)
+class _Item:
+    """A step, or a stretch of them, and the nodes whose values nobody reads later."""
+
+    run: Callable[[Env], None]
+    reads: tuple[Node, ...]
+    makes: tuple[Node, ...]
+    last: tuple[Node, ...] = ()
+
+
+def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
+    """How the steps are run. how: for inference or training, and bytes of a value on a GPU, None on a CPU."""
+    made: list[_Item] = []
+    way, size = how
+    on_gpu = train_stretches(graph) if way is TRAINING else stretches(graph, size or 0)
+    for each in graph.steps if size is None else on_gpu:
+        if isinstance(each, Stretch | TrainStretch):
+            made.append(_Item(each.run, each.inputs, each.outputs))
+        elif isinstance(each, Product):
+            reads = tuple(n for n in (each.x, each.target, each.residual) if n is not None)
+            made.append(_Item(_by_modules(each), reads, (each.node,)))
+        elif isinstance(each, CallStep):
+            made.append(_Item(_caller(each, root), tuple(each.node.all_input_nodes), (each.node,)))
+    needed = {*nodes_in(graph.result)}
+    for place in range(len(made) - 1, -1, -1):
+        touched = dict.fromkeys((*made[place].reads, *made[place].makes))
+        made[place] = replace(made[place], last=tuple(node for node in touched if node not in needed))
+        needed.update(touched)
+    return made
+
+
+def _by_modules(step: Product) -> Callable[[Env], None]:
+    def run(env: Env) -> None:
+        env[step.node] = run_product(step, env)
+
+    return run
+
+
+def _caller(step: CallStep, root: Mapping[str, Any]) -> Callable[[Env], None]:
+    """The call of a node with the values of its arguments."""
+    node, module = step.node, step.module
+    target: Any = node.target
+
+    def run(env: Env) -> None:
+        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.op == "get_attr":
+            value = attrgetter(target.partition(".")[2])(root["net"])
+        elif module is not None:
+            value = module(*args, **kwargs)
+        elif node.op == "call_method":
+            value = getattr(args[0], target)(*args[1:], **kwargs)
+        else:
+            value = target(*args, **kwargs)
+        if value is None or value is True or value is False:
+            told = f"{step.names[0]} gave {value}, on which control flow may depend"
+            raise _Unseen(told, node.meta["within"])
+        env[node] = value
+
+    return run
+
+
+# Kernel maps
+
+
+@dataclass(frozen=True, eq=False)
+class _Pyramid:
+    """The kernel maps of a network on one of its arguments, as pumice.ops.prepare takes them."""
+
+    node: Node
+    steps: tuple[Relation, ...]
+    same: tuple[tuple[Relation, ...], ...]
+    consumers: MapConsumers
+
+    def prepare(self, env: Env) -> None:
+        """Find all maps together, in two transfers, where they are not there yet."""
+        x = env[self.node]
+        geometry: Geometry = x.geometry
+        if geometry.maps or not len(geometry.coords):
+            return
+        relations = (*self.steps, *(one for level in self.same for one in level))
+        if all(one.dim == geometry.dim for one in relations):
+            prepare_levels(x, self.steps, self.same, self.consumers)
+
+
+def _pyramid_of(graph: Graph) -> _Pyramid | None:
+    """The chain of levels below the first argument: at each the windows that keep coordinates, and the first step."""
+    convs = [(step, step.layer) for step in graph.steps if isinstance(step, Product)]
+    convs = [(step, layer) for step, layer in convs if isinstance(layer, Convolution)]
+    node = next((n for n in graph.placeholders if n.args[0] == "sparse"), None)
+    if node is None:
+        return None
+    level, steps, same = graph.levels[node], [], []
+    consumers: tuple[list[Any], list[Any], list[Any]] = [], [], []
+    while True:
+        here = [(step, layer) for step, layer in convs if graph.levels[step.x] == level and step.target is None]
+        windows: dict[Relation, list[Any]] = {}
+        for _, layer in here:
+            if layer.relation.policy == "same":
+                windows.setdefault(layer.relation, []).append(layer)
+        same.append(tuple(windows))
+        consumers[2].append([*windows.values()])
+        down = [layer for _, layer in here if layer.relation.policy in ("support", "floor_unique")]
+        if not down:
+            break
+        relation = down[0].relation
+        below = level, relation
+        steps.append(relation)
+        consumers[0].append([layer for layer in down if layer.relation == relation])
+        back = [layer for step, layer in convs if isinstance(layer, InverseConv) and graph.levels[step.x] == below]
+        consumers[1].append([b for b in back if replace(b.relation, policy=relation.policy) == relation])
+        level = below
+    maps = any(same) or steps
+    return _Pyramid(node, tuple(steps), tuple(same), MapConsumers(*consumers)) if maps else None

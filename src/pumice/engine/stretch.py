@@ -1,0 +1,727 @@
+"""Products one after the other, on a GPU: kernels over one piece of memory, concatenations as column slices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.nn import functional
+
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.engine.trace import CallStep, Graph, Product, Step, nodes_in, reads_of
+from pumice.errors import GeometryError
+from pumice.lower import direct
+from pumice.lower import kernel as kernels
+from pumice.lower.epilogue import Epilogue
+from pumice.nn import layers
+from pumice.nn.conv import Convolution
+from pumice.nn.hooks import TENSOR_GUARDS
+from pumice.ops import SparseTensor, autograd, cat
+from pumice.ops.conv import autocast_dtype, bound_map, convolve, instantiate_over
+from pumice.ops.conv import compilation as compilation_of_conv
+from pumice.ops.conv import key_of as key_of_conv
+from pumice.ops.linear import NO_MAP, cached_call, linear_features
+from pumice.ops.linear import compilation as compilation_of_linear
+from pumice.ops.linear import key_of as key_of_linear
+from pumice.ops.prepare import layer_map
+from pumice.ops.sets import same_geometry
+from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
+from pumice.runtime.compile import BACKGROUND, Task
+from pumice.runtime.launch import keep_for_graph, outside_inference_mode
+from pumice.runtime.streams import is_capturing
+from pumice.runtime.workspace import workspace
+
+Env = dict[Node, Any]
+"""Values by node."""
+_ALIGNED = 256
+"""Bytes between the beginnings of buffers."""
+_ADDRESS = 16
+"""Bytes by which the addresses that kernels take are aligned."""
+_NONE = -1
+
+
+# Module by module
+
+
+def run_product(step: Product, env: Env) -> SparseTensor:
+    """A product by its modules; sum and activation are written over a result that nobody else has."""
+    layer: Any = step.layer
+    x = env[step.x]
+    y = layer.forward(x) if step.target is None else layer.forward(x, env[step.target])
+    if isinstance(step.norm, layers.BatchNorm):
+        y = step.norm.forward(y)
+    elif step.norm is not None:
+        y = y.replace(step.norm.forward(raw_feats(y)))
+    return _finished(step, y, env)
+
+
+def _finished(step: Product, y: SparseTensor, env: Env) -> SparseTensor:
+    if step.residual is not None:
+        other = env[step.residual]
+        feats, more = raw_feats(y), raw_feats(other)
+        alike = feats.dtype == more.dtype and feats.shape == more.shape and other.geometry is y.geometry
+        recorded = torch.is_grad_enabled() and (feats.requires_grad or more.requires_grad)
+        in_place = alike and feats.is_floating_point() and not recorded
+        y = y.replace(feats.add_(more)) if in_place else y + other
+    if not step.activation:
+        return y
+    function, feats = getattr(functional, step.activation), raw_feats(y)
+    return y.replace(function(feats, inplace=not (torch.is_grad_enabled() and feats.requires_grad)))
+
+
+# As kernels
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Where values of a stretch lie: rows of `width` columns. own: it is a tensor of its own, which is read outside the
+    stretch; else in this slot of the arena. born, last: the first and the last product that touch it."""
+
+    width: int
+    own: bool
+    born: int
+    last: int
+    slot: int = _NONE
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Columns of a buffer: where the value of a node lies."""
+
+    buffer: Buffer
+    column: int
+    channels: int
+
+
+@dataclass(frozen=True, eq=False)
+class Wired:
+    """A product with its values by number. x, y, residual: of addresses; those with `at_`: of geometries, as target.
+    beside: the geometry of another part of its buffer, which it must have; -1: none. starts: a buffer that it is the
+    first to write to."""
+
+    step: Product
+    relation: Relation | None
+    x: int
+    y: int
+    residual: int
+    at_x: int
+    at_y: int
+    at_residual: int
+    target: int
+    beside: int
+    starts: Buffer | None
+
+
+@dataclass(eq=False)
+class Launch:
+    """A product as one kernel, but for its map and addresses. runner: of calls that are known to fit.
+
+    key: what its calls are cached under. addresses: of its tensors in the order of the call, but for features and
+    residual. lead, residual_lead: how far rows of these are apart, the latter 0 without one. dtype: of the result.
+    """
+
+    key: Hashable
+    addresses: tuple[int, ...]
+    columns: int
+    lead: int
+    residual_lead: int
+    dtype: torch.dtype
+    runner: Any = None
+
+    def takes(self, call: direct.Direct) -> bool:
+        """True if the kernel of a call writes all of the result, in its dtype."""
+        fits = call.runner.writes_result_dtype is self.dtype
+        self.runner = call.runner if fits else None
+        return fits
+
+    def counted(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
+        """As direct.counted tells the rows of its tensors."""
+        own = [(inputs, self.lead)] + [(self.columns, 0)] * len(self.addresses)
+        return [*own, (outputs, self.residual_lead)] if self.residual_lead else own
+
+
+class Stretch:
+    """Products, and the concatenations between them whose parts are column slices of one buffer.
+
+    inputs: nodes that it reads; outputs: those of its nodes that are read outside.
+    """
+
+    def __init__(self, steps: Sequence[Step], outside: set[Node]) -> None:
+        self.steps = tuple(steps)
+        self.products = tuple(step for step in steps if isinstance(step, Product))
+        made = {step.node for step in steps}
+        reads = [node for step in self.products for node in reads_of(step)]
+        self.inputs = tuple(dict.fromkeys(node for node in reads if node not in made))
+        self.outputs = tuple(step.node for step in steps if step.node in outside)
+        # Of the others the coordinates alone are read.
+        self._added = {step.residual for step in self.products}
+        self.features = tuple(node for node in self.inputs if node in {*self._added, *(s.x for s in self.products)})
+        self.places = self._placed(outside)
+        self._give_slots()
+        self.numbers = {node: n for n, node in enumerate((*self.inputs, *(step.node for step in steps)))}
+        # A concatenation has the coordinates of the part that is there first.
+        self._first = {self.places[one.node].buffer: one.node for one in reversed(self.products)}
+        own = {self.numbers[step.node] for step in self.products}
+        self.geometries = {
+            node: n if n in own or node in self.inputs else self.numbers[self._first[self.places[node].buffer]]
+            for node, n in self.numbers.items()
+        }
+        self.values: dict[Buffer, list[tuple[int, int]]] = {}
+        for node, place in self.places.items():
+            self.values.setdefault(place.buffer, []).append((self.numbers[node], place.column))
+        self.wired = [self._wired(number, step) for number, step in enumerate(self.products)]
+        self.sources = [each for step in self.products for each in _sources(step)]
+        self._known: tuple[list[Any], list[Launch | None] | None] = [], None
+        self._narrow: dict[int, Tensor] = {}
+        self._means: dict[int, Tensor] = {}
+
+    def _placed(self, outside: set[Node]) -> dict[Node, Place]:
+        """Where the values of products and concatenations lie."""
+        order = {step.node: place for place, step in enumerate(self.products)}
+        last = dict(order)
+        for place, step in enumerate(self.products):
+            last |= {node: place for node in (step.x, step.residual) if node is not None}
+        channels = {step.node: _channels(step) for step in self.products}
+        places: dict[Node, Place] = {}
+        for step in self.steps:
+            if not isinstance(step, CallStep):
+                continue
+            parts = parts_of(step)
+            width, column = sum(channels[part] for part in parts), 0
+            touched = [*(order[part] for part in parts), *(last[part] for part in parts), last.get(step.node, 0)]
+            buffer = Buffer(width, step.node in outside, min(touched[: len(parts)]), max(touched))
+            places[step.node] = Place(buffer, 0, width)
+            for part in parts:
+                places[part], column = Place(buffer, column, channels[part]), column + channels[part]
+        for node, place in order.items():
+            if node not in places:
+                places[node] = Place(Buffer(channels[node], node in outside, place, last[node]), 0, channels[node])
+        return places
+
+    def _give_slots(self) -> None:
+        """Buffers of one level and width that are not needed together share a slot."""
+        free: dict[Hashable, list[int]] = {}
+        live: list[tuple[Buffer, Hashable]] = []
+        count = 0
+        for number, step in enumerate(self.products):
+            buffer, key = self.places[step.node].buffer, (step.level, self.places[step.node].buffer.width)
+            if buffer.born == number and not buffer.own:
+                if free.get(key):
+                    buffer.slot = free[key].pop()
+                else:
+                    buffer.slot, count = count, count + 1
+                live.append((buffer, key))
+            for one in [one for one in live if one[0].last <= number]:
+                live.remove(one)
+                free.setdefault(one[1], []).append(one[0].slot)
+
+    def _wired(self, number: int, step: Product) -> Wired:
+        buffer = self.places[step.node].buffer
+
+        def geometry(node: Node | None) -> int:
+            return _NONE if node is None else self.geometries[node]
+
+        def value(node: Node | None) -> int:
+            return _NONE if node is None else self.numbers[node]
+
+        relation = step.layer.relation if isinstance(step.layer, Convolution) else None
+        values = value(step.x), value(step.node), value(step.residual)
+        at = geometry(step.x), geometry(step.node), geometry(step.residual), geometry(step.target)
+        first = self._first[buffer]
+        beside = _NONE if first is step.node else self.geometries[first]
+        return Wired(step, relation, *values, *at, beside, buffer if buffer.born == number else None)
+
+    def run(self, env: Env) -> None:
+        """Put the values of `outputs` into env."""
+        tensors = [where.get(name) for where, name in self.sources]
+        given = [raw_feats(env[node]) for node in self.features]
+        dtype = autocast_dtype(given[0])
+        with autograd.autocast_disabled(given):
+            own = env
+            if dtype is not None:
+                own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
+                given = [raw_feats(own[node]) for node in self.features]
+            tensors = self._fold_biases(tensors)
+            launches = self._launches(tensors, given)
+            if launches is not None:
+                going = _Run(self, own, launches, tensors)
+                if going.buffered:
+                    going.all_in_buffers()
+                else:
+                    going.all()
+                for node in self.outputs:
+                    env[node] = going.result(node) if going.buffered else going.value(node)
+                return
+        self._by_modules(env)
+
+    def _cast(self, env: Env, dtype: torch.dtype) -> Env:
+        """The inputs as autocast casts those of a product; what is added to one is not cast."""
+        own = {node: env[node] for node in self.inputs}
+        for node in self.features:
+            if node not in self._added and raw_feats(own[node]).dtype in _CAST:
+                own[node] = unchecked_tensor(raw_feats(own[node]).to(dtype), own[node].geometry)
+        return own
+
+    def _cast_weights(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+        """Weights and biases in another dtype, written anew in each call to where they were in the one before."""
+        wide = {
+            n: x.detach()
+            for n, x in enumerate(tensors)
+            if x is not None and n % len(_TENSORS) < 2 and x.dtype in _CAST and x.dtype != dtype
+        }
+        found = {n: self._held(self._narrow, n, x, dtype) for n, x in wide.items()}
+        if wide:
+            torch._foreach_copy_([*found.values()], [*wide.values()])  # pyright: ignore[reportPrivateImportUsage]
+        return [found.get(n, x) for n, x in enumerate(tensors)]
+
+    def _fold_biases(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """A bias before a norm taken from its mean: anew in each call, of all products together, to where it was."""
+        found, size = [*tensors], len(_TENSORS)
+        both: list[tuple[int, Tensor, Tensor]] = []
+        for n in range(2, len(tensors), size):
+            weight, bias, mean = tensors[n - 2 : n + 1]
+            if weight is None or bias is None or mean is None or (bias.shape, bias.dtype) != (mean.shape, weight.dtype):
+                # What does not fit is refused by the modules.
+                continue
+            both.append((n, mean.detach(), bias.detach()))
+        for n, mean, bias in both:
+            like = torch.promote_types(mean.dtype, bias.dtype)
+            found[n - 1], found[n] = None, self._held(self._means, n, mean, like)
+        if both:
+            means = [self._means[n] for n, _, _ in both]
+            torch._foreach_copy_(means, [mean for _, mean, _ in both])  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_sub_(means, [bias for _, _, bias in both])  # pyright: ignore[reportPrivateImportUsage]
+        return found
+
+    @staticmethod
+    def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor that stays where it is from call to call."""
+        own = held.get(n)
+        if own is None or (own.shape, own.device, own.dtype) != (like.shape, like.device, dtype):
+            with outside_inference_mode():
+                own = held[n] = torch.empty_like(like, dtype=dtype)
+        return keep_for_graph(own)
+
+    def _by_modules(self, env: Env) -> None:
+        """Several dtypes, or tensors of other types, for which each module has its own rules."""
+        for step in self.steps:
+            own = isinstance(step, Product)
+            env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
+
+    def _launches(self, tensors: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Launch | None] | None:
+        """Those of the products, None of one that is not known to be a kernel; None if the modules are to be called.
+        tensors: of `sources`; given: features of `inputs`."""
+        there = [t for t in tensors if t is not None]
+        facts: list[Any] = [
+            direct.settings(),
+            kernels.float32_precision(),
+            [n for n, t in enumerate(tensors) if t is None],
+        ]
+        facts += [(t.dtype, t.shape[1:], t.stride(), t.get_device()) for t in given]
+        facts += map(type, there)
+        for fact in TENSOR_GUARDS:
+            facts += map(fact, there)
+        # Options of layers are among the guards of the program.
+        if facts != self._known[0]:
+            self._known = facts, self._made(there, tensors, given)
+        return self._known[1]
+
+    def _made(
+        self, there: Sequence[Tensor], tensors: Sequence[Tensor | None], given: Sequence[Tensor]
+    ) -> list[Launch | None] | None:
+        own = [t for t in (*tensors[:: len(_TENSORS)], *tensors[1 :: len(_TENSORS)], *given) if t is not None]
+        if not autograd.are_plain_tensors(there) or len({t.dtype for t in own}) > 1 or not own[0].is_floating_point():
+            return None
+        parts = [*zip(*[iter(tensors)] * len(_TENSORS), strict=True)]
+        widths = [self.places[step.node].channels for step in self.products]
+        for step, (weight, bias, mean, *_), width in zip(self.products, parts, widths, strict=True):
+            # Weights of another shape were put in the place of those that the buffers are for, or do not fit.
+            if len(weight) != width or any(x is not None and x.shape != (width,) for x in (bias, mean)):
+                return None
+            if step.norm is not None and mean is None:
+                return None
+        # Layouts alone: features of no rows.
+        known = {node: x[:0] for node, x in zip(self.features, given, strict=True)}
+        for node, place in self.places.items():
+            whole = given[0].new_empty((0, place.buffer.width))
+            known[node] = whole[:, place.column : place.column + place.channels]
+        return [self._launch(step, known, own) for step, own in zip(self.products, parts, strict=True)]
+
+    def _launch(self, step: Product, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
+        layer: Any = step.layer
+        weight, x, is_conv = own[0], known[step.x], isinstance(layer, Convolution)
+        if not is_one_kernel(layer):
+            return None
+        residual = None if step.residual is None else known[step.residual]
+        epilogue = self.epilogue(step, own, residual)
+        operands = tuple(epilogue.operands.values())
+        addresses = tuple(t.data_ptr() for t in (weight, *operands) if t is not residual)
+        column = self.places[step.node].column * x.element_size()
+        if column % _ADDRESS or any(address % _ADDRESS for address in addresses):
+            return None
+        key = (key_of_conv if is_conv else key_of_linear)((x, weight, *operands), epilogue.signature)
+        lead = 0 if residual is None else residual.stride(0)
+        return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
+
+    def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
+        """What stands behind a product in its kernel, whose rows leave room for the other columns of their buffer.
+        own: its tensors; all_of_it: activation included."""
+        place, activation = self.places[step.node], step.activation if all_of_it else ""
+        room = place.buffer.width - place.channels if is_one_kernel(step.layer) else 0
+        bias, vectors = own[1], own[2:]
+        if step.norm is None:
+            return Epilogue(None, bias, residual, activation, row_padding=room)
+        return Epilogue.of_norm(vectors, step.norm.eps, residual, activation, room).with_bias(bias)
+
+
+def is_one_kernel(layer: Any) -> bool:
+    """True but for groups and named dataflows."""
+    return not isinstance(layer, Convolution) or (layer.groups == 1 and layer.dataflow is None)
+
+
+_TENSORS = ("weight", "bias", "running_mean", "running_var", "weight", "bias")
+
+
+def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:
+    """Where the tensors of a product are found: its layer's weight and bias, and those of its norm."""
+    layer: Any = step.layer
+    norm: Any = step.norm
+    own = [layer._parameters] * 2
+    nothing: Mapping[str, Any] = {}
+    own += [nothing] * 4 if norm is None else [norm._buffers, norm._buffers, norm._parameters, norm._parameters]
+    return [*zip(own, _TENSORS, strict=True)]
+
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that autocast casts."""
+
+
+def _channels(step: Product) -> int:
+    layer: Any = step.layer
+    return layer.weight.shape[0]
+
+
+def _check_beside(one: Wired, first: Geometry, outputs: Geometry) -> None:
+    """Raise GeometryError if the parts of a buffer have different coordinates."""
+    if not same_geometry(first, outputs):
+        found = f"{len(first)} and {len(outputs)} voxels of two geometries"
+        raise GeometryError(f"cat needs one geometry; found {found}, the second of {one.step.names[0]}")
+
+
+class _Run:
+    """A stretch under way: where its values lie, and on what coordinates."""
+
+    def __init__(
+        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]
+    ) -> None:
+        self._stretch, self._env, self._launches, self._tensors = stretch, env, launches, tensors
+        count = len(stretch.numbers)
+        self._addresses: list[int] = [0] * (count + 1)
+        # The last one is of what is not there.
+        self._geometries: list[Any] = [None] * (count + 1)
+        self._rows = [0] * (count + 1)
+        for number, node in enumerate(stretch.inputs):
+            x = env[node]
+            feats = raw_feats(x)
+            self._geometries[number], self._addresses[number] = x.geometry, feats.data_ptr()
+            self._rows[number] = feats.shape[0]
+        self._like = raw_feats(env[stretch.features[0]])
+        self.buffered = self._geometries[0].buffered is not None
+        self._memory: dict[Buffer, tuple[Tensor, int]] = {}
+        self._is_compiled = False
+
+    def _compile(self, maps: Sequence[KernelMap | None]) -> None:
+        """Compile the kernels of all products in parallel: some are those of no call before. maps: of `_maps`."""
+        self._is_compiled = True
+        tasks: list[Task | None] = []
+        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
+            rows, count = self._rows[one.at_x], self._rows[one.at_y]
+            if launch is None or not rows or not count:
+                continue
+            held = NO_MAP if found is None else bound_map(found, False)
+            # In buffers no kernel of another size serves until this one is there.
+            template = direct.TEMPLATES.get((launch.key, held.kind) if found else launch.key) if self.buffered else None
+            if template is None:
+                tasks.append(self._compilation(number, launch, found, (rows, count)))
+            else:
+                tasks.append(template.compilation(held, launch.counted(rows, count), (count, launch.columns)))
+        BACKGROUND.run([task for task in tasks if task is not None])
+
+    def _maps(self) -> list[KernelMap | None]:
+        """The kernel maps of all products, None of linear maps; sets the coordinates and rows of all values."""
+        geometries, counts, maps = self._geometries, self._rows, []
+        for one in self._stretch.wired:
+            inputs = outputs = geometries[one.at_x]
+            found, count = None, counts[one.at_x]
+            if one.relation is not None:
+                found, outputs = self._map(one, inputs, [])
+                count = found.num_outputs
+            geometries[one.at_y], counts[one.at_y] = outputs, count
+            if one.beside >= 0 and geometries[one.beside] is not outputs:
+                _check_beside(one, geometries[one.beside], outputs)
+            maps.append(found)
+        return maps
+
+    def _compilation(
+        self, number: int, launch: Launch, found: KernelMap | None, rows: tuple[int, int]
+    ) -> Callable[[], object] | None:
+        """What compiles a product. rows: of its features, and of its result."""
+        step, own = self._stretch.wired[number].step, self._own(number)
+        weight, lead, like = own[0], launch.residual_lead, self._like
+        assert weight is not None
+        x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
+        residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
+        epilogue = self._stretch.epilogue(step, own, residual)
+        if found is None:
+            return compilation_of_linear(x, weight, epilogue)
+        return compilation_of_conv(x, weight, found, epilogue)
+
+    def _own(self, number: int) -> Sequence[Tensor | None]:
+        """The tensors of a product."""
+        return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
+
+    def all_in_buffers(self) -> None:
+        """All products on coordinates in buffers. All maps come first, which other streams may still be building; each
+        product waits for its own alone."""
+        maps = self._maps()
+        if not is_capturing(self._like.device):
+            self._compile(maps)
+        self._allocate([one for one in self._stretch.wired if one.starts is not None])
+        at = self._addresses
+        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
+            rows, outputs, call = self._rows[one.at_x], self._geometries[one.at_y], None
+            fits = one.residual < 0 or self._geometries[one.at_residual] is outputs
+            if launch is not None and fits and not (at[one.x] | at[one.residual]) % _ADDRESS:
+                call = self._call(launch, found, (rows, self._rows[one.at_y]))
+            if call is None or launch is None or not launch.takes(call):
+                self._do(number, outputs)
+            else:
+                self._begin([(one, launch, call)])
+
+    @staticmethod
+    def _call(launch: Launch, found: KernelMap | None, rows: tuple[int, int]) -> direct.Direct | None:
+        """The call of a product as calls before have left it. rows: of its features, and of its result."""
+        if found is None:
+            return cached_call(launch.key, launch.counted(*rows), launch.columns)
+        if rows[0] != found.num_inputs:
+            return None
+        call = found.get_cached(launch.key)
+        return call or instantiate_over(found, launch.key, launch.counted(*rows), launch.columns)
+
+    def all(self) -> None:
+        """All products: found first as far as they are kernels that calls before have left, and started then."""
+        geometries, counts, at = self._geometries, self._rows, self._addresses
+        pending: list[tuple[Wired, Launch, Any]] = []
+        # Inlined: a function call takes as long as the rest of a step.
+        for number, (one, launch) in enumerate(zip(self._stretch.wired, self._launches, strict=True)):
+            inputs = outputs = geometries[one.at_x]
+            rows = count = counts[one.at_x]
+            found = call = None
+            if one.relation is not None:
+                kept = inputs.maps.get((one.relation, None)) if one.target < 0 else None
+                if kept is None:
+                    kept = self._map(one, inputs, pending)
+                found, outputs = kept[0], inputs if kept[1] is None else kept[1]
+                count = found.num_outputs
+            geometries[one.at_y], counts[one.at_y] = outputs, count
+            if one.beside >= 0 and geometries[one.beside] is not outputs:
+                _check_beside(one, geometries[one.beside], outputs)
+            # A residual of other coordinates is added apart; what comes from outside may not be aligned.
+            fits = one.residual < 0 or geometries[one.at_residual] is outputs
+            if launch is not None and fits and not (at[one.x] | at[one.residual]) % _ADDRESS and rows and count:
+                if found is None:
+                    call = cached_call(launch.key, launch.counted(rows, rows), launch.columns)
+                elif rows == found.num_inputs:
+                    call = found.get_cached(launch.key)
+                    if call is None:
+                        call = instantiate_over(found, launch.key, launch.counted(rows, count), launch.columns)
+            if call is not None and launch is not None and (call.runner is launch.runner or launch.takes(call)):
+                pending.append((one, launch, call))
+            else:
+                if call is None and launch is not None and not self._is_compiled:
+                    self._compile(self._maps())
+                self._start(pending)
+                self._do(number, outputs)
+        self._start(pending)
+
+    def _map(
+        self, one: Wired, inputs: Geometry, pending: list[tuple[Wired, Launch, Any]]
+    ) -> tuple[KernelMap, Geometry]:
+        layer: Any = one.step.layer
+        relation, target = layer.relation, None
+        if one.target >= 0:
+            relation, target = layer.map_request(self._geometries[one.target])
+        if relation.policy != "cached_inverse" and (relation, target) not in inputs.maps:
+            # The device has these to run while a map is found.
+            self._start(pending)
+        return (layer_map if target is None and layer.dataflow is None else kernel_map)(inputs, relation, target)
+
+    def _start(self, pending: list[tuple[Wired, Launch, Any]]) -> None:
+        """Start these kernels, and leave none pending."""
+        if not pending:
+            return
+        self._allocate([one for one, _, _ in pending if one.starts is not None])
+        self._begin(pending)
+        pending.clear()
+
+    def _begin(self, pending: Sequence[tuple[Wired, Launch, Any]]) -> None:
+        """Start these kernels, for which there is memory."""
+        needs = [call.aimed.needs for _, _, call in pending if call.aimed.slots.scratch is not None]
+        # Held until the kernels are under way, as the memory is.
+        own = workspace(max(n for n, _ in needs), max(n for _, n in needs), self._like.device) if needs else None
+        at = self._addresses
+        for one, launch, call in pending:
+            addresses = at[one.x], *launch.addresses, at[one.residual]
+            call.aimed.begin(addresses, call.places, at[one.y], own)
+
+    def _allocate(self, starting: Sequence[Wired]) -> None:
+        """Memory of the buffers that these begin: one arena, and tensors for what is read outside."""
+        size, like = self._like.element_size(), self._like
+        slots: dict[int, int] = {}
+        for one in starting:
+            buffer, rows = one.starts, self._rows[one.at_y]
+            assert buffer is not None
+            if buffer.own:
+                self._memory[buffer] = like.new_empty((rows, buffer.width)), 0
+            else:
+                slots[buffer.slot] = max(slots.get(buffer.slot, 0), rows * buffer.width * size)
+        begins, total = {}, 0
+        for slot, needed in slots.items():
+            begins[slot], total = total, total + -(-needed // _ALIGNED) * _ALIGNED
+        arena = like.new_empty(total, dtype=torch.uint8) if total else None
+        for one in starting:
+            buffer = one.starts
+            if arena is not None and buffer is not None and not buffer.own:
+                self._memory[buffer] = arena, begins[buffer.slot]
+        self._point([one.starts for one in starting if one.starts is not None])
+
+    def _point(self, buffers: Sequence[Buffer]) -> None:
+        """The addresses of all values of these buffers."""
+        size, at = self._like.element_size(), self._addresses
+        for buffer in buffers:
+            memory, begin = self._memory[buffer]
+            base = memory.data_ptr() + begin
+            for number, column in self._stretch.values[buffer]:
+                at[number] = base + column * size
+
+    def _do(self, number: int, outputs: Geometry) -> None:
+        """A product by the functions that make its kernel; its result is put where later kernels look for it."""
+        one, own = self._stretch.wired[number], self._own(number)
+        step, weight = one.step, own[0]
+        layer: Any = step.layer
+        assert weight is not None
+        env: Env = {node: self.value(node) for node in reads_of(step)}
+        within = step.residual is None or env[step.residual].geometry is outputs
+        residual = raw_feats(env[step.residual]) if within and step.residual is not None else None
+        epilogue, x = self._stretch.epilogue(step, own, residual, within), env[step.x]
+        if isinstance(layer, Convolution):
+            request = layer.map_request(None if step.target is None else env[step.target])
+            y = convolve(x, weight, None, layer.groups, request, layer.dataflow, epilogue)
+        else:
+            y = x.replace(linear_features(raw_feats(x), weight, epilogue))
+        y = y if within else _finished(step, y, env)
+        self._geometries[one.at_y], self._rows[one.at_y] = y.geometry, raw_feats(y).shape[0]
+        self._keep(one, raw_feats(y))
+
+    def _keep(self, one: Wired, y: Tensor) -> None:
+        place = self._stretch.places[one.step.node]
+        if place.channels == place.buffer.width:
+            y = y.contiguous()
+            self._memory[place.buffer] = y, 0
+            return self._point([place.buffer])
+        if place.buffer not in self._memory:
+            self._allocate([one])
+        raw_feats(self.value(one.step.node)).copy_(y)
+        return None
+
+    def result(self, node: Node) -> SparseTensor:
+        """The value of a node in buffers, as a tensor that is read outside."""
+        y = self.value(node)
+        return from_raw_feats(raw_feats(y), y.geometry)
+
+    def value(self, node: Node) -> SparseTensor:
+        """The value of a node as a tensor."""
+        place = self._stretch.places.get(node)
+        if place is None:
+            return self._env[node]
+        buffer, number = place.buffer, self._stretch.geometries[node]
+        (memory, begin), rows = self._memory[buffer], self._rows[number]
+        if memory.dtype is torch.uint8:
+            size = rows * buffer.width * self._like.element_size()
+            memory = memory[begin : begin + size].view(self._like.dtype).view(rows, buffer.width)
+        columns = memory if place.channels == buffer.width else memory[:, place.column : place.column + place.channels]
+        return unchecked_tensor(columns, self._geometries[number])
+
+
+# Stretches of a graph
+
+
+def stretches(graph: Graph, size: int) -> list[Step | Stretch]:
+    """The steps of a graph with products one after the other as stretches; size: bytes of a value."""
+    groups: list[list[Step]] = [[]]
+    result, sliced, readers = {*nodes_in(graph.result)}, set[Node](), _readers(graph)
+    for step in graph.steps:
+        if isinstance(step, CallStep):
+            made = {one.node: one for one in groups[-1] if isinstance(one, Product)}
+            if not (_is_sliced(step, made, readers, size) and sliced.isdisjoint(parts_of(step))):
+                groups += [[step], []]
+                continue
+            if result.isdisjoint(parts_of(step)):
+                sliced.update(parts_of(step))
+            else:
+                groups += [[step], []]
+                continue
+        groups[-1].append(step)
+    return [*grouped(graph, groups, _made)]
+
+
+def _made(group: Sequence[Step], outside: set[Node]) -> Sequence[Step | Stretch]:
+    return group if len(group) == 1 and isinstance(group[0], CallStep) else [Stretch(group, outside)]
+
+
+def grouped(
+    graph: Graph, groups: Sequence[Sequence[Step]], make: Callable[[Sequence[Step], set[Node]], Sequence[Any]]
+) -> Iterator[Any]:
+    """What `make` makes of each group of steps, and the nodes of it that are read outside."""
+    result, readers = {*nodes_in(graph.result)}, _readers(graph)
+    for group in groups:
+        if group:
+            own = {*group}
+            yield from make(
+                group, {s.node for s in group if s.node in result or not own.issuperset(readers.get(s.node, ()))}
+            )
+
+
+def _readers(graph: Graph) -> dict[Node, list[Step]]:
+    """The steps that read each node."""
+    readers: dict[Node, list[Step]] = {}
+    for step in graph.steps:
+        for node in reads_of(step):
+            readers.setdefault(node, []).append(step)
+    return readers
+
+
+def parts_of(step: Step) -> tuple[Node, ...]:
+    """What a concatenation joins."""
+    return tuple(step.node.args[0])  # pyright: ignore[reportArgumentType]
+
+
+def _is_sliced(step: CallStep, made: Mapping[Node, Product], readers: Mapping[Node, list[Step]], size: int) -> bool:
+    """True if the parts of a concatenation can be column slices: products of one geometry, all of them and the result
+    read by kernels alone."""
+    node = step.node
+    if node.target is not cat or len(node.args) != 1 or not isinstance(node.args[0], list | tuple):
+        return False
+    parts = parts_of(step)
+    if not made.keys() >= {*parts} or len({*parts}) < max(2, len(parts)) or len({made[p].level for p in parts}) > 1:
+        return False
+    column = 0
+    for part in parts:
+        if column * size % _ADDRESS or not all(isinstance(r, Product) or r is step for r in readers[part]):
+            return False
+        column += _channels(made[part])
+    return all(isinstance(reader, Product) for reader in readers.get(node, ()))

@@ -1,0 +1,633 @@
+"""A module as a list of steps, traced by torch.fx: fused convolutions and linear maps, and calls of everything else."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import math
+import operator
+import threading
+import traceback
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node, Proxy, Tracer
+from torch.fx.node import map_arg
+from torch.fx.proxy import Attribute, TraceError
+from torch.nn import functional
+
+from pumice.nn import blocks, layers
+from pumice.nn.conv import Convolution
+from pumice.nn.hooks import ACTIVATIONS, has_no_backward_hooks
+from pumice.ops import SparseTensor, cat
+
+SPARSE, DENSE = "sparse", "dense"
+_NOT_OF_USERS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+
+
+class Snapshot:
+    """The attributes of modules, containers one level deep. tensors: parameters and buffers too, by identity."""
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: bool = False) -> None:
+        self.modules = tuple(modules)
+        self._types = [*map(type, self.modules)]
+        # Modules of TorchScript have none.
+        self._forwards = [getattr(kind, "forward", None) for kind in self._types]
+        self._live = [module.__dict__ for module in self.modules]
+        self._kept = [dict(own) for own in self._live]
+        left_out = () if tensors else ("_parameters", "_buffers")
+        self._copies = [{k: v if k in left_out else _copied(v) for k, v in own.items()} for own in self._kept]
+
+    def holds(self) -> bool:
+        """True if nothing has changed since."""
+        try:
+            # Hooks, submodules, modes, options and a `forward` of an instance are all among the attributes.
+            alike = self._live == self._copies and [*map(type, self.modules)] == self._types
+            return alike and [getattr(kind, "forward", None) for kind in self._types] == self._forwards
+        except Exception:  # a tensor or an array that was exchanged: its == is no truth value
+            return False
+
+    def restore(self) -> None:
+        """Undo changes, as far as `holds` sees them."""
+        for own, kept, copies in zip(self._live, self._kept, self._copies, strict=True):
+            own.clear()
+            own.update(kept)
+            for name, value in kept.items():
+                if copies[name] is not value:
+                    value.clear()
+                    (value.update if isinstance(value, dict | set) else value.extend)(copies[name])
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    return (dict if kind is OrderedDict else kind)(value) if kind in _CONTAINERS else value
+
+
+# Proxies
+
+
+def _refused(*_: Any) -> Any:
+    raise TraceError("an in-place operator on features")
+
+
+class _Value(Proxy):
+    """A proxy of which it is not known whether it is a SparseTensor, a tensor or something else."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNTRACED or name.startswith("_"):
+            raise AttributeError(name) if name.startswith("__") else TraceError(f"the attribute {name!r} of a result")
+        return _Attribute(self, name)
+
+    def __hash__(self) -> int:
+        raise TraceError("a result as a key")
+
+    @classmethod
+    def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
+        return Proxy.__torch_function__.__func__(Proxy, orig_method, types, args, kwargs)  # pyright: ignore[reportFunctionMemberAccess]
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = __iand__ = __ior__ = _refused  # pyright: ignore[reportAssignmentType]
+
+
+class _Attribute(Attribute, _Value):
+    """An attribute of a result: a method, or a value."""
+
+
+_UNTRACED = frozenset(("grad", "grad_fn", "dtype", "layout", "names", "data", "spatial_shape", "parent", "is_sparse"))
+"""Attributes that may be None, or that are compared by identity: a branch on a proxy of them would go unseen."""
+
+
+class _Unknown(_Value):
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise TraceError("isinstance() of a result of unknown type")
+
+
+class _Dense(_Value):
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Tensor
+
+
+class _Sparse(_Value):
+    """isinstance(x, SparseTensor) is true of it."""
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return SparseTensor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SPARSE_ATTRIBUTES:
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        if name in _SPARSE_METHODS:
+            return _Attribute(self, name)
+        raise AttributeError(name) if name.startswith("__") else TraceError(f"the attribute {name!r} of a SparseTensor")
+
+    def map(self, function: Callable[[Any], Any]) -> Any:
+        return self.replace(function(self.feats))
+
+    def replace(self, feats: Any) -> Any:
+        own = feats.node if isinstance(feats, Proxy) else None
+        if own is not None and own.target is getattr and own.args == (self.node, "feats"):
+            return self
+        return self.tracer.create_proxy("call_method", "replace", (self, feats), {})
+
+    def prepare(self, *_: Any, **__: Any) -> Any:
+        """A program finds the maps of its layers by itself."""
+        return self
+
+    # A SparseTensor is immutable: x += y is x = x + y.
+    __iadd__, __isub__, __imul__, __itruediv__ = Proxy.__add__, Proxy.__sub__, Proxy.__mul__, Proxy.__truediv__  # pyright: ignore
+
+
+_TENSORS = frozenset(("feats", "coords", "items", "item_counts", "valid_mask", "inverse"))
+_SPARSE_ATTRIBUTES = _TENSORS | {"geometry", "batch_size", "stride", "dim", "channels", "device", "requires_grad"}
+_SAME_ROWS = frozenset(("replace", "half", "bfloat16", "float", "double", "detach", "clone"))
+_SPARSE_METHODS = _SAME_ROWS | {"to", "cpu", "cuda", "to_dense", "prune", "split"}
+_ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, operator.truediv, operator.neg))
+
+
+def _kind_of(node: Node, module: nn.Module | None) -> str | None:
+    first = node.args[0] if node.args else None
+    kinds = {n.meta.get("kind") for n in node.all_input_nodes}
+    if module is not None:
+        if not _is_layer(module) or type(module).__name__.startswith("Global"):
+            return None
+        return first.meta.get("kind") if isinstance(module, nn.Identity) and isinstance(first, Node) else SPARSE
+    if node.op == "get_attr" or (node.target is getattr and node.args[1] in _TENSORS):
+        return DENSE
+    if node.op == "call_method" and isinstance(first, Node) and first.meta.get("kind") == SPARSE:
+        return SPARSE if node.target not in ("to_dense", "split") else None
+    return SPARSE if node.target is cat or (node.target in _ARITHMETIC and SPARSE in kinds) else None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """True for a layer of pumice that is called as a whole."""
+    own = type(module).__module__
+    return own.startswith("pumice.nn.") and own != blocks.__name__
+
+
+# Tracing
+
+
+class _Root(nn.Module):
+    """The network as a submodule, called with what `make` gives."""
+
+    def __init__(self, net: nn.Module, make: Callable[[], tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.net, self.make = net, make
+
+    def forward(self) -> Any:
+        args, kwargs = self.make()
+        return self.net(*args, **kwargs)
+
+
+class _Tracer(Tracer):
+    """torch.fx's, but for the smallest module that it cannot trace: that one is called as it is.
+
+    through: modules whose forward was traced; reasons: why a module is called as it is, by node.
+    """
+
+    def __init__(self, net: nn.Module, refused: Mapping[nn.Module, str]) -> None:
+        super().__init__(autowrap_modules=(math,))
+        self.through: list[nn.Module] = []
+        self.refused = refused
+        self._within = [net]
+        self.reasons: dict[Node, str] = {}
+        self._thread, self._modes = threading.get_ident(), _modes()
+        named = (*net.named_parameters("net", True, False), *net.named_buffers("net", True, False))
+        self._names = {id(tensor): name for name, tensor in named}
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        reason = own_ways(m) or self.refused.get(m)
+        name = self.path_of_module(m)
+        if reason is None and _is_identity(m) and len(args) == 1 and isinstance(args[0], Proxy) and not kwargs:
+            self.through.append(m)
+            return args[0]
+        if reason is None and not (_is_layer(m) or self.is_leaf_module(m, name)):
+            traced, reason = self._traced(m, forward, args, kwargs)
+            if reason is None:
+                return traced
+        if reason is not None and any(issubclass(type(v), _CONTAINERS) for v in (*args, *kwargs.values())):
+            raise TraceError(f"a list or dict, which {name} may change: {reason}")
+        proxy = self.create_proxy("call_module", name, args, kwargs)
+        if reason is not None:
+            self.reasons[proxy.node] = reason
+            proxy.node.meta["kind"] = None
+            return _Unknown(proxy.node, self)
+        return proxy
+
+    def _traced(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str | None]:
+        """(result, None) of tracing through, or (None, why it cannot be traced)."""
+        operations = _operations(m)
+        if operations & _CATCHES:
+            # It would catch what tells that something cannot be traced.
+            return None, "its forward catches exceptions"
+        nodes, through, before = len(self.graph.nodes), len(self.through), Snapshot(m.modules(), tensors=True)
+        self._within.append(m)
+        try:
+            y, reason = forward(*args, **kwargs), None
+        except Exception as error:
+            y, reason = None, _place_of(error)
+        self._within.pop()
+        if not before.holds():
+            before.restore()
+            reason = reason or "its forward changes attributes of modules"
+        made = [*self.graph.nodes][nodes:]
+        if operations & _IDENTITY and any(n.meta["within"] is m and self._unknown(n) for n in made) and not reason:
+            reason = "its forward uses `is`, perhaps on the result of a module that is called as it is"
+        if reason is None:
+            self.through.append(m)
+            return y, None
+        del self.through[through:]
+        for node in reversed(made):
+            self.graph.erase_node(node)
+        return None, reason
+
+    def _unknown(self, node: Node) -> bool:
+        """True for a module that may give None: no layer of ours or of torch, whatever hooks it has."""
+        if node not in self.reasons:
+            return False
+        module = self.root.get_submodule(str(node.target))
+        return not (_is_layer(module) or self.is_leaf_module(module, str(node.target)))
+
+    def create_node(self, kind: str, *given: Any, **more: Any) -> Node:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if kind != "output" and _modes() != self._modes:
+            raise TraceError("a context of autocast, gradients or streams within forward")
+        node = super().create_node(kind, *given, **more)
+        node.meta["within"] = self._within[-1]
+        return node
+
+    def proxy(self, node: Node) -> Proxy:
+        if "kind" not in node.meta:
+            module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            node.meta["kind"] = node.args[0] if node.op == "placeholder" else _kind_of(node, module)
+        kinds: dict[Any, type[_Value]] = {SPARSE: _Sparse, DENSE: _Dense}
+        return kinds.get(node.meta["kind"], _Unknown)(node, self)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:  # noqa: ARG002
+        name = self._names.get(id(attr_val)) if isinstance(attr_val, Tensor) else None
+        if name is None or threading.get_ident() != self._thread:
+            return attr_val
+        return self.create_proxy("get_attr", name, (), {})
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, Proxy):
+            return a.node
+        if isinstance(a, Tensor | SparseTensor):
+            name = self._names.get(id(a))
+            if name is None:
+                raise TraceError("a tensor that is neither an argument nor a parameter or buffer")
+            return self.create_node("get_attr", name, (), {})
+        return a if type(a).__module__.startswith("pumice.") else super().create_arg(a)
+
+
+def _is_identity(module: nn.Module) -> bool:
+    dropout = isinstance(module, nn.Dropout) and type(module) in (layers.Dropout, nn.Dropout)
+    return type(module) in (layers.Identity, nn.Identity) or (dropout and not module.training)
+
+
+def _modes() -> tuple[Any, ...]:
+    """What a context manager may change for the operators within it."""
+    cast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), stream, *cast
+
+
+def own_ways(module: nn.Module) -> str | None:
+    """Why a module must be called as it is, whatever its forward does."""
+    for name in _METHODS.intersection(module.__dict__):
+        return f"its {name} is an attribute of the instance"
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    seen = _SEEN_OUTSIDE.intersection(() if code is None or _is_layer(module) else code.co_names)
+    if seen:
+        return f"its forward calls {', '.join(sorted(seen))}"
+    own = has_no_backward_hooks((module,)) and not module._forward_hooks and not module._forward_pre_hooks
+    return None if own else "it has hooks"
+
+
+def _operations(module: nn.Module) -> set[str]:
+    """Names of the bytecode of its forward."""
+    code = getattr(getattr(type(module), "forward", None), "__code__", None)
+    return set() if code is None else {one.opname for one in dis.get_instructions(code)}
+
+
+_CATCHES = {"CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
+_IDENTITY = {"IS_OP", *(f"POP_JUMP{way}_IF{no}_NONE" for way in ("", "_FORWARD", "_BACKWARD") for no in ("", "_NOT"))}
+"""What may branch on whether a value is None: a proxy of it never is."""
+_METHODS = frozenset(("forward", "forward_with_epilogue", "map_request"))
+"""Methods that a layer's result depends on."""
+_SEEN_OUTSIDE = frozenset(("print", "breakpoint", "open", "random", "manual_seed"))
+"""Names whose calls are seen outside, or differ from call to call."""
+
+
+def _place_of(error: Exception) -> str:
+    """What was wrong, and the line of the module that asked for it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
+    told = str(error).partition("\n")[0] or type(error).__name__
+    if not frames:
+        return told
+    last = frames[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f"{Path(last.filename).name}:{last.lineno}: {line} ({told})"
+
+
+# Steps
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One step of a program. node: whose value it makes; names: of the modules or functions that it does."""
+
+    node: Node
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CallStep(Step):
+    """A module, function or method called as it is. reason: why, where it is a module that could not be traced."""
+
+    module: nn.Module | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Product(Step):
+    """A convolution or linear map of x (to the coordinates of target), and the norm, sum and activation behind it.
+
+    level: the geometry of the result: equal where it is known to be the same object.
+    """
+
+    layer: Convolution | layers.Linear | None = None
+    x: Any = None
+    target: Node | None = None
+    norm: nn.BatchNorm1d | None = None
+    residual: Node | None = None
+    activation: str = ""
+    level: Any = None
+
+
+class _Link(NamedTuple):
+    """The operation that alone reads a value, and the node of its result."""
+
+    operation: Node
+    result: Node
+
+
+@dataclass(eq=False)
+class Graph:
+    """A traced module. nodes: in order; modules: those that nodes call; through: those whose forward was traced;
+    placeholders: nodes of the arguments; result: the nested structure of nodes that is returned; steps."""
+
+    nodes: tuple[Node, ...]
+    modules: Mapping[Node, nn.Module]
+    through: tuple[nn.Module, ...]
+    reasons: Mapping[Node, str]
+    placeholders: tuple[Node, ...]
+    result: Any
+    levels: dict[Node, Any] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+
+
+def _norm(step: Product, link: _Link, graph: Graph) -> Product | None:
+    module = graph.modules.get(link.operation)
+    if module is None or link.operation in graph.reasons:
+        return None
+    # That of torch.nn is given the features.
+    kind = layers.BatchNorm if link.result is link.operation else nn.BatchNorm1d
+    return replace(step, norm=module) if type(module) is kind else None
+
+
+def _residual(step: Product, link: _Link, graph: Graph) -> Product | None:
+    node = link.operation
+    if node.target is not operator.add or len(node.args) != 2:
+        return None
+    a, b = node.args
+    other = a if b is step.node else b
+    if not isinstance(other, Node) or other is step.node or other.meta["kind"] != SPARSE:
+        return None
+    # Of two products the later one takes the sum.
+    order = {n: place for place, n in enumerate(graph.nodes)}
+    waits = isinstance(graph.modules.get(other), Convolution | layers.Linear | layers.BatchNorm)
+    return None if waits and order[other] > order[step.node] else replace(step, residual=other)
+
+
+def _activation(step: Product, link: _Link, graph: Graph) -> Product | None:
+    node, module = link.operation, graph.modules.get(link.operation)
+    if module is not None and node not in graph.reasons:
+        name = ACTIVATIONS.get(type(module), "")
+        name = name if (link.result is not node) == (not _is_layer(module)) else ""
+    else:
+        name = _FUNCTIONS.get(node.target, "") if len(node.args) == 1 and link.result is not node else ""
+    return replace(step, activation=name) if name else None
+
+
+_FUNCTIONS: Mapping[Any, str] = {torch.relu: "relu", functional.relu: "relu", functional.silu: "silu", "relu": "relu"}
+
+PATTERN: tuple[Callable[[Product, _Link, Graph], Product | None], ...] = (_norm, _residual, _activation)
+"""What may stand behind a product within its kernel, in this order; each at most once. A row gives the step with it."""
+
+
+_TRACING = threading.RLock()
+
+
+def trace(
+    net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], refused: Mapping[nn.Module, str]
+) -> Graph | str:
+    """The steps of net(*args, **kwargs), for all sparse and dense tensors in the places of these; or why there are
+    none, where net itself must be called as it is. refused: modules that are called as they are, and why."""
+    placeholders: list[Node] = []
+
+    def argument(value: Any) -> Any:
+        kind = SPARSE if isinstance(value, SparseTensor) else DENSE if isinstance(value, Tensor) else None
+        if kind is None:
+            return value
+        proxy = tracer.create_proxy("placeholder", f"argument_{len(placeholders)}", (kind,), {})
+        placeholders.append(proxy.node)
+        return proxy
+
+    def make() -> tuple[Any, Any]:
+        return [argument(v) for v in args], {k: argument(v) for k, v in kwargs.items()}
+
+    tracer, root = _Tracer(net, refused), _Root(net, make)
+    try:
+        # torch.fx patches Module.__call__ of all threads, which the tracer sends on their way.
+        with _TRACING:
+            traced = tracer.trace(root)
+    except Exception as error:  # a result that is no value of a graph
+        return _place_of(error)
+    # It holds the arguments.
+    del root.make
+    modules = {n: root.get_submodule(str(n.target)) for n in traced.nodes if n.op == "call_module"}
+    reasons = {n: reason for n, reason in tracer.reasons.items() if n in modules}
+    whole = next((reason for n, reason in reasons.items() if modules[n] is net), None)
+    if whole is not None:
+        return whole
+    graph = Graph((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
+    for node in reversed(traced.nodes):
+        # Dead branches, where nobody can tell.
+        if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
+            traced.erase_node(node)
+    graph.nodes = tuple(traced.nodes)
+    graph.result = graph.nodes[-1].args[0]
+    graph.steps = _steps(graph)
+    return graph
+
+
+def _steps(graph: Graph) -> list[Step]:
+    """Products with what is within their kernels, and calls of the rest."""
+    alone = _norms_apart(graph)
+    changing = [place for place, n in enumerate(graph.nodes) if not is_pure(n, graph) and n not in alone]
+    products, within = _products(graph, changing)
+    steps: list[Step] = []
+    for node in graph.nodes[:-1]:
+        graph.levels[node] = _level(node, products.get(node), graph)
+        if node in products:
+            steps.append(replace(products[node], level=graph.levels[node]))
+        elif node.op != "placeholder" and node not in within:
+            names = (_name_of(node, graph),)
+            steps.append(CallStep(node, names, graph.modules.get(node), graph.reasons.get(node)))
+    return steps
+
+
+def _norms_apart(graph: Graph) -> set[Node]:
+    """Calls of norms whose running statistics nothing else of the graph reads or writes."""
+    called = Counter(graph.modules.values())
+    read = tuple(str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr")
+    return {
+        node
+        for node, module in graph.modules.items()
+        if type(module) in (layers.BatchNorm, nn.BatchNorm1d)
+        and node not in graph.reasons
+        and called[module] == 1
+        and str(node.target) not in read
+    }
+
+
+def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product], set[Node]]:
+    """The products by the node of their results, and all other nodes within them."""
+    order = {n: place for place, n in enumerate(graph.nodes)}
+    found: dict[Node, Product] = {}
+    within: set[Node] = set()
+    for node in graph.nodes:
+        step, own = _product(node, graph), [node]
+        if step is None:
+            continue
+        for row in PATTERN:
+            link = _following(step.node)
+            more = row(step, link, graph) if link is not None else None
+            if more is None or link is None:
+                continue
+            # It is done where the last part of it is: nothing between may change what it reads.
+            between = {p for p in changing if order[node] < p < order[link.result]}
+            if any(graph.nodes[p] not in (*own, link.operation) for p in between):
+                break
+            own += [*([] if link.result is link.operation else _feats_of(step.node)), link.operation, link.result]
+            names = (*more.names, _name_of(link.operation, graph))
+            step = replace(more, node=link.result, names=names)
+        found[step.node] = step
+        within.update(n for n in own if n is not step.node)
+    return found, within
+
+
+def _product(node: Node, graph: Graph) -> Product | None:
+    layer = graph.modules.get(node)
+    if layer is None or node in graph.reasons or not node.args or not isinstance(node.args[0], Node):
+        return None
+    of_ours = isinstance(layer, Convolution) and type(layer).__module__ == Convolution.__module__
+    if not (of_ours or type(layer) is layers.Linear) or node.args[0].meta["kind"] != SPARSE:
+        return None
+    more = (*node.args[1:], *node.kwargs.values())
+    target = more[0] if more else None
+    if len(more) > 1 or not (target is None or isinstance(target, Node)) or (target is not None and not of_ours):
+        return None
+    if target is not None and target.meta["kind"] != SPARSE:
+        return None
+    return Product(node, (_name_of(node, graph),), layer, node.args[0], target)  # pyright: ignore[reportArgumentType]
+
+
+def _following(node: Node) -> _Link | None:
+    """What alone reads a value: an operation on it, or one on its features whose result replaces them."""
+    users = list(node.users)
+    if len(users) == 1:
+        return _Link(users[0], users[0])
+    feats = _feats_of(node)
+    result = next((n for n in users if n.target == "replace" and n.args[0] is node and not n.kwargs), None)
+    if len(users) != 2 or len(feats) != 1 or result is None or len(feats[0].users) != 1:
+        return None
+    (operation,) = feats[0].users
+    alone = operation.args[:1] == (feats[0],) and list(operation.users) == [result] and result.args[1:] == (operation,)
+    return _Link(operation, result) if alone else None
+
+
+def _feats_of(node: Node) -> list[Node]:
+    return [n for n in node.users if n.target is getattr and n.args[1] == "feats"]
+
+
+def is_pure(node: Node, graph: Graph) -> bool:
+    """True if a node writes to nothing and draws no random numbers."""
+    if node.op == "call_module":
+        module = graph.modules[node]
+        quiet = not (isinstance(module, nn.Dropout | nn.modules.batchnorm._BatchNorm) and module.training)
+        known = _is_layer(module) or type(module) in (nn.BatchNorm1d, *ACTIVATIONS)
+        return known and quiet and node not in graph.reasons and not getattr(module, "inplace", False)
+    if node.op == "call_function":
+        alone = len(node.args) == 1 and not node.kwargs
+        return node.target in (getattr, cat, *_ARITHMETIC) or (node.target in _FUNCTIONS and alone)
+    return node.op in ("placeholder", "get_attr") or (node.op == "call_method" and node.target in _SAME_ROWS)
+
+
+def _level(node: Node, product: Product | None, graph: Graph) -> Any:
+    """The geometry of a node: equal of two where it is known to be one object."""
+    levels, first, module = graph.levels, node.args[0] if node.args else None, graph.modules.get(node)
+    if product is not None:
+        own = _level_of_product(product, graph)
+        return own if product.residual is None or levels[product.residual] == own else node
+    own = levels.get(first, node) if isinstance(first, Node) else node
+    if node.target is cat:
+        return levels[first[0]] if isinstance(first, list | tuple) and isinstance(first[0], Node) else node
+    if node.target in _ARITHMETIC:
+        return own if {levels[n] for n in node.all_input_nodes if n.meta["kind"] == SPARSE} == {own} else node
+    kept = isinstance(module, layers._Featurewise) and node not in graph.reasons
+    return own if kept or (node.op == "call_method" and node.target in _SAME_ROWS) else node
+
+
+def _level_of_product(product: Product, graph: Graph) -> Any:
+    own, layer = graph.levels[product.x], product.layer
+    if not isinstance(layer, Convolution):
+        return own
+    if product.target is not None:
+        return graph.levels[product.target]
+    if layer.relation.policy == "cached_inverse":
+        return own[0] if isinstance(own, tuple) else product.node
+    return own if layer.relation.policy == "same" else (own, layer.relation)
+
+
+def _name_of(node: Node, graph: Graph) -> str:
+    target = node.target
+    if node in graph.modules:
+        return str(target).removeprefix("net").removeprefix(".") or "net"
+    if target is getattr:
+        return f".{node.args[1]}"
+    return getattr(target, "__name__", str(target)) if node.op == "call_function" else str(target)
+
+
+def reads_of(step: Step) -> tuple[Node, ...]:
+    """The nodes whose values a step reads; of a product's target the coordinates alone."""
+    if isinstance(step, Product):
+        return tuple(n for n in (step.x, step.residual, step.target) if n is not None)
+    return tuple(step.node.all_input_nodes)
+
+
+def nodes_in(value: Any) -> list[Node]:
+    """All nodes in a nested structure."""
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return found

@@ -1,0 +1,426 @@
+"""Products of a training stretch as kernels of both passes: what they read, and which gradients are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pumice.coords import KernelMap, Relation
+from pumice.engine.trace import Product, Step
+from pumice.lower import direct
+from pumice.lower import kernel as kernels
+from pumice.lower.direct import Direct
+from pumice.lower.epilogue import NO_EPILOGUE
+from pumice.lower.norm import NormKernels, Statistics
+from pumice.nn.conv import Convolution
+from pumice.ops.conv import (
+    MapArrays,
+    autocast_dtype,
+    bound_map,
+    compilation,
+    differentiable_call,
+    instantiate_over,
+    key_of,
+)
+from pumice.runtime.cache import BoundedCache
+
+NONE = -1
+ALIGNED = 128
+"""Values: what begins at a multiple of them is aligned for every kernel."""
+TENSORS = 7
+"""Tensors of a product: weight and bias of the layer; mean, variance, count of batches, weight and bias of the norm."""
+WEIGHT, BIAS, MEAN, VARIANCE, TRACKED, SCALE, SHIFT = range(TENSORS)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class WiredStep:
+    """A product, or a concatenation of `parts`, with its values by number; NONE: not there."""
+
+    step: Step
+    x: int
+    y: int
+    residual: int
+    target: int
+    parts: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> list[int]:
+        """The values whose features it reads."""
+        return [n for n in (self.x, self.residual, *self.parts) if n != NONE]
+
+
+@dataclass(frozen=True)
+class Wants:
+    """The gradients that are needed: of the result (flows), of the features, of what is added to the result, and of the
+    tensors."""
+
+    flows: bool
+    x: bool
+    residual: bool
+    weight: bool
+    bias: bool
+    scale: bool
+    shift: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A concatenation. columns: of each part (value, first column, channels); keeps: the backward pass reads it."""
+
+    wired: WiredStep
+    channels: int
+    columns: tuple[tuple[int, int, int], ...]
+    keeps: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A convolution or linear map, and the norm, sum and activation behind it.
+
+    number: among the products. shape: C_out (channels), kernel offsets, C_in. norm: None without one; by_batch: it
+    takes the statistics of its batch; counts: its count of batches is added to before, for a cumulative mean.
+
+    relu: within the norm's kernel. apart: an activation by torch's operators; smooth: its gradient reads its argument,
+    which has memory of its own. narrow: the weight is cast to the features' dtype. inner: the gradient of the product
+    is needed. keeps: the backward pass reads the result. steps: row strides, other than its own, that the gradient of
+    the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. key, forward:
+    what its kernels over a map, and that of the result, are cached under.
+    """
+
+    wired: WiredStep
+    number: int
+    relation: Relation | None
+    shape: tuple[int, int, int]
+    channels: int
+    dtype: torch.dtype
+    wants: Wants
+    norm: NormKernels | None
+    by_batch: bool
+    counts: bool
+    eps: float
+    relu: bool
+    apart: str
+    smooth: bool
+    narrow: bool
+    inner: bool
+    keeps: bool
+    steps: tuple[int, ...]
+    weights: int
+    vectors: int
+    key: Hashable
+    forward: Hashable
+
+    def wanted(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """Dtypes of the gradients of features and weight; that of the weight is summed in float32."""
+        return self.dtype if self.wants.x else None, torch.float32 if self.wants.weight else None
+
+    def gradient(self, found: KernelMap, number: int) -> Direct | None:
+        """The kernel of the gradient of the features (0) or the weight (1), if one like it is known."""
+        held, template = self._template(found, number)
+        outputs, _, channels = self.shape
+        rows = (found.num_inputs, channels), (outputs, 0), (found.num_outputs, outputs)
+        if held is None or template is None:
+            return None
+        return template.over(held, rows, self.shape if number else rows[0])
+
+    def _template(self, found: KernelMap, number: int) -> tuple[direct.Held | None, direct.Template | None]:
+        """The arrays that the kernel of a gradient holds, and its template; None for several kernels."""
+        arrays = MapArrays.of(found)
+        places = _READ.get((self.key, number, arrays.kind))
+        if not places:
+            return None, None
+        held = arrays.held(found, places)
+        return held, direct.TEMPLATES.get((self.key, number, held.kind))
+
+    def is_known(self, found: KernelMap) -> bool:
+        """True if the kernels of both passes over a map are known, or were looked for."""
+        if direct.TEMPLATES.get((self.forward, bound_map(found, False).kind)) is None:
+            return False
+        return all([dtype is None or self._knows(found, number) for number, dtype in enumerate(self.wanted())])
+
+    def _knows(self, found: KernelMap, number: int) -> bool:
+        several = _READ.get((self.key, number, MapArrays.of(found).kind)) == ()
+        return several or self._template(found, number)[1] is not None
+
+    def compilations(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
+        """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known.
+        like: features of any shape."""
+        outputs, _, channels = self.shape
+        x, weight = like.new_empty((found.num_inputs, channels)), like.new_empty(self.shape)
+        everything = x, weight, like.new_empty((found.num_outputs, outputs))
+        tasks = [compilation(x, weight, found, None)]
+        for number, dtype in enumerate(self.wanted()):
+            if dtype is not None and not self._knows(found, number):
+                tasks.append(self._gradient_ahead(found, everything, number, dtype))
+        return [task for task in tasks if task is not None]
+
+    def _gradient_ahead(
+        self, found: KernelMap, everything: tuple[Tensor, Tensor, Tensor], number: int, dtype: torch.dtype
+    ) -> Callable[[], object] | None:
+        x, weight, grad = everything
+        all_arrays = MapArrays.of(found)
+        call = differentiable_call(x, weight, found, found.num_outputs)
+        ready = call.gradient_plan(number, (x, weight), grad, dtype)
+        places = () if ready is None else all_arrays.read_by(ready[0])
+        _READ.keep((self.key, number, all_arrays.kind), places or ())
+        if ready is None or not places:
+            return None
+        held = all_arrays.held(found, places)
+        kind = self.key, number, held.kind
+        shape = self.shape if number else tuple(x.shape)
+        return direct.Call(everything, (True, False, True), shape, kind).ahead(ready[0], held, everything, ready[1])
+
+    def calls(self, found: KernelMap) -> MapCalls:
+        """The kernels over a map, kept with it once they are known."""
+        calls = MapCalls(self, found)
+        return found.keep(self.key, calls) if calls.known else calls
+
+
+_READ: BoundedCache[tuple[int, ...]] = BoundedCache(1024)
+"""Which arrays of a map the kernel of a gradient reads: others do not matter for it. None of them: it is several
+kernels."""
+
+
+class MapCalls:
+    """The kernels of a convolution over a map. result: None where it is not one kernel; whole: it writes all of its
+    result, in the dtype of the features. known: all kernels were looked for."""
+
+    __slots__ = ("_gradients", "_layer", "known", "result", "whole")
+
+    def __init__(self, layer: Layer, found: KernelMap) -> None:
+        self._layer = layer
+        outputs, _, channels = layer.shape
+        rows = (found.num_inputs, channels), (outputs, 0)
+        self._gradients: tuple[Direct | None, Direct | None] | None = None
+        self.result = found.get_cached(layer.forward) or instantiate_over(found, layer.forward, rows, outputs)
+        self.known = layer.is_known(found)
+        self.whole = self.result is not None and self.result.runner.writes_result_dtype is layer.dtype
+
+    def gradients(self, found: KernelMap) -> tuple[Direct | None, Direct | None] | None:
+        """The kernels of the gradients of weight and features, None of one that is not needed; None while one of them
+        is not compiled. They are looked for in the backward pass: until then the device has others to run."""
+        if self._gradients is None:
+            layer = self._layer
+            weight = layer.gradient(found, 1) if layer.wants.weight else None
+            features = layer.gradient(found, 0) if layer.wants.x else None
+            if (weight is None and layer.wants.weight) or (features is None and layer.wants.x):
+                return None
+            if weight is not None and weight.runner.writes is not torch.float32:
+                return None
+            self._gradients = weight, features
+        return self._gradients
+
+
+@dataclass(frozen=True, eq=False)
+class TrainPlan:
+    """The steps of a stretch for tensors of certain kinds. layers: of the steps.
+
+    trained: positions, among the tensors of all products, of those that need gradients. outputs: numbers of the values
+    that are read outside; needs: of the values whose gradients are needed. weights, vectors: how much memory those of
+    all take; widest: the most channels of a step.
+    """
+
+    steps: tuple[Layer | Joined, ...]
+    layers: tuple[Layer, ...]
+    dtype: torch.dtype
+    trained: tuple[int, ...]
+    outputs: tuple[int, ...]
+    needs: frozenset[int]
+    weights: int
+    vectors: int
+    widest: int
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED
+
+
+class Planner:
+    """Makes a plan of wired steps. outputs: the values that are read outside, and those of them that results depend on;
+    feats: the features of the inputs; tensors: of all products."""
+
+    def __init__(
+        self,
+        wired: Sequence[WiredStep],
+        outputs: tuple[Sequence[int], Collection[int]],
+        feats: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        self._wired, self._feats = wired, feats
+        self._outputs, self._live = tuple(outputs[0]), outputs[1]
+        self._own = {
+            one.y: tensors[TENSORS * n : TENSORS * (n + 1)]
+            for n, one in enumerate(each for each in wired if not each.parts)
+        }
+        self._channels = {n: x.shape[1] for n, x in enumerate(feats) if x.ndim == 2}
+        self._like = feats[0]
+        self._count = self._weights = self._vectors = 0
+
+    def plan(self) -> TrainPlan | None:
+        """None for what kernels do not do: the modules are called."""
+        if not self._fits():
+            return None
+        needs = self._needs()
+        steps = tuple(self._joined(one, needs) if one.parts else self._layer(one, needs) for one in self._wired)
+        layers, trained = tuple(one for one in steps if isinstance(one, Layer)), []
+        for n, layer in enumerate(layers):
+            wants = layer.wants
+            of = ((WEIGHT, wants.weight), (BIAS, wants.bias), (SCALE, wants.scale), (SHIFT, wants.shift))
+            trained += [TENSORS * n + slot for slot, needed in of if needed]
+        sizes = self._weights, self._vectors, max(one.channels for one in steps)
+        return TrainPlan(steps, layers, self._like.dtype, tuple(trained), self._outputs, frozenset(needs), *sizes)
+
+    def _fits(self) -> bool:
+        """Also finds the channels of all values."""
+        like, known = self._like, self._channels
+        cast = autocast_dtype(like)
+        if like.dtype not in DTYPES or len(known) < len(self._feats) or (cast is not None and cast is not like.dtype):
+            return False
+        if any(x.dtype is not like.dtype or x.device != like.device for x in self._feats):
+            return False
+        for one in self._wired:
+            if one.parts:
+                known[one.y] = sum(known[part] for part in one.parts)
+                continue
+            weight = self._own[one.y][WEIGHT]
+            if weight is None or not self._fits_product(one):
+                return False
+            known[one.y] = weight.shape[0]
+            if one.residual != NONE and known[one.residual] != known[one.y]:
+                return False
+        return True
+
+    def _fits_product(self, one: WiredStep) -> bool:
+        step, (weight, *vectors) = one.step, self._own[one.y]
+        assert isinstance(step, Product) and weight is not None
+        layer, like = step.layer, self._like
+        axes = 2
+        if isinstance(layer, Convolution):
+            axes = 3 if layer.relation.custom is not None else layer.relation.dim + 2
+        if weight.ndim != axes or weight.shape[-1] != self._channels[one.x] or not weight.numel():
+            return False
+        cast = torch.is_autocast_enabled(like.device.type)
+        if weight.dtype is not like.dtype and not (cast and weight.dtype in DTYPES):
+            return False
+        bias, _, _, tracked, *_ = vectors
+        if bias is not None and not cast and bias.dtype is not like.dtype:
+            return False
+        there = [t for t in vectors if t is not None and t is not tracked]
+        if any(t.shape != weight.shape[:1] or t.dtype not in DTYPES for t in there):
+            return False
+        if (vectors[1] is None) != (vectors[2] is None):
+            return False
+        every = [t for t in (weight, *vectors) if t is not None]
+        return all(t.device == like.device and t.is_contiguous() for t in every)
+
+    def _needs(self) -> set[int]:
+        """The values whose gradients are needed: they depend on something that needs one, and a result on them."""
+        if not torch.is_grad_enabled():
+            return set()
+        depend = {n for n, x in enumerate(self._feats) if x.requires_grad}
+        for one in self._wired:
+            own = any(t is not None and t.requires_grad for t in self._own.get(one.y, ()))
+            if own or not depend.isdisjoint(one.reads):
+                depend.add(one.y)
+        read = {*self._live}
+        for one in reversed(self._wired):
+            if one.y in read:
+                read.update(one.reads)
+        return depend & read
+
+    def _joined(self, one: WiredStep, needs: set[int]) -> Joined:
+        columns, begin = [], 0
+        for part in one.parts:
+            columns.append((part, begin, self._channels[part]))
+            begin += self._channels[part]
+        return Joined(one, begin, tuple(columns), self._is_multiplied(one.y, needs))
+
+    def _is_multiplied(self, value: int, needs: set[int]) -> bool:
+        """True if the gradient of a weight reads it."""
+        return any(one.x == value and self._wants(one, needs).weight for one in self._wired)
+
+    def _wants(self, one: WiredStep, needs: set[int]) -> Wants:
+        flows = one.y in needs
+        trained = [flows and t is not None and t.requires_grad for t in self._own[one.y]] if not one.parts else [False]
+        if one.parts:
+            return Wants(flows, *(False,) * 6)
+        own = trained[WEIGHT], trained[BIAS], trained[SCALE], trained[SHIFT]
+        return Wants(flows, flows and one.x in needs, flows and one.residual in needs, *own)
+
+    def _layer(self, one: WiredStep, needs: set[int]) -> Layer:
+        step, (weight, bias, mean, variance, tracked, scale, shift) = one.step, self._own[one.y]
+        assert isinstance(step, Product) and weight is not None
+        norm, wants, dtype = step.norm, self._wants(one, needs), self._like.dtype
+        shape = weight.shape[0], weight[0].numel() // weight.shape[-1], weight.shape[-1]
+        relu = norm is not None and step.activation == "relu"
+        apart = "" if relu else step.activation
+        by_batch = norm is not None and (norm.training or mean is None)
+        statistics = None
+        if norm is not None and by_batch:
+            running = None if mean is None or variance is None else (mean, variance)
+            follows = norm.training and norm.track_running_stats and running is not None
+            statistics = Statistics(running, norm.eps, follows, norm.momentum, tracked, bias)
+        made = None if norm is None else self._norm(statistics, (scale, shift), (one.residual != NONE, relu), shape[0])
+        counts = statistics is not None and statistics.momentum is None and statistics.update_running_stats
+        reads_result = (relu and one.residual != NONE) or apart == "relu"
+        widths = {sum(self._channels[p] for p in each.parts) for each in self._wired if one.y in each.parts}
+        found = Layer(
+            wired=one,
+            number=self._count,
+            relation=step.layer.relation if isinstance(step.layer, Convolution) else None,
+            shape=shape,
+            channels=shape[0],
+            dtype=dtype,
+            wants=wants,
+            norm=made,
+            by_batch=by_batch,
+            counts=counts and tracked is not None,
+            eps=0.0 if norm is None else norm.eps,
+            relu=relu,
+            apart=apart,
+            smooth=apart == "silu",
+            narrow=weight.dtype is not dtype,
+            inner=wants.x or wants.weight or wants.bias,
+            keeps=(wants.flows and reads_result) or self._is_multiplied(one.y, needs),
+            steps=tuple(sorted(widths)),
+            weights=self._weights,
+            vectors=self._vectors,
+            key=self._key(shape, wants),
+            forward=key_of((self._like.new_empty((0, shape[2])), self._like.new_empty(shape)), NO_EPILOGUE),
+        )
+        self._count += 1
+        self._weights += aligned(weight.numel())
+        self._vectors += aligned(3 * shape[0])
+        return found
+
+    def _norm(
+        self,
+        statistics: Statistics | None,
+        affine: tuple[Tensor | None, Tensor | None],
+        behind: tuple[bool, bool],
+        channels: int,
+    ) -> NormKernels:
+        weight, bias = (torch.float32 if t is None else t.dtype for t in affine)
+        facts = affine[0] is not None, affine[1] is not None, *behind
+        return NormKernels(statistics, facts, self._like.new_empty((0, channels)), (weight, bias))
+
+    def _key(self, shape: tuple[int, int, int], wants: Wants) -> Hashable:
+        dtype = self._like.dtype
+        precision = kernels.float32_precision() if dtype is torch.float32 else ""
+        return direct.interned(("trained", shape, dtype, wants.x, wants.weight, precision, *direct.settings()))
+
+
+def tensors_of(step: Product) -> list[tuple[Any, str]]:
+    """Where the tensors of a product are found."""
+    layer: Any = step.layer
+    norm: Any = step.norm
+    own = [(layer._parameters, "weight"), (layer._parameters, "bias")]
+    if norm is None:
+        return own + [({}, "")] * (TENSORS - len(own))
+    kept = [(norm._buffers, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
+    return [*own, *kept, (norm._parameters, "weight"), (norm._parameters, "bias")]

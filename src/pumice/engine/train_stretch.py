@@ -1,0 +1,253 @@
+"""Products one after the other where they train, on a GPU: one node of autograd, whose kernels are started together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from pumice.coords import Geometry, KernelMap, kernel_map
+from pumice.engine.stretch import Env, grouped, is_one_kernel, parts_of, run_product
+from pumice.engine.trace import CallStep, Graph, Product, Step, is_pure, nodes_in, reads_of
+from pumice.engine.train_layers import NONE, Joined, Layer, Planner, TrainPlan, WiredStep, tensors_of
+from pumice.engine.train_pass import Started, StepCall
+from pumice.lower import direct
+from pumice.lower import kernel as kernels
+from pumice.nn import layers
+from pumice.nn.conv import Convolution
+from pumice.nn.hooks import REQUIRES_GRAD, TENSOR_GUARDS
+from pumice.ops import autograd, cat
+from pumice.ops.conv import autocast_dtype
+from pumice.ops.tensor import raw_feats, unchecked_tensor
+from pumice.runtime.compile import BACKGROUND
+
+_ADDRESS = 15
+"""Bits of the addresses of tensors that are 0."""
+_PLANS = 4
+"""Kinds of tensors for which plans are kept: of a network that is frozen by turns, as a discriminator is."""
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that autocast casts."""
+
+
+class TrainStretch:
+    """Products, and concatenations between them. inputs: nodes that it reads; outputs: those of its nodes that are read
+    outside. Where kernels do not do what the modules do, those are called."""
+
+    def __init__(self, steps: Sequence[Step], outside: set[Node], live: set[Node]) -> None:
+        """outside: nodes that are read outside; live: those that results depend on."""
+        self.steps = tuple(steps)
+        made = {step.node for step in steps}
+        reads = dict.fromkeys(node for step in steps for node in reads_of(step) if node not in made)
+        kept = {node for step in steps for node in _features_of(step)}
+        # Of the others the coordinates alone are read.
+        self.features = tuple(node for node in reads if node in kept)
+        self.inputs = (*self.features, *(node for node in reads if node not in kept))
+        self.outputs = tuple(step.node for step in steps if step.node in outside)
+        multiplied = {step.x for step in steps if isinstance(step, Product)}
+        added = {node for step in steps for node in _features_of(step) if not (_is_first(step, node))}
+        self._cast = [node in multiplied and node not in added for node in self.features]
+        self._numbers = {node: n for n, node in enumerate((*self.features, *(s.node for s in steps)))}
+        geometries = len(self._numbers)
+        self._targets = {node: geometries + n for n, node in enumerate(self.inputs[len(self.features) :])}
+        self._wired = [self._wire(step) for step in steps]
+        self._sources = [each for step in steps if isinstance(step, Product) for each in tensors_of(step)]
+        self._live = frozenset(self._numbers[node] for node in self.outputs if node in live)
+        self._plans: list[tuple[list[Any], TrainPlan | None]] = []
+        self._compiled: list[TrainPlan] = []
+
+    def _wire(self, step: Step) -> WiredStep:
+        numbers = self._numbers
+        if not isinstance(step, Product):
+            return WiredStep(
+                step, NONE, numbers[step.node], NONE, NONE, tuple(numbers[part] for part in parts_of(step))
+            )
+        residual = NONE if step.residual is None else numbers[step.residual]
+        target = NONE
+        if step.target is not None:
+            target = self._targets.get(step.target, numbers.get(step.target, NONE))
+        return WiredStep(step, numbers[step.x], numbers[step.node], residual, target)
+
+    def run(self, env: Env) -> None:
+        """Put the values of `outputs` into env."""
+        if not self._by_kernels(env):
+            for step in self.steps:
+                own = isinstance(step, Product)
+                env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
+
+    def _by_kernels(self, env: Env) -> bool:
+        """False where the modules are to be called."""
+        feats = [raw_feats(env[node]) for node in self.features]
+        tensors = [where.get(name) for where, name in self._sources]
+        dtype = autocast_dtype(feats[0]) or feats[0].dtype
+        ready = [_ready(x, dtype if casts else x.dtype) for x, casts in zip(feats, self._cast, strict=True)]
+        plan = self._plan(tensors, ready)
+        if plan is None or any([t is not None and t.data_ptr() & _ADDRESS for t in tensors]):
+            return False
+        calls = self._calls(plan, env, ready)
+        if calls is None:
+            return False
+        outs = Started(plan, calls, tensors).run(ready)
+        count = len(self.features)
+        for node, y in zip(self.outputs, outs, strict=True):
+            env[node] = unchecked_tensor(y, calls[self._numbers[node] - count].outputs)
+        return True
+
+    def _plan(self, tensors: Sequence[Tensor | None], feats: Sequence[Tensor]) -> TrainPlan | None:
+        """That of such tensors; None if the modules are to be called."""
+        there = [t for t in tensors if t is not None]
+        like = feats[0]
+        facts: list[Any] = [
+            direct.settings(),
+            kernels.float32_precision(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(like.device.type),
+            [n for n, t in enumerate(tensors) if t is None],
+        ]
+        facts += [(x.dtype, x.shape[1:], x.get_device(), x.requires_grad) for x in feats]
+        facts += map(type, there)
+        for fact in (*TENSOR_GUARDS[1:], torch.Tensor.get_device, REQUIRES_GRAD):
+            facts += map(fact, there)
+        # Options of layers are among the guards of the program.
+        for known, plan in self._plans:
+            if facts == known:
+                return plan
+        plain = autograd.are_plain_tensors([*feats, *there])
+        outputs = [self._numbers[node] for node in self.outputs]
+        plan = Planner(self._wired, (outputs, self._live), feats, tensors).plan() if plain else None
+        self._plans = [(facts, plan), *self._plans[: _PLANS - 1]]
+        return plan
+
+    def _calls(self, plan: TrainPlan, env: Env, feats: Sequence[Tensor]) -> list[StepCall] | None:
+        """The steps on their coordinates; None where the modules are to be called."""
+        given, rows = [env[node].geometry for node in self.inputs], [x.shape[0] for x in feats]
+        is_new = plan not in self._compiled
+        calls, known = self._found(plan, given, rows, not is_new)
+        if calls is not None and (is_new or not known):
+            self._compile(plan, calls, feats[0])
+            calls, _ = self._found(plan, given, rows)
+        return calls
+
+    @staticmethod
+    def _found(
+        plan: TrainPlan, given: Sequence[Geometry], rows: Sequence[int], launches: bool = True
+    ) -> tuple[list[StepCall] | None, bool]:
+        """(the steps with their maps and kernels, True if no kernel is to be compiled); None for sums and
+        concatenations of several coordinates, and for fewer than two rows. given: coordinates of the inputs; rows: of
+        their features; launches: False without kernels."""
+        count, found, known = len(rows), list[StepCall](), True
+        geometries: list[Any] = [*given[:count], *[None] * len(plan.steps), *given[count:]]
+        sizes, levels = [*rows], dict[int, int]()
+        if any([size != len(one.coords) for size, one in zip(rows, given, strict=False)]):
+            return None, False
+        # Inlined: a function call takes as long as the rest of a step.
+        for number, step in enumerate(plan.steps, count):
+            wired, mapped, calls, norm = step.wired, None, None, None
+            first = wired.x if wired.x >= 0 else wired.parts[0]
+            inputs = outputs = geometries[first]
+            before = size = sizes[first]
+            beside = None if wired.residual < 0 else geometries[wired.residual]
+            if isinstance(step, Joined):
+                beside = next((geometries[part] for part in wired.parts if geometries[part] is not outputs), None)
+            elif step.relation is not None:
+                kept = inputs.maps.get((step.relation, None)) if wired.target < 0 else None
+                if kept is None:
+                    kept = _map(step, inputs, None if wired.target < 0 else geometries[wired.target])
+                mapped, outputs = kept[0], inputs if kept[1] is None else kept[1]
+                size = mapped.num_outputs
+                if mapped.num_inputs != before or mapped.table.shape[1] != step.shape[1]:
+                    return None, False
+                if launches:
+                    calls = mapped.get_cached(step.key) or step.calls(mapped)
+                    known &= calls.known
+            geometries[number] = outputs
+            sizes.append(size)
+            if size < 2 or not before or (beside is not None and beside is not outputs):
+                return None, False
+            if isinstance(step, Layer) and step.norm is not None and launches:
+                norm = step.norm.launches(size)
+            found.append(StepCall(size, before, outputs, levels.setdefault(size, len(levels)), mapped, calls, norm))
+        return found, known
+
+    def _compile(self, plan: TrainPlan, calls: Sequence[StepCall], like: Tensor) -> None:
+        """Compile the kernels of both passes in parallel, as far as they are those of no step before."""
+        tasks: dict[Hashable, list[Callable[[], object]]] = {}
+        with autograd.autocast_disabled((like,)), torch.no_grad():
+            for layer, call in zip(plan.steps, calls, strict=True):
+                if isinstance(layer, Joined):
+                    continue
+                if layer.norm is not None and plan not in self._compiled:
+                    tasks[layer] = layer.norm.compilations(call.rows, layer.steps)
+                if call.found is not None and (layer.key, id(call.found)) not in tasks:
+                    tasks[layer.key, id(call.found)] = layer.compilations(like, call.found)
+        BACKGROUND.run([task for each in tasks.values() for task in each])
+        self._compiled = [plan, *self._compiled[: _PLANS - 1]]
+
+
+def _features_of(step: Step) -> tuple[Node, ...]:
+    """The nodes whose features a step reads."""
+    if isinstance(step, Product):
+        return (step.x,) if step.residual is None else (step.x, step.residual)
+    return parts_of(step)
+
+
+def _is_first(step: Step, node: Node) -> bool:
+    """True if a step multiplies a node and does nothing else with it."""
+    return isinstance(step, Product) and node is step.x and node is not step.residual
+
+
+def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Features as kernels take them: cast as by autocast, without gaps, and aligned; autograd records it."""
+    if x.dtype is not dtype and x.dtype in _CAST:
+        x = x.to(dtype)
+    if not x.is_contiguous() or x.data_ptr() & _ADDRESS:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _map(layer: Layer, inputs: Geometry, target: Geometry | None) -> tuple[KernelMap, Geometry]:
+    step = layer.wired.step
+    assert isinstance(step, Product) and isinstance(step.layer, Convolution)
+    return kernel_map(inputs, *step.layer.map_request(target))
+
+
+def train_stretches(graph: Graph) -> list[Step | TrainStretch]:
+    """The steps of a graph with products one after the other as stretches."""
+    groups: list[list[Step]] = [[]]
+    live = _live(graph)
+    for step in graph.steps:
+        joins = isinstance(step, CallStep) and _is_joined(step)
+        if joins or (isinstance(step, Product) and is_one_kernel(step.layer)):
+            groups[-1].append(step)
+        else:
+            groups += [[step], []]
+
+    def made(group: Sequence[Step], outside: set[Node]) -> list[Step | TrainStretch]:
+        own = any(isinstance(step, Product) and is_one_kernel(step.layer) for step in group)
+        return [TrainStretch(group, outside, live)] if own else [*group]
+
+    return [*grouped(graph, groups, made)]
+
+
+def _live(graph: Graph) -> set[Node]:
+    """The nodes that the result, or something that is written to, may depend on."""
+    live = {*nodes_in(graph.result)}
+    for node in reversed(graph.nodes):
+        own = type(graph.modules.get(node)) in _WRITES_NOTHING_ELSE and node not in graph.reasons
+        if node in live or not (own or is_pure(node, graph)):
+            live.update(node.all_input_nodes)
+    return live
+
+
+_WRITES_NOTHING_ELSE = (layers.BatchNorm, nn.BatchNorm1d, layers.Dropout, nn.Dropout)
+"""Modules that write to their own statistics alone."""
+
+
+def _is_joined(step: CallStep) -> bool:
+    """True for a concatenation of sparse tensors by pumice.cat."""
+    node = step.node
+    if node.target is not cat or len(node.args) != 1 or not isinstance(node.args[0], list | tuple):
+        return False
+    return all(isinstance(part, Node) and part.meta["kind"] == "sparse" for part in node.args[0])
