@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ import torch
 from kernels.interpret import answering
 from kernels.maps import DeviceOnly, fenced, plain
 from torch import nn
+from torch.nn import functional
 
 import pumice as pm
 from pumice.coords import Bounds, CoordBuffer, Geometry, Relation, kernel_map
@@ -202,6 +204,18 @@ def check_norms() -> None:
             assert len(more) == (added is not None)
         for got, want in zip(*found, strict=True):
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
+
+
+def check_known_statistics() -> None:
+    for channels, dtype, kind in product((3, 16, 130), (torch.float32, torch.float16), (torch.float32, torch.float16)):
+        x = torch.randn(77, channels).to(dtype)
+        mean, weight, bias = (torch.randn(channels).to(kind) for _ in range(3))
+        variance = (torch.rand(channels) + 0.5).to(kind)
+        for own in ((weight, bias), (None, None), (weight, None)):
+            wide = [None if t is None else t.float() for t in (mean, variance, *own)]
+            wanted = functional.batch_norm(x.float(), *wide, False, 0.0, 1e-5)
+            assert_close(norm.by_statistics(x, (mean, variance, *own), 1e-5), wanted.to(dtype))
+        assert norm.by_statistics(x[:0], (mean, variance, None, None), 1e-5).shape == (0, channels)
 
 
 def check_few_rows() -> None:
@@ -477,6 +491,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "cleared rows": check_cleared_rows,
         "norms": check_norms,
         "norms of few rows": check_few_rows,
+        "norms by known statistics": check_known_statistics,
         "maxima": check_largest,
         "a step of training": check_step,
         "a step without room": check_wider_step,
