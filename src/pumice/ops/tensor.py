@@ -35,7 +35,8 @@ class SparseTensor:
     geometry: the geometry of another tensor, instead of all arguments but feats.
     dim: D of `coords`, from 1 to 4.
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels). Warns if
-    the batch column looks like a coordinate and there is no `batch_size`.
+    the batch column looks like a coordinate and there is no `batch_size`. On a GPU, where nothing is read for a new
+    tensor, errors and warnings of coordinates come with the first kernel map.
     """
 
     # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
