@@ -63,19 +63,21 @@ class Background:
         self._queue: PriorityQueue[tuple[bool, int, Task]] = PriorityQueue()
         self._lock, self._count, self._numbers = Lock(), threads, count()
         self._threads: list[Thread] = []
-        self._closed = False
+        self._owner, self._closed = 0, False
 
     def submit(self, task: Task, later: bool = True) -> None:
         """Run `task` in a copy of the caller's context; later: after those that are waited for."""
         context = copy_context()
-        self._queue.put((later, next(self._numbers), lambda: context.run(task)))
         self.start()
+        self._queue.put((later, next(self._numbers), lambda: context.run(task)))
 
     def start(self) -> None:
         """Start all threads and their processes, which take half a second to be ready."""
         with self._lock:
-            if self._threads or self._closed:
+            # A forked process has none of its parent's threads.
+            if (self._threads and self._owner == os.getpid()) or self._closed:
                 return
+            self._owner, self._queue = os.getpid(), PriorityQueue()
             self._threads = [Thread(target=self._work, name="pumice-compile", daemon=True) for _ in range(self._count)]
             # A thread within the compiler while the interpreter ends would abort the process.
             atexit.register(self.close)
