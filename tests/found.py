@@ -43,7 +43,7 @@ def maps_agree(got, want, exact=True):
         parts = dict(zip(tokens, zip(here[name][1], arrays, strict=True), strict=True))
         for token in (t for t in tokens if t.endswith("@tile")):
             tiles = len(parts[token.removesuffix("tile") + "rows"][1])
-            assert torch.equal(*(RUNS.ends_of(array, tiles) for array in parts[token])), (name, token)
+            assert torch.equal(*(RUNS.get(array, tiles).ends for array in parts[token])), (name, token)
     if ("totals", False) in want._storages:
         assert got._storages["totals", False] == want._storages["totals", False]
     return compared

@@ -395,3 +395,12 @@ def scene(seed: int, channels: int = 4, rows: int | None = None) -> pm.SparseTen
     feats = torch.randn(len(coords), channels, generator=torch.Generator().manual_seed(seed))
     shape = (12, 12, 6) if chance.random() < 0.5 else None
     return pm.SparseTensor(feats, coords, spatial_shape=shape)
+
+
+def flat(value):
+    """All tensors of a nested result."""
+    if isinstance(value, dict):
+        return [one for each in value.values() for one in flat(each)]
+    if isinstance(value, tuple | list):
+        return [one for each in value for one in flat(each)]
+    return [value]

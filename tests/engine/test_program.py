@@ -14,7 +14,7 @@ import torch
 from emulated import emulated, on_cpu
 from journeys.calls import calls_of
 from nets import strange
-from programs import Maker, Residual, Unit, scene
+from programs import Maker, Residual, Unit, flat, scene
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,14 +31,6 @@ NETS = {
     "centerpoint": lambda: pm.models.CenterPointBackbone(4),
 }
 LAYERS = {"unet": 50, "encoder": 20, "minkunet": 50, "centerpoint": 21}
-
-
-def flat(value):
-    if isinstance(value, dict):
-        return [one for each in value.values() for one in flat(each)]
-    if isinstance(value, tuple | list):
-        return [one for each in value for one in flat(each)]
-    return [value]
 
 
 def check(found, expected, tolerance=0.0):

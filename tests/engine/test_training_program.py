@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
 from journeys.calls import calls_of
-from programs import Maker, Residual, Unit, scene
+from programs import Maker, Residual, Unit, flat, scene
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,14 +37,6 @@ def gpu(tmp_path, known):
 def cloud(seed, rows=150, channels=4, extent=(16, 16, 10)):
     coords = random_cloud(rows, 3, extent=extent, seed=seed)
     return pm.SparseTensor(torch.randn(rows, channels, generator=torch.Generator().manual_seed(seed)), coords)
-
-
-def flat(value):
-    if isinstance(value, dict):
-        return [one for each in value.values() for one in flat(each)]
-    if isinstance(value, tuple | list):
-        return [one for each in value for one in flat(each)]
-    return [value]
 
 
 def loss_of(results):

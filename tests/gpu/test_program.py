@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from programs import Maker
+from programs import Maker, flat
 from torch import nn
 
 import pumice as pm
@@ -27,12 +27,6 @@ def sheets(count, seed, device, batch=2):
     z = (8 * torch.sin(grid[:, 1:2] / 9) + torch.randint(0, 2, (len(grid), 1), generator=g)).int()
     coords = torch.cat([grid.int(), z], 1)[torch.randperm(len(grid), generator=g)[:count]].int()
     return pm.SparseTensor(torch.randn(count, 4, generator=g).to(device), coords.to(device), batch_size=batch)
-
-
-def flat(value):
-    if isinstance(value, dict):
-        return [one for each in value.values() for one in flat(each)]
-    return [one for each in value for one in flat(each)] if isinstance(value, tuple | list) else [value]
 
 
 def step(net, x, cast):

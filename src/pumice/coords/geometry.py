@@ -93,7 +93,7 @@ class Geometry:
         """A geometry from a user's coordinates, after checks. dim: D; None: the number of columns less one.
 
         On a GPU there is no host synchronisation: duplicates and coordinates out of bounds are raised when kernel maps
-        are found, with the read of their sizes (`settle`), or where the bounding box is asked for (`site`).
+        are found, with the read of their sizes (`settle`), or where the bounding box is read (`site`).
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).

@@ -97,10 +97,6 @@ class RunRegistry:
             return None
         return info if info.count == count else None
 
-    def ends_of(self, array: Tensor, count: int) -> Tensor | None:
-        info = self.get(array, count)
-        return None if info is None else info.ends
-
 
 RUNS = RunRegistry()
 

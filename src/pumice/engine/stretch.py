@@ -368,7 +368,7 @@ class Stretch:
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
-        """What stands behind a product in its kernel, whose rows leave room for the other columns of their buffer.
+        """The epilogue of a product in its kernel, whose rows leave room for the other columns of their buffer.
         own: its tensors; all_of_it: activation included."""
         place, activation = self.places[step.node], step.activation if all_of_it else ""
         room = place.buffer.width - place.channels if is_one_kernel(step.layer) else 0

@@ -432,7 +432,7 @@ def _activation(step: Product, link: _Link, graph: Graph) -> Product | None:
 _FUNCTIONS: Mapping[Any, str] = {torch.relu: "relu", functional.relu: "relu", functional.silu: "silu", "relu": "relu"}
 
 PATTERN: tuple[Callable[[Product, _Link, Graph], Product | None], ...] = (_norm, _residual, _activation)
-"""What may stand behind a product within its kernel, in this order; each at most once. A row gives the step with it."""
+"""What may follow a product within its kernel, in this order; each at most once. A row gives the step with it."""
 
 
 _TRACING = threading.RLock()

@@ -273,13 +273,11 @@ class Call:
         numbers: Sequence[int],
         finish: EpilogueSignature = NO_EPILOGUE,
     ) -> Callable[[], None] | None:
-        """Keep the template of a call that was not carried out, and return what compiles its kernel, for any thread;
+        """Keep the template of a call that has not run, and return what compiles its kernel, for any thread;
         None where there is a template, or the call is not one kernel. tensors, numbers: as for `leave`."""
         if TEMPLATES.get(self.kind) is not None or (finish != NO_EPILOGUE and not ready.applies_epilogue):
             return None
-        run = _alone(ready)
-        order = {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
-        order |= {name: numbers[n] for name, n in ready.steps[0].places if n < len(numbers)}
+        run, order = _alone(ready), _order(ready, tensors, numbers, finish)
         given = {name: tensors[n] for name, n in order.items()}
         if run is None or run.make_family(given) is None:
             return None
@@ -304,8 +302,7 @@ class Call:
         """
         if len(ready.steps) != 1 or (finish != NO_EPILOGUE and not ready.applies_epilogue):
             return None
-        order = {name: numbers[n] for name, n in ready.steps[0].places}
-        order |= {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
+        order = _order(ready, tensors, numbers, finish)
         given = {name: tensors[n] for name, n in order.items()}
         template = _template(ready, held, given, order)
         if template is not None:
@@ -315,6 +312,12 @@ class Call:
             else:
                 TEMPLATES.keep(self.kind, template)
         return _of_ready(ready, given, order)
+
+
+def _order(ready: Plan, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature) -> dict[str, int]:
+    """Which of a call's tensors each operand of its first step is, by name, and those of the epilogue."""
+    order = {name: numbers[n] for name, n in ready.steps[0].places if n < len(numbers)}
+    return order | {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
 
 
 def counted(tensors: Sequence[Tensor], counting: Sequence[bool]) -> list[tuple[int, int]]:

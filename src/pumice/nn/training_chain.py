@@ -70,7 +70,7 @@ def call(module: nn.Module, x: SparseTensor) -> SparseTensor:
 def _step(
     modules: Sequence[nn.Module], x: SparseTensor, residual: SparseTensor | None, target: Target = None
 ) -> tuple[SparseTensor, int, SparseTensor | None]:
-    """A convolution and what stands behind it of a norm by its results, a residual and a ReLU; how many of the modules
+    """A convolution and what follows it of a norm by its results, a residual and a ReLU; how many of the modules
     that are, and the residual that is still to be added."""
     layer, *behind = modules
     norm = behind[0] if behind else None
