@@ -17,7 +17,7 @@ from benchmarks.harness.study import Options
 from benchmarks.profile import page, profile
 from benchmarks.report import report as report_
 from benchmarks.report import status
-from pumice.cli.job import pick_device
+from pumice.cli.segment import pick_device
 from pumice.errors import PumiceError
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ import torch
 
 from pumice.engine import stretch, train_pass
 from pumice.language.nodes import accesses_of, indices_of
-from pumice.lower import direct, maps, norm, plan, stamp
+from pumice.lower import call, maps, norm, plan
 from pumice.lower import kernel as kernels
-from pumice.ops import autograd, linear
+from pumice.ops import autograd
 from pumice.schedule.tuned_tiles import Ledger
 
 STREAM = 7
@@ -233,7 +232,7 @@ def computed(statement, operands: dict[str, torch.Tensor], shape, known) -> tupl
         ((coefficient, inner),) = read.terms
         assert not more and coefficient == 1 and axis == 0
         first, names = values(inner)
-        assert int(first.min()) >= 0 and int(first.max()) < len(value)
+        assert not first.numel() or (int(first.min()) >= 0 and int(first.max()) < len(value))
         return value[first], [*names, *(e.bare for e in array.indices[1:])]
 
     def placed(access, extents):
@@ -248,7 +247,7 @@ def computed(statement, operands: dict[str, torch.Tensor], shape, known) -> tupl
             ((coefficient, array),) = access.indices[axis].terms
             assert coefficient == 1
             where, over = values(array)
-            assert int(where.max()) < extents[axis], "an index is outside"
+            assert not where.numel() or int(where.max()) < extents[axis], "an index is outside"
             flat = where.flatten()
             there = (flat >= 0).nonzero()[:, 0]
             known[key] = where.shape, torch.where(flat < 0, extents[axis], flat), (there, flat[there]), over
@@ -275,7 +274,10 @@ def computed(statement, operands: dict[str, torch.Tensor], shape, known) -> tupl
     axis, _, _, (there, rows), own_names = place
     out, written = y.new_zeros(shape), torch.zeros(shape[axis], dtype=torch.bool)
     out.index_add_(axis, rows, y.flatten(axis, axis + len(own_names) - 1).index_select(axis, there))
-    written[rows] = True
+    ((_, array),) = statement.target.indices[axis].terms
+    every = operands[array.name].long().flatten()
+    # Programs of tiles without entries write zeros.
+    written[every[every >= 0]] = True
     return out, written.view([-1 if n == axis else 1 for n in range(len(shape))])
 
 
@@ -316,7 +318,7 @@ class OfNorm:
 
 
 class CompiledNorm(Begun):
-    """One of the kernels of pumice.lower.norm_kernels, for tensors of certain dtypes, and constants."""
+    """One of the kernels of pumice.lower.row_kernels, for tensors of certain dtypes, and constants."""
 
     def __init__(self, kernel: OfNorm, values) -> None:
         self.kernel, numbers = kernel, {"moments": 2, "products": 1, "by_statistics": 1}.get(kernel.name, 0)
@@ -477,21 +479,36 @@ CACHES = (
     plan._PLANS,
     plan._BUCKETED_PLANS,
     plan._CHOSEN,
-    direct.TEMPLATES,
-    linear._BOUND_CALLS,
-    linear._DIFFERENTIABLE_CALLS,
+    call.TEMPLATES,
+    maps.NO_MAPS,
 )
-LAYERS = import_module("pumice.nn.layers")
 REAL = [
     (kernels, "interpreted", kernels.interpreted),
     (kernels, "loaded", kernels.loaded),
     (maps, "_FORMS_OF", maps._FORMS_OF),
     (plan, "device_of", plan.device_of),
-    (direct, "starts_kernels", direct.starts_kernels),
-    (LAYERS, "fits_one_kernel", LAYERS.fits_one_kernel),
+    (autograd, "uses_gpu", autograd.uses_gpu),
     (norm, "_by_kernels", norm._by_kernels),
 ]
 OF_NORMS = (norm._of_blocks, norm._of_parts)
+
+
+@contextmanager
+def holding(contents: list[dict]) -> Iterator[None]:
+    """Within it the caches hold these, to which what is kept meanwhile is added."""
+    before = [{**cache} for cache in CACHES]
+
+    def put(found: list[dict]) -> None:
+        for cache, held in zip(CACHES, found, strict=True):
+            cache.clear()
+            cache.update(held)
+
+    put(contents)
+    try:
+        yield
+    finally:
+        contents[:] = [{**cache} for cache in CACHES]
+        put(before)
 
 
 @contextmanager
@@ -571,9 +588,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         getattr(gpu.own, "made", []).append(made)
         return made
 
-    with pytest.MonkeyPatch.context() as patch:
-        for cache, held in zip(CACHES, gpu.caches, strict=True):
-            patch.setattr(cache, "_held", held)
+    with holding(gpu.caches), pytest.MonkeyPatch.context() as patch:
         for name, cache in zip(("_of_blocks", "_of_parts"), gpu.of_norms, strict=True):
             patch.setattr(norm, name, cache)
         patch.setattr(kernels, "interpreted", lambda: True)
@@ -582,18 +597,17 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
         patch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
         patch.setattr(plan, "device_of", lambda operands: plan.DEVICES["cuda"])
-        patch.setattr(direct, "starts_kernels", lambda x: True)
-        patch.setattr(LAYERS, "fits_one_kernel", lambda *tensors: autograd.is_plain_call(tensors))
+        patch.setattr(autograd, "uses_gpu", lambda x: True)
         patch.setattr(kernels, "generated_kernel", emitted_too)
         patch.setattr(maps, "build_form", read_too)
         patch.setattr(maps, "laid_out", laid_out_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
         patch.setattr(torch.Tensor, "new_zeros", zeros_too)
         patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)
-        patch.setattr(norm, "_kernel", lambda name: OfNorm(gpu, name))
+        patch.setattr(norm, "jitted", lambda name, room: OfNorm(gpu, name.partition(".")[2]))
         patch.setattr(train_pass.Started, "run", trains_too)
         patch.setattr(train_pass._Backward, "run", back_too)
-        for module in (kernels, stamp, norm, stretch, train_pass):
+        for module in (kernels, call, norm, stretch, train_pass):
             patch.setattr(module, "workspace", shared_too)
         yield gpu
 
@@ -601,9 +615,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Within it, and within `emulated`, all is as it is without: modules one by one, nothing of kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        for cache in CACHES:
-            patch.setattr(cache, "_held", {})
+    with holding([{} for _ in CACHES]), pytest.MonkeyPatch.context() as patch:
         for module, name, real in REAL:
             patch.setattr(module, name, real)
         yield

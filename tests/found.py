@@ -59,6 +59,6 @@ def forms_of(found):
     named = {key: sides[key[1]].get_cached(key[0]) for key in list(found._storages) if isinstance(key[0], tuple)}
     forms = {key: value for key, value in named.items() if key[0][0] == "form"}
     own = {id(array) for _, arrays in forms.values() for array in arrays}
-    calls = {key: value for key, value in named.items() if key[0][0] == "passed"}
+    calls = {key: value for key, value in named.items() if key[0][0] == "default forms"}
     assert all(id(array) in own for _, arrays in calls.values() for array in arrays)
     return {**forms, **calls}

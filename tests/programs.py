@@ -211,7 +211,7 @@ class Modes(nn.Module):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
             y = self.conv(x)
-        return y.float()
+        return y.to(x.dtype)
 
 
 class Maker:

@@ -1,7 +1,7 @@
 """The rooms of the house, and who may look into which: every import, read from the source."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +47,22 @@ ONLY_IN: dict[str, frozenset[str]] = {
     "rich": frozenset({"cli", "engine"}),
     "plotly": frozenset({"cli"}),
     "matplotlib": frozenset(),
+}
+
+# Rooms of which others may take the names in `__all__` alone, as a user does.
+PUBLIC = ("__init__", "coords", "data", "engine", "errors", "models", "nn", "ops")
+# Of the rooms that are written of public names: what they take besides, by file and module, and why.
+BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
+    "models": {},
+    "nn": {
+        # A layer has its relation from construction: it calls what `ops.conv` calls behind its checks.
+        "nn/conv.py": {
+            "pumice.ops.conv": {"Flow", "Size", "Target", "convolve", "target_of"},
+            "pumice.schedule.dataflow": {"chosen"},
+        },
+        # Padding rows of buffers may be undefined for what works on each row alone.
+        "nn/layers.py": {"pumice.ops.conv": {"Size"}, "pumice.ops.tensor": {"not_sparse", "row_wise"}},
+    },
 }
 
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -106,6 +122,39 @@ def wrong_imports(source: Source) -> Iterator[str]:
             yield f"{source.path}:{line}: {source.room} may not import {top}; only {sorted(ONLY_IN[top])} may"
 
 
+def taken_names(source: Source) -> Iterator[tuple[str, str]]:
+    """(module, name) of what is imported from other rooms of ours; the name is "" of a module as a whole."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = source.package[: len(source.package) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found = [(module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            if module.split(".")[0] == "pumice" and not f"{module}.{name}.".startswith(f"pumice.{source.room}."):
+                yield module, name
+
+
+def private_names(source: Source, public: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """By module the names taken from other rooms that are not public. public: names by module."""
+    found: dict[str, set[str]] = {}
+    for module, name in taken_names(source):
+        if name not in public.get(module, set()):
+            found.setdefault(module, set()).add(name)
+    return found
+
+
+def names_in_all(path: Path) -> set[str]:
+    """`__all__` of a file."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and [getattr(t, "id", "") for t in node.targets] == ["__all__"]:
+            return {*ast.literal_eval(node.value)}
+    raise AssertionError(f"{path} has no __all__")
+
+
 def environment_reads(source: Source) -> Iterator[str]:
     if source.room == "env":
         return
@@ -150,6 +199,41 @@ def test_there_is_a_house():
 def test_rooms():
     found = [line for path in FILES for line in problems(path, (PACKAGE / path).read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)
+
+
+def public_names() -> dict[str, set[str]]:
+    files = {room: PACKAGE / f"{room}.py" for room in PUBLIC}
+    found = {room: file if file.exists() else PACKAGE / room / "__init__.py" for room, file in files.items()}
+    return {f"pumice.{room}".removesuffix(".__init__"): names_in_all(file) for room, file in found.items()}
+
+
+@pytest.mark.parametrize("room", BESIDES)
+def test_rooms_of_public_names(room: str):
+    public, found = public_names(), dict[str, dict[str, set[str]]]()
+    for path in FILES:
+        source = Source(Path(path), ast.parse((PACKAGE / path).read_text(encoding="utf-8")))
+        if source.room == room and (own := private_names(source, public)):
+            found[path] = own
+    assert found == BESIDES[room]
+
+
+PUBLIC_IMPORTS = {
+    "public": ("models/a.py", "from pumice.nn import ReLU\nfrom pumice.ops import cat\nimport torch", {}),
+    "of the package": ("models/a.py", "from pumice import nn, voxelize", {}),
+    "its own": ("nn/a.py", "from pumice.nn.conv import convolutions\nfrom . import layers\nfrom .conv import f", {}),
+    "of a file": ("models/a.py", "from pumice.nn.conv import Conv3d", {"pumice.nn.conv": {"Conv3d"}}),
+    "not in __all__": ("models/a.py", "from pumice.ops import autograd", {"pumice.ops": {"autograd"}}),
+    "relative": ("models/a.py", "from ..nn.blocks import CONV", {"pumice.nn.blocks": {"CONV"}}),
+    "a module": ("models/a.py", "import pumice.nn.conv as c", {"pumice.nn.conv": {""}}),
+    "within a function": ("nn/a.py", "def f():\n  from pumice.lower import norm", {"pumice.lower": {"norm"}}),
+    "of a room without public names": ("nn/a.py", "from pumice import lower", {"pumice": {"lower"}}),
+}
+
+
+@pytest.mark.parametrize("case", PUBLIC_IMPORTS)
+def test_finds_private_names(case: str):
+    path, text, expected = PUBLIC_IMPORTS[case]
+    assert private_names(Source(Path(path), ast.parse(text)), public_names()) == expected
 
 
 def test_no_files_import_each_other():

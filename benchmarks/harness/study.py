@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.harness.results import geomean, grouped
 from benchmarks.harness.rows import Peer, Row, device_name, row_of
 from benchmarks.harness.timing import Times, clocks, together
-from pumice.cli.job import pick_device
+from pumice.cli.segment import pick_device
 from pumice.errors import OptionError, PumiceError
 from pumice.lower import plan
 from pumice.lower.graph import PreparedGraph, prepare
@@ -454,16 +454,20 @@ def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int,
     return prepare(plan.step_bound(done.steps[0], found, whole), found, dtype)
 
 
+NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
+"""Options with which Inductor fuses gathers, products and scatters into one kernel."""
+
+
 def inductor(name: str, made: Callable[[], PreparedGraph], native: bool) -> Way:
     """Inductor on a graph; native: with gathers and scatters fused into its products."""
 
     def make() -> Callable[[], Tensor]:
-        from pumice.lower.graph import compiled, native_refusal
-
-        if native and (why := native_refusal()):
-            raise RuntimeError(why)
+        known = torch._inductor.list_options()
+        if native and "triton.native_matmul" not in known:
+            raise RuntimeError(f"torch {torch.__version__} has no triton.native_matmul; 2.10 and later have")
         module, arguments = made()
-        call = compiled(module, native)
+        options = {name: value for name, value in NATIVE.items() if name in known}
+        call = torch.compile(module, fullgraph=True, dynamic=None, options=options if native else None)
         return lambda: call(*arguments)
 
     return Way(name, make, "torch", slack=4)

@@ -111,22 +111,18 @@ def stream_table(rows: Sequence[Row]) -> str:
     """Markdown: a line for each network, mode and device, where we lose too; "" where there are no rows."""
     head = (
         "network, mode, device, clock",
-        "spconv, ms",
-        "eager, ms",
-        "captured, ms",
-        "eager over spconv",
-        "captured over spconv",
-        "first result, s: spconv, eager, captured",
+        *(f"{way}, ms" for way in (_SPCONV, *_WAYS)),
+        f"times as fast as spconv: {', '.join(_WAYS)}",
+        f"first result, s: {', '.join((_SPCONV, *_WAYS))}",
     )
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     found = cells(rows)
     for cell in found:
-        firsts = ", ".join(cell.first(way) for way in (_SPCONV, "eager", "captured"))
         columns = (
             ", ".join((cell.net, MODES.get(cell.mode, cell.mode), cell.device, cell.clock)),
-            *(cell.times(way) for way in (_SPCONV, "eager", "captured")),
-            *(cell.ratio(way) for way in ("eager", "captured")),
-            firsts,
+            *(cell.times(way) for way in (_SPCONV, *_WAYS)),
+            ", ".join(cell.ratio(way) for way in _WAYS),
+            ", ".join(cell.first(way) for way in (_SPCONV, *_WAYS)),
         )
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) if found else ""

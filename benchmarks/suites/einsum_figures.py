@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,7 +17,6 @@ from benchmarks.scenes.layers import exact
 from benchmarks.suites import einsum_conv, spmm
 from benchmarks.suites.first_call import first_calls
 from pumice.lower.dataflow import CONV
-from pumice.ops.convert import group_cost
 from pumice.ops.sparse import sparse
 
 # One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune (s), conversion, run (ms), lines.
@@ -46,6 +46,29 @@ def _sweep(setup: Setup, matrix: matrices.Matrix) -> Iterator[Row]:
     rows = list(measured(setup, Case(case, dtype, truth), ours, [peer]))
     yield from rows
     yield from _counts(setup, case, matrix, rows)
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Cost of a group size. gathers: coordinates of grouped axes. scatters: groups. padded: padding entries."""
+
+    gathers: int
+    scatters: int
+    padded: int
+    bytes: int
+
+    @property
+    def total(self) -> int:
+        """Gathers + scatters, which `group="count"` minimises."""
+        return self.gathers + self.scatters
+
+
+def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) -> GroupCost:
+    """The cost of rows with `occupancy` entries each in groups of `size`, with int32 coordinates."""
+    lengths = torch.as_tensor(occupancy)
+    entries, groups = torch.stack([lengths.sum(), ((lengths + size - 1) // size).sum()]).tolist()
+    places = size * groups
+    return GroupCost(places, groups, places - entries, 4 * groups + (4 + itemsize) * places)
 
 
 def _sizes(matrix: matrices.Matrix) -> list[int]:

@@ -50,7 +50,7 @@ from benchmarks.scenes.layers import (
 from benchmarks.suites.layer_model import Step, bounds, needs, walks
 from pumice.lower import maps
 from pumice.lower.kernel import without_fp8
-from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import Epilogue, conv_features, quantize
 from pumice.ops.conv import merge_small_groups
 from pumice.runtime.launch import has_triton

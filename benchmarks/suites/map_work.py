@@ -19,8 +19,7 @@ from pumice.coords import Geometry
 from pumice.coords import tiles as tiles_module
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.grid import GridSpec
-from pumice.coords.indexes import lookup_of
-from pumice.coords.lookup import MapSchedule, find, mask_words
+from pumice.coords.lookup import MapSchedule, find, lookup_of, mask_words
 from pumice.coords.outputs import TorchOutputs, make_outputs, site_of
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import SortSpec, TileList, Tiling

@@ -25,9 +25,7 @@ from benchmarks.scenes.clouds import KNOWN, Known, Voxels, published, scenes, su
 from benchmarks.suites import map_work
 from benchmarks.suites.map_work import HALVED, LEVELS, SUPPORT, WINDOW, Mapped, Planned, Room, Truth, Work
 from pumice.coords import Geometry
-from pumice.coords.indexes import STRUCTURES as KINDS
-from pumice.coords.indexes import default
-from pumice.coords.lookup import STRUCTURES, MapSchedule
+from pumice.coords.lookup import STRUCTURES, MapSchedule, default
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import TileList
 from pumice.runtime.launch import has_triton
@@ -337,7 +335,7 @@ def _lookups(setup: Setup, voxels: Voxels) -> Iterator[Work]:
     truth = map_work.truth_of(voxels, WINDOW)
     for structure in ("hash", *(name for name in STRUCTURES if name != "hash")):
         schedule = MapSchedule(structure)
-        reason = KINDS[structure].refusal(voxels.cloud(), schedule)
+        reason = STRUCTURES[structure].refusal(voxels.cloud(), schedule)
         if reason is not None:
             setup.say(f"  {structure} is left out: {reason}")
             continue

@@ -40,7 +40,7 @@ from benchmarks.probes.stream_way import CLOCKS, MODES, WAYS, Asked, Seen
 from benchmarks.scenes.stream import Source
 from benchmarks.scenes.stream_nets import NETS
 from benchmarks.suites.first_call import fresh_caches
-from pumice.cli.job import pick_device
+from pumice.cli.segment import pick_device
 from pumice.errors import OptionError
 
 COUNT, TINY = 60, 6

@@ -21,11 +21,10 @@ from pumice.coords import KernelMap
 from pumice.coords.lookup import Neighbours
 from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
-from pumice.lower import movement, reference
+from pumice.lower import dataflow, reference
 from pumice.ops import Dataflow, conv_features
 from pumice.schedule.cost import DEVICES
-from pumice.schedule.dataflow import DATAFLOWS
-from pumice.schedule.grouping import EPSILONS, SIZES, Grouping, padding
+from pumice.schedule.dataflow import DATAFLOWS, EPSILONS, SIZES, Grouping, padding
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
 """On which both studies run: those of the papers' tables."""
@@ -65,10 +64,10 @@ def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
     """The products alone, on rows that were gathered before."""
     made = []
     for one, grouping in zip(layers, groupings, strict=True):
-        how = movement.layout(one.found, grouping)
+        how = dataflow.layout(one.found, grouping)
         filters = reference.grouped(one.weight.contiguous(), 1)
         gathered = one.feats.index_select(0, how.gather)
-        made.append(torch.no_grad()(partial(movement.multiplied, gathered, filters, how)))
+        made.append(torch.no_grad()(partial(dataflow.multiplied, gathered, filters, how)))
     return made
 
 

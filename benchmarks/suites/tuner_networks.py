@@ -21,7 +21,7 @@ from benchmarks.scenes.network_layers import Fed, Met, layers_of
 from benchmarks.scenes.workloads import Sample, fresh
 from benchmarks.suites.tuner_cases import TRAINING, Subjected
 from pumice.engine.groups import recording_calls
-from pumice.engine.isolated_layers import compile_in_parallel, isolated_layer
+from pumice.engine.measure import compile_in_parallel, isolated_layer
 from pumice.engine.subject import undisturbed
 from pumice.lower.kernel import DEFAULT, LEDGER, use_tuning_mode
 from pumice.nn.conv import Convolution, convolutions

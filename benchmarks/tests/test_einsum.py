@@ -13,6 +13,7 @@ from benchmarks.harness import rows as ledger
 from benchmarks.harness import study
 from benchmarks.peers import equivariant
 from benchmarks.suites import einsum_conv as bench_conv
+from benchmarks.suites import einsum_figures
 from benchmarks.suites import spmm as bench_spmm
 from benchmarks.suites import tensor_product as bench_tensor_product
 from pumice.env import Settings
@@ -206,3 +207,9 @@ def test_the_summary_weighs_the_best_of_ours_against_the_best_of_a_family():
         "  CSR: 4.00x (geometric mean of 1), least 4.00x at s/a",
     ]
     assert "CSR 1" in said[3] and len(said) == 4
+
+
+def test_what_groups_cost_by_hand():
+    cost = einsum_figures.group_cost([3, 0, 1], 2, itemsize=2)
+    assert (cost.gathers, cost.scatters, cost.total, cost.padded, cost.bytes) == (6, 3, 9, 2, 48)
+    assert einsum_figures.group_cost([], 4).total == 0

@@ -30,8 +30,7 @@ from benchmarks.suites.tuner_ways import Gains, _say_apart
 from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
-from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows
-from pumice.schedule.grouping import Grouping
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows, Grouping
 from pumice.schedule.tuner import SearchProgress
 
 CPU = torch.device("cpu")

@@ -146,6 +146,50 @@ def test_a_training_step_lowers_the_loss():
     assert all(p.grad is not None for p in model.parameters())
 
 
+WRITTEN = {
+    "conv": lambda: pm.nn.Conv3d(4, 8, 3, bias=False),
+    "bias": lambda: pm.nn.Conv3d(4, 8, 3),
+    "point": lambda: pm.nn.Conv3d(4, 8, 1, bias=False),
+    "strided": lambda: pm.nn.Conv3d(4, 8, 2, stride=2, bias=False),
+    "groups": lambda: pm.nn.Conv3d(4, 8, 3, groups=2, bias=False),
+    "depthwise": lambda: pm.nn.Conv3d(4, 4, 3, groups=4, bias=False),
+    "transposed": lambda: pm.nn.ConvTranspose3d(4, 8, 2, stride=2, bias=False),
+    "dataflow": lambda: pm.nn.Conv3d(4, 8, 3, bias=False, dataflow="fetch-on-demand"),
+    "linear": lambda: pm.nn.Linear(4, 8, bias=False),
+    "norm": lambda: pm.nn.BatchNorm(4),
+    "sum": lambda: pm.nn.SumPool3d(2),
+    "mean": lambda: pm.nn.AvgPool3d(2),
+    "maximum": lambda: pm.nn.MaxPool3d(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_results_may_be_written_to(name):
+    """An in-place ReLU behind a layer, as torch's layers allow; gradients are those of one that is not in place."""
+    torch.manual_seed(0)
+    layer, x = WRITTEN[name](), sample(channels=4)
+    found = []
+    for act in (pm.nn.ReLU(inplace=True), pm.nn.ReLU(), lambda y: y.replace(torch.relu_(y.feats))):
+        feats = x.feats.detach().clone().requires_grad_()
+        y = act(layer(x.replace(feats))).feats
+        found.append(torch.autograd.grad(y.square().sum(), [feats, *layer.parameters()]))
+    for other in (found[0], found[2]):
+        assert all(torch.equal(a, b) for a, b in zip(found[1], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["y[b,a] = x[a,b]", "y[a,b] = x[a,b]", "y[a,c] = x[a,b]*w[b,c]", "y[a,d] = x[a,d]*z[d]"]
+)
+def test_results_of_einsums_may_be_written_to(text):
+    given = {"x": torch.randn(3, 4), "w": torch.randn(4, 1), "z": torch.ones(4)}
+    given = {name: t.requires_grad_() for name, t in given.items() if f"{name}[" in text.partition("=")[2]}
+    kept = given["x"].detach().clone()
+    pm.einsum(text, **given).mul_(2).sum().backward()
+    with torch.no_grad():
+        pm.einsum(text, **given).mul_(2)
+    assert torch.equal(given["x"], kept) and all(t.grad is not None for t in given.values())
+
+
 def test_gradient_checkpointing():
     model, x = net(), sample(dtype=torch.float32)
     feats = x.feats.clone().requires_grad_()
@@ -351,3 +395,47 @@ def test_duplicates_of_a_file_are_raised_before_neighbours_are_used(moved):
             pm.ops.conv(x, torch.ones(1, 3, 3, 3, 3))
     with pytest.raises(CoordinateError, match="duplicates"):
         x.geometry.find(x.coords)
+
+
+def over_features(x, net):
+    return lambda feats: net(x.replace(feats)).feats.square().sum()
+
+
+def with_others(x, net):
+    other = sample(seed=5)
+    return lambda feats: net(pm.ops.prune(x.replace(feats) + other, (x + other).coords[:, 1] > -2)).feats.sum()
+
+
+def with_prepare(x, net):
+    steps, same = [pm.Relation.of(3, 2, stride=2)], [[pm.Relation.of(3, 3)]] * 2
+    return lambda feats: net(x.replace(feats).prepare(steps, same)).feats.square().sum()
+
+
+@pytest.mark.parametrize("of", [over_features, with_others, with_prepare])
+@pytest.mark.parametrize("transform", ["grad", "jvp", "per sample"])
+def test_maps_found_within_a_transform_serve_without_it(of, transform):
+    x, model = sample(), net().eval()
+    loss = of(x, model)
+    if transform == "grad":
+        torch.func.grad(loss)(x.feats)
+    elif transform == "jvp":
+        torch.func.jvp(loss, (x.feats,), (x.feats,))
+    else:
+        torch.func.vmap(torch.func.grad(loss))(torch.stack([x.feats, x.feats]))
+    feats = x.feats.clone().requires_grad_()
+    found = torch.autograd.grad(loss(feats), feats)
+    expected = torch.autograd.grad(of(sample(), model)(feats), feats)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(pickle.loads(pickle.dumps(x)).coords, x.coords)
+
+
+def test_coordinates_made_within_a_transform_are_no_wrappers():
+    kept, x = [], sample()
+
+    def loss(feats):
+        y = x.replace(feats) + sample(seed=5)
+        kept.append(y)
+        return y.feats.sum()
+
+    torch.func.grad(loss)(x.feats)
+    assert kept[0].coords.data_ptr() and len(kept[0].geometry.coords) == len(kept[0].coords)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from pumice.cli import checkpoint
-from pumice.cli.task import Task, example
+from pumice.cli.checkpoint import Task, example
 from pumice.data import STREET
 from pumice.errors import FileError
 

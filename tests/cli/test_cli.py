@@ -18,8 +18,8 @@ import torch
 import pumice as package
 from pumice.cli import checkpoint, evaluate, segment
 from pumice.cli import main as cli
-from pumice.cli.predictions import write_prediction
-from pumice.cli.task import Task
+from pumice.cli.checkpoint import Task
+from pumice.cli.evaluate import write_prediction
 from pumice.data import SEMANTIC_KITTI, Scan, read_scan
 from pumice.errors import OptionError
 

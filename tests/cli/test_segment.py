@@ -10,11 +10,10 @@ import torch
 
 import pumice as pm
 from pumice.cli import checkpoint, evaluate, segment
-from pumice.cli import job as jobs
 from pumice.cli import training as train
+from pumice.cli.checkpoint import Task, example
 from pumice.cli.evaluate import Scores, confusion, trivial_scores
-from pumice.cli.job import Job, hold_out
-from pumice.cli.task import Task, example
+from pumice.cli.segment import Job, hold_out
 from pumice.cli.training import Recipe, class_weights
 from pumice.data import STREET, Scan
 from pumice.errors import DeviceError, FileError, OptionError
@@ -133,12 +132,12 @@ def test_a_single_scan_is_judged_on_itself():
 
 def test_labels_in_common(scenes):
     one, two = scenes(2)
-    assert jobs.common_labels([one, two])[1] is two
+    assert segment.common_labels([one, two])[1] is two
     bare = replace(two, labels=None, name="bare")
     with pytest.raises(FileError, match=r"bare: expected labels .* found none \(1 of 2\)"):
-        jobs.common_labels([one, bare])
+        segment.common_labels([one, bare])
     generic = [Scan(s.xyz, s.feats, np.where(s.labels == k, k + 1, s.labels)) for k, s in enumerate((one, two))]
-    first, second = jobs.common_labels(generic)
+    first, second = segment.common_labels(generic)
     assert first.label_set == second.label_set and len(first.label_set) == 6
 
 
@@ -355,12 +354,12 @@ def test_an_unknown_precision(tmp_path):
 @pytest.mark.parametrize("name", ["gpu", "cuda:x", "tpu", "cpu:x", "mps", "meta", "cuda:99", ""])
 def test_devices_that_are_not_there(name):
     with pytest.raises(DeviceError, match=f"device {name!r}"):
-        jobs.pick_device(name)
+        segment.pick_device(name)
 
 
 def test_devices_that_are_there():
-    assert jobs.pick_device("cpu") == CPU
-    assert jobs.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert segment.pick_device("cpu") == CPU
+    assert segment.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 # Nothing is lost

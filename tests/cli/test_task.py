@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.cli.task import Task, example, voxel_labels
+from pumice.cli.checkpoint import Task, example, voxel_labels
 from pumice.data import STREET, Scan
 from pumice.errors import OptionError
 

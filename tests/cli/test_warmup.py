@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.cli import checkpoint, warmup
-from pumice.cli.task import Task
+from pumice.cli import checkpoint, kept
+from pumice.cli.checkpoint import Task
 from pumice.errors import OptionError
 from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.runtime.compile import Background
@@ -17,16 +17,16 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def coarse(monkeypatch):
-    monkeypatch.setattr(warmup, "VOXELS", (4.0, 2.0))
+    monkeypatch.setattr(kept, "VOXELS", (4.0, 2.0))
 
 
 def test_networks_by_name(tmp_path):
-    assert isinstance(warmup.network("minkunet"), MinkUNet)
-    assert isinstance(warmup.network("centerpoint"), CenterPointBackbone)
-    assert isinstance(warmup.network("torch.nn:Identity"), torch.nn.Identity)
+    assert isinstance(kept.network("minkunet"), MinkUNet)
+    assert isinstance(kept.network("centerpoint"), CenterPointBackbone)
+    assert isinstance(kept.network("torch.nn:Identity"), torch.nn.Identity)
     task = Task(("road", "car"), ("#000", "#fff"), 0.5, 0.1, (0.0,) * 3, (1.0,) * 3)
-    kept = checkpoint.save(tmp_path / "net.safetensors", task.network(), task)
-    assert isinstance(warmup.network(str(kept)), MinkUNet)
+    saved = checkpoint.save(tmp_path / "net.safetensors", task.network(), task)
+    assert isinstance(kept.network(str(saved)), MinkUNet)
 
 
 @pytest.mark.parametrize(
@@ -40,22 +40,22 @@ def test_networks_by_name(tmp_path):
 )
 def test_other_names_are_refused(name, told):
     with pytest.raises(OptionError, match=told):
-        warmup.network(name)
+        kept.network(name)
 
 
 def test_channels_are_those_of_the_first_layer():
-    assert warmup.channels_of(torch.nn.Sequential(pm.nn.ReLU(), pm.nn.Conv3d(5, 8, 3))) == 5
+    assert kept.channels_of(torch.nn.Sequential(pm.nn.ReLU(), pm.nn.Conv3d(5, 8, 3))) == 5
     with pytest.raises(OptionError, match="no layer with a weight"):
-        warmup.channels_of(torch.nn.ReLU())
+        kept.channels_of(torch.nn.ReLU())
     with pytest.raises(OptionError, match="precision 'int8' is unknown"):
-        warmup.warm(pm.nn.Conv3d(4, 8, 3), 4, CPU, "int8", print)
+        kept.warm(pm.nn.Conv3d(4, 8, 3), 4, CPU, "int8", print)
 
 
 def test_a_network_runs_on_streets_of_several_sizes(coarse, monkeypatch):
     seen, sizes = [], []
     background, ends = Background(1), threading.Event()
-    monkeypatch.setattr(warmup, "BACKGROUND", background)
-    monkeypatch.setattr(warmup, "_REPORT", 0.01)
+    monkeypatch.setattr(kept, "BACKGROUND", background)
+    monkeypatch.setattr(kept, "_REPORT", 0.01)
     net = torch.nn.Sequential(pm.nn.Conv3d(4, 8, 3, stride=2), pm.nn.BatchNorm(8), pm.nn.ReLU())
     net[2].register_forward_hook(lambda module, given, y: sizes.append(len(y)))
     background.submit(lambda: ends.wait(30))
@@ -64,7 +64,7 @@ def test_a_network_runs_on_streets_of_several_sizes(coarse, monkeypatch):
         seen.append(left)
         ends.set()
 
-    most, seconds = warmup.warm(net, 4, CPU, "bf16", watch)
+    most, seconds = kept.warm(net, 4, CPU, "bf16", watch)
     assert len(sizes) == 2 and sizes[0] < sizes[1] < most and seconds > 0
     assert seen[0] == 1 and background.left == 0 and not net.training
     background.close()

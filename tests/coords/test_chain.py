@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from chain_cases import case_of, check
 from found import agree
 
 import pumice as pm
@@ -261,3 +262,14 @@ def test_coordinates_that_were_written_in_place_have_no_chain():
     x.coords[1, 1] += 5
     with pytest.raises(CoordinateError, match="written to in place"):
         build_chain(x.geometry, request_of(3, HALVES))
+
+
+@pytest.mark.parametrize("first", range(0, 240, 40))
+def test_hard_coordinates_against_loops(first):
+    """One voxel, ends of the keys, gaps between batch items, many of these, strides larger than kernels and the other
+    way round, padding by axis, one to four axes."""
+    assert sum(check(case_of(seed, 40)) for seed in range(first, first + 40)) >= 22
+
+
+def test_duplicates_of_hard_coordinates_are_raised():
+    assert not any(check(case_of(seed, 40, ("twice",))) for seed in range(40))

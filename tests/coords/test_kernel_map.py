@@ -405,7 +405,7 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
     between.pending_events.register("and back", [("something", True)])
     assert read(2, 3) == [(2, "laid out"), (2, "and back"), (3, "laid out"), (3, "and back")]
     waits.clear()
-    between.wait_for_all()
+    between.pending_events.wait_for_all()
     assert waits == [(3, "found")]
     assert read(1, 2, 3) == []
 

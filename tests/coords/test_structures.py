@@ -8,12 +8,9 @@ from clouds import INT32, SIDES, NoWaits, Scene, asked, astray, buffered, fresh,
 from clouds import neighbours as wanted
 
 import pumice as pm
-from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, sorted_keys
+from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, lookup
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, check, read
-from pumice.coords.indexes import STRUCTURES, default, lookup_of
-from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Rates, costs, mask_words, mask_words_torch
-from pumice.coords.sorted_keys import SortedKeys
+from pumice.coords.lookup import STRUCTURES, Rates, SortedKeys, costs, default, lookup_of, mask_words, mask_words_torch
 from pumice.errors import CoordinateError, OptionError
 from pumice.testing import assert_close, random_cloud
 
@@ -251,7 +248,7 @@ def test_sorted_keys_wait_for_nothing(name, dim):
 
 
 def test_a_schedule_survives_json():
-    for schedule in (MapSchedule(), MapSchedule("bricks", 0.75, 5, True, False), *map(MapSchedule, NAMES)):
+    for schedule in (MapSchedule(), MapSchedule("grid", 0.75, 5, True, False), *map(MapSchedule, STRUCTURES)):
         assert MapSchedule.of_json(schedule.to_json()) == schedule
 
 
@@ -263,9 +260,6 @@ def test_a_schedule_survives_json():
         {"load": 0.95},
         {"load": -1.0},
         {"cells": 0},
-        {"block": 48},
-        {"block": 16},
-        {"warps": 3},
     ],
     ids=lambda wrong: next(iter(wrong)),
 )
@@ -274,13 +268,9 @@ def test_wrong_schedules_are_refused(wrong):
         MapSchedule(**wrong)
 
 
-def test_every_structure_has_a_name():
-    assert set(STRUCTURES) == set(NAMES)
-
-
 def test_structures_of_kernels_are_refused_without_kernels():
     cloud = scene("plain", 3).cloud()
-    for name in set(NAMES) - {"sorted"}:
+    for name in set(STRUCTURES) - {"sorted"}:
         with pytest.raises(OptionError, match=f"structure='{name}' is not available: kernels do not run here"):
             lookup_of(cloud, MapSchedule(name))
     assert default(cloud) == SORTED
@@ -330,7 +320,7 @@ def test_a_schedule_changes_no_map(policy):
 def test_a_schedule_asks_for_nothing_that_was_found_before():
     geometry = Geometry.checked(scene("plain", 3).coords())
     found, _ = kernel_map(geometry, Relation.of(3, 3))
-    assert kernel_map(geometry, Relation.of(3, 3), schedule=MapSchedule("bricks"))[0] is found
+    assert kernel_map(geometry, Relation.of(3, 3), schedule=MapSchedule("grid"))[0] is found
 
 
 def test_a_table_that_another_thread_replaces_is_not_read(monkeypatch):
@@ -338,12 +328,12 @@ def test_a_table_that_another_thread_replaces_is_not_read(monkeypatch):
     far = Relation.of(3, 3, dilation=5)
     keys = SortedKeys(cloud, SORTED)
     want = keys.neighbours(cloud, far).rows
-    small, reaches = SortedKeys(cloud, SORTED)._table, sorted_keys._Narrow.reaches
+    small, reaches = SortedKeys(cloud, SORTED)._table, lookup._Narrow.reaches
 
     def interrupted(table, reach):
         enough = reaches(table, reach)
         keys._table = small  # what another thread has just made for a relation of less reach
         return enough
 
-    monkeypatch.setattr(sorted_keys._Narrow, "reaches", interrupted)
+    monkeypatch.setattr(lookup._Narrow, "reaches", interrupted)
     assert torch.equal(keys.neighbours(cloud, far).rows, want)

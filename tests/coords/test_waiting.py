@@ -265,16 +265,16 @@ def test_events_are_those_of_keys():
         patch.setattr(torch.cuda, "current_stream", lambda device: Fake())
         between.pending_events.register(first, ["a", "b"])
         between.pending_events.register(second, ["c"])
-        between.wait_for("d")
+        between.pending_events.wait_for("d")
         assert waits == []
         for key, want in (("a", [first]), ("b", [first]), ("c", [first, second]), ("a", [first, second])):
-            between.wait_for(key)
+            between.pending_events.wait_for(key)
             assert waits == want
         between.pending_events.register(third, ["a", None])
         for key in ("a", "d", "b"):
-            between.wait_for(key)
+            between.pending_events.wait_for(key)
         assert waits == [first, second, third, first]
-        between.wait_for_all()
+        between.pending_events.wait_for_all()
         assert waits == [first, second, third, first, second] and not between.pending_events
 
 

@@ -16,7 +16,7 @@ import pumice as pm
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.nodes import Access, Statement, arrays_of
 from pumice.language.parse import parse
-from pumice.lower import loops
+from pumice.lower import reference
 from pumice.ops.sparse import Sparse
 
 FORMATS = {
@@ -164,7 +164,7 @@ def gradients(call: Call, run, twice: bool) -> list[Tensor]:
 def test_gradients_are_those_of_the_reference(first):
     for seed in range(first, first + 40):
         call = Call.of(seed)
-        wanted = gradients(call, lambda tensors, call=call: loops.run(call.bound, tensors, torch.float64), False)
+        wanted = gradients(call, lambda tensors, call=call: reference.run(call.bound, tensors, torch.float64), False)
         got = gradients(call, lambda tensors, call=call: replace(call, tensors=tensors).run(), False)
         close(call, got, wanted)
 
@@ -173,7 +173,7 @@ def test_gradients_are_those_of_the_reference(first):
 def test_double_gradients_are_those_of_the_reference(first):
     for seed in range(first, first + 10):
         call = Call.of(seed)
-        wanted = gradients(call, lambda tensors, call=call: loops.run(call.bound, tensors, torch.float64), True)
+        wanted = gradients(call, lambda tensors, call=call: reference.run(call.bound, tensors, torch.float64), True)
         got = gradients(call, lambda tensors, call=call: replace(call, tensors=tensors).run(), True)
         close(call, got, wanted)
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError, StatementError
-from pumice.language.formats import named, parse_format
-from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, group_cost, sparse
+from pumice.language.formats import parse_format
+from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, sparse
 
 # torch says once of each of its compressed layouts that it is new, and that it trusts its maker.
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
@@ -350,7 +350,7 @@ def test_blocks_against_scipy():
     x = draw((6, 9), 0.1)
     expected = scipy_sparse.bsr_array(x.numpy(), blocksize=(2, 3))
     expected.sort_indices()
-    found = sparse(x, named("BCSR", block=(2, 3)))
+    found = sparse(x, "m:U k:C m:B2 k:B3")
     (part,) = found.parts
     assert np.array_equal(found.segments(part).numpy(), expected.indptr)
     assert np.array_equal(part.coords["k"].numpy(), expected.indices)
@@ -390,11 +390,8 @@ def test_group_sizes_by_brute_force(seed):
     powers = [2**p for p in range(9)]
     for size in (1, 2, 3, 8):
         groups = sum(math.ceil(n / size) for n in rows)
-        cost = group_cost(lengths, size, itemsize=2)
-        assert (cost.gathers, cost.scatters, cost.total) == (size * groups, groups, cost_of(rows, size))
-        assert cost.padded == size * groups - sum(rows)
         half = sparse(x.half(), f"m:C k:G{size}")
-        assert cost.bytes == half.nbytes and half.parts[0].coords["m"].shape[0] == groups
+        assert half.nbytes == 4 * groups + 6 * size * groups and half.parts[0].coords["m"].shape[0] == groups
     least = min((p for p in powers if p <= max(rows)), key=lambda p: cost_of(rows, p))
     assert sparse(x, "GroupCOO").format.grouped.sizes == (least,)
     root = math.sqrt(sum(rows) / len(rows))
@@ -445,7 +442,6 @@ def test_buckets_by_brute_force(seed, count):
 
 def test_groups_of_nothing():
     assert buckets(torch.zeros(3, dtype=torch.int64)) == (1,) == buckets([])
-    assert group_cost([], 4).total == 0
     empty = torch.zeros(3, 4)
     assert str(sparse(empty, "GroupCOO").format) == "m:C k:G1" == str(sparse(empty, "m:C k:G*").format)
     assert str(sparse(empty, "ELL").format) == "m:U k:G1"
@@ -593,5 +589,5 @@ def test_real_matrices(data_folder, name):
     automatic = found["m:C k:G*"].format.grouped.sizes
     single = found["GroupCOO"].format.grouped.sizes[0]
     gathered = sum(part.coords["m"].numel() + part.coords["k"].numel() for part in found["m:C k:G*"].parts)
-    assert gathered <= group_cost(lengths, single).total
+    assert gathered <= cost_of(lengths.tolist(), single)
     assert automatic == buckets(lengths)

@@ -11,9 +11,11 @@ from importlib import import_module
 
 import pytest
 import torch
+from emulated import Gpu, emulated, on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import Dense, Layers, Levels, OneLevel, check_casts, smooth
+from programs import Maker, flat
 from torch import nn
 from torch.nn import functional
 
@@ -30,7 +32,7 @@ from pumice.errors import (
     OptionError,
     ShapeError,
 )
-from pumice.lower import norm
+from pumice.nn.conv import Convolution
 from pumice.ops import row_mean, row_sum, tensor
 from pumice.ops.tensor import row_by_row, unchecked_tensor
 from pumice.testing import random_cloud
@@ -70,13 +72,15 @@ OPTIMIZERS = {
 class Pair:
     """A network that is trained by captured steps, and a copy that takes the same ones eagerly."""
 
-    def __init__(self, net, loss, example, optimizer="momentum", **options):
+    def __init__(self, net, loss, example, optimizer="momentum", ready=True, **options):
         self.net, self.loss, self.other = net, loss, copy.deepcopy(net)
         self.optimizer = OPTIMIZERS[optimizer](net.parameters())
         self.others = OPTIMIZERS[optimizer](self.other.parameters())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             self.step = pm.capture_step(net, loss, self.optimizer, *example, **options)
+            if ready:
+                self.step.ready()
 
     def follow(self):
         """The copy is what the network is."""
@@ -187,25 +191,6 @@ def test_norms_pools_and_groups():
     for seed, count in enumerate((90, 120, 31)):
         pair.both(*scene(count, seed), pm.PerItemTarget(torch.randn(2, dtype=torch.float64)))
     assert pair.step.replays == 3
-
-
-@pytest.mark.parametrize("heard", [False, True], ids=["one kernel", "hooks"])
-def test_a_norm_and_its_relu_are_one_unless_a_hook_listens(heard, monkeypatch):
-    torch.manual_seed(0)
-    seen, asked = [], []
-    whole = norm.normed
-    monkeypatch.setattr(norm, "normed", lambda *given: asked.append(given[2].relu) or whole(*given))
-    net = pm.nn.Sequential(
-        pm.nn.Conv3d(4, 6, 3), pm.nn.BatchNorm(6), pm.nn.ReLU(), pm.nn.Linear(6, 5), nn.ReLU(), pm.nn.Conv3d(5, 3, 3)
-    ).double()
-    pair = Pair(net, by_class, scene(60)[:2], max_voxels=100)
-    if heard:
-        net[1].register_forward_hook(lambda module, given, y: seen.append(y.feats.detach().min()))
-    for seed, count in enumerate((60, 100, 7)):
-        asked.clear(), seen.clear()
-        pair.both(*scene(count, seed)[:2])
-        assert set(asked) == {not heard}
-        assert len(seen) == heard and all(float(low) < 0 for low in seen)
 
 
 def test_a_relu_whose_gradient_a_hook_sees_is_called():
@@ -364,6 +349,160 @@ def test_random_geometries(trained, count, extent, seed):
     before = pair.step.replays
     pair.both(scene(count, seed, extent=extent)[0], one, limit=1e-6)
     assert pair.step.replays == before + 1
+
+
+# The program, with its kernels emulated
+
+
+@pytest.fixture(scope="module")
+def known():
+    """A GPU that knows the kernels of the tests before."""
+    return Gpu()
+
+
+@pytest.fixture
+def gpu(tmp_path, known):
+    with emulated(tmp_path, known) as found:
+        yield found
+
+
+class KernelPair(Pair):
+    """The copy takes its steps by modules, in plain torch."""
+
+    def eager(self, x, *targets):
+        with on_cpu():
+            return super().eager(pm.SparseTensor(x.feats, x.coords, 1, x.spatial_shape, x.batch_size), *targets)
+
+
+def products(net):
+    return sum(isinstance(m, Convolution | pm.nn.Linear) for m in net.modules())
+
+
+IN_KERNELS = NETS | {
+    "one level": OneLevel,
+    "linear maps first": lambda: pm.nn.Sequential(
+        pm.nn.Linear(4, 8), pm.nn.BatchNorm(8), pm.nn.SiLU(), pm.nn.Linear(8, 3), pm.nn.BatchNorm(3)
+    ),
+    "linear maps without norms": lambda: pm.nn.Sequential(
+        pm.nn.Linear(4, 8), pm.nn.ReLU(), pm.nn.Linear(8, 8, bias=False), pm.nn.SiLU(), pm.nn.Conv3d(8, 3, 1)
+    ),
+    "residual": lambda: pm.nn.Sequential(pm.nn.ResidualBlock(4, 8), pm.nn.ResidualBlock(8, 8), pm.nn.Linear(8, 3)),
+    "torch's norm": lambda: pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), pm.nn.Linear(8, 3)),
+    "statistics that stay": lambda: pm.nn.Sequential(
+        pm.nn.Conv3d(4, 8, 3), pm.nn.BatchNorm(8).eval(), pm.nn.ReLU(), pm.nn.Linear(8, 3), pm.nn.BatchNorm(3).eval()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_KERNELS)
+def test_programs(gpu, name):
+    """Padding rows are in no statistics and no gradients, of however few voxels."""
+    net = IN_KERNELS[name]()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm1d) and module.affine:
+            nn.init.normal_(module.weight)
+            if not module.training:
+                nn.init.uniform_(module.running_var, 0.5, 2.0)
+    pair = KernelPair(net, by_class, scene(50, dtype=torch.float32), max_voxels=80, buckets=[50], margin=4.0)
+    for seed, count in enumerate((50, 80, 0, 1, 2, 49)):
+        if count < 2 and any(type(m) is nn.BatchNorm1d for m in net.modules()):
+            # torch refuses to take statistics of one row.
+            continue
+        gpu.clear()
+        pair.both(*scene(count, seed, dtype=torch.float32), limit=2e-2 if count == 2 else 2e-4)
+        apart = name in ("depthwise", "pooled maximum", "torch modules", "activations")
+        # The step is one stretch of all products, in both passes.
+        assert apart or gpu.passes == gpu.back == [products(net)], (gpu.passes, gpu.back)
+    assert not pair.step.fallbacks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_programs_under_autocast(gpu, dtype):
+    """With gradients of weights that are not rounded, as those of the program outside buffers, which is as far off."""
+    net, given = OneLevel(), scene(50, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        pair = KernelPair(net, by_class, given, max_voxels=80, margin=4.0)
+    for seed, count in enumerate((80, 2, 50)):
+        x, labels = scene(count, seed, dtype=torch.float32)
+        pair.follow()
+        program = pm.compile(pair.other)
+        pair.others.zero_grad()
+        with torch.autocast("cpu", dtype):
+            want = by_class(program(x), labels)
+        want.backward()
+        close(pair.step(x, labels), want.detach(), 4 * torch.finfo(dtype).eps)
+        mine, other = (torch.cat([p.grad.flatten() for p in n.parameters()]) for n in (net, pair.other))
+        assert mine.dtype == torch.float32 and float((mine - other).norm()) <= 0.03 * float(other.norm())
+
+
+class Penalty(nn.Module):
+    """A loss with a penalty on the gradient of a weight."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.of = [net]
+
+    def forward(self, y):
+        value = row_mean(y, torch.sin(y.feats).sum(1))
+        (grad,) = torch.autograd.grad(value, self.of[0][0].weight, create_graph=True)
+        # As large as the value, about.
+        return value + 1000 * grad.square().sum()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_of_gradients(gpu, training):
+    net = pm.nn.Sequential(
+        pm.nn.Linear(4, 6), pm.nn.BatchNorm(6), pm.nn.SiLU(), pm.nn.Conv3d(6, 6, 3), pm.nn.BatchNorm(6), pm.nn.ReLU(),
+        pm.nn.Linear(6, 3), pm.nn.SiLU(), pm.nn.Linear(3, 3),
+    )  # fmt: skip
+    for module in net.modules():
+        if isinstance(module, pm.nn.BatchNorm):
+            module.train(training)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    pair = KernelPair(net, Penalty(net), scene(50, dtype=torch.float32)[:1], max_voxels=80, margin=4.0)
+    pair.loss = Penalty(pair.other)
+    for seed, count in enumerate((80, 30, 1)):
+        pair.both(scene(count, seed, dtype=torch.float32)[0], limit=1e-3)
+    assert gpu.back
+
+
+class Known(Maker):
+    """Networks without what cannot be captured, or is drawn anew in each call."""
+
+    def _ways(self):
+        refused = (self._odd, self._hooked)
+        return [way for way in super()._ways() if way not in refused]
+
+    def _behind(self, channels):
+        return [part for part in super()._behind(channels) if not isinstance(part, nn.Dropout)]
+
+
+def of_results(results):
+    each = flat(results)
+    return sum(row_sum(y, torch.sin(y.feats.float()).sum(1) * torch.arange(1, 1 + len(y.feats)).cos()) for y in each)
+
+
+@pytest.mark.parametrize("first", range(0, 30, 10))
+def test_random_programs(gpu, first):
+    trained = 0
+    for seed in range(first, first + 10):
+        net, example = Known(seed).net(seed % 9 + 2).train(), scene(60, dtype=torch.float32)[:1]
+        if any(isinstance(m, nn.Dropout) or type(m) is nn.BatchNorm1d for m in net.modules()):
+            continue
+        with on_cpu():
+            try:
+                value = of_results(copy.deepcopy(net)(*example))
+            except RuntimeError:
+                # torch refuses to write over a view.
+                continue
+        if not value.requires_grad:
+            continue
+        gpu.clear()
+        pair = KernelPair(net, of_results, example, "sgd", max_voxels=90, margin=30.0)
+        for one, count in enumerate((60, 90, 5, 37)):
+            pair.both(scene(count, one, dtype=torch.float32)[0], limit=2e-3)
+        trained += bool(gpu.back)
+    assert trained >= 4
 
 
 # Precisions
@@ -580,6 +719,31 @@ def test_what_has_no_graph_runs_eagerly():
     falls_back(pair, (far,), "box", "outside")
     pair.both(scene(100, 1)[0])
     assert pair.step.replays == 2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_first_scene_of_a_capacity_is_captured_behind_its_step(optimizer):
+    """Whose gradients, statistics and update stay as they are."""
+    pair = Pair(small(), squared, scene(60)[:1], optimizer, ready=False, max_voxels=100, buckets=[60])
+    assert pair.step.prepared == (60,)
+    pair.both(scene(100, 1)[0])
+    assert pair.step.prepared == (60, 100) and pair.step.fallbacks == {"capture": 1} and not pair.step.replays
+    pair.both(scene(90, 2)[0])
+    assert pair.step.fallbacks == {"capture": 1} and pair.step.replays == 1
+
+
+def test_a_capacity_that_cannot_be_captured_is_refused_once(monkeypatch):
+    pair, tried = Pair(small(), squared, scene(60)[:1], ready=False, max_voxels=100, buckets=[60]), []
+
+    def fails(*given):
+        tried.append(given)
+        raise CaptureError("no memory")
+
+    monkeypatch.setattr(type(pair.step._engine), "_build_bucket", fails)
+    with pytest.warns(RuntimeWarning, match="run eagerly: no memory"):
+        for seed in range(3):
+            pair.both(scene(100, seed)[0])
+    assert len(tried) == 1 and pair.step.fallbacks == {"capture": 3}
 
 
 def block_and_sparse(dtype=torch.float64):

@@ -10,7 +10,7 @@ from torch import nn
 
 import pumice as pm
 from pumice.engine.groups import EpilogueSpec, observe, recording_calls
-from pumice.engine.isolated_layers import isolated_layer
+from pumice.engine.measure import isolated_layer
 from pumice.engine.subject import fresh, subject
 from pumice.lower import maps
 from pumice.ops import DATAFLOWS

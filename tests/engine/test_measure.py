@@ -17,7 +17,7 @@ measuring = importlib.import_module("pumice.engine.measure")
 MARK = "at::cuda::(anonymous namespace)::spin_kernel(long)"
 KERNELS = {
     "neighbours": "map",
-    "brick_neighbours": "map",
+    "search_neighbours": "map",
     "clear": "map",
     "pair_counts_0d1d2d": "sort",
     "place_digits": "sort",

@@ -64,9 +64,9 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
     """Against torch's in float64: of few rows by torch, of many by kernels of ours, prepared for other numbers too."""
-    layers, seen = import_module("pumice.nn.layers"), []
-    real = layers.differentiable_features
-    monkeypatch.setattr(layers, "differentiable_features", lambda *given: seen.append(real(*given)) or seen[-1])
+    linear, seen = import_module("pumice.ops.linear"), []
+    real = linear.differentiable_features
+    monkeypatch.setattr(linear, "differentiable_features", lambda *given: seen.append(real(*given)) or seen[-1])
     layer = pm.nn.Linear(*sizes).to(gpu, torch.float32 if mixed else dtype)
     exact = torch.nn.Linear(*sizes).to(gpu).double()
     exact.load_state_dict(layer.state_dict())
@@ -97,7 +97,7 @@ def test_a_linear_layer_without_rows(gpu):
 def test_a_linear_layer_in_a_captured_network(gpu, dtype):
     net = pm.nn.Sequential(pm.nn.Conv3d(4, 96, 3), pm.nn.ReLU(), pm.nn.Linear(96, 19), pm.nn.Linear(19, 5, bias=False))
     net = strange(net).to(gpu, dtype)
-    fast = pm.capture(net, sample(gpu, 9000, 4, dtype), max_voxels=9500, buckets=[3000, 9500], margin=27.0)
+    fast = pm.capture(net, sample(gpu, 9000, 4, dtype), max_voxels=9500, buckets=[3000, 9500], margin=27.0).ready()
     for seed, count in enumerate((9000, 17, 3001, 9500, 2999)):
         x = sample(gpu, count, 4, dtype, seed=seed)
         with torch.no_grad():

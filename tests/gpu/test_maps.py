@@ -23,12 +23,17 @@ from pumice.coords import (
     tiles,
 )
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
-from pumice.coords.hash_table import HashTable, Table
-from pumice.coords.indexes import STRUCTURES, default
-from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch
+from pumice.coords.lookup import (
+    STRUCTURES,
+    HashTable,
+    Neighbours,
+    SortedKeys,
+    Table,
+    default,
+    mask_words,
+    mask_words_torch,
+)
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, make_outputs, max_outputs, site_of
-from pumice.coords.sorted_keys import SortedKeys
 from pumice.errors import CoordinateError
 from pumice.testing import random_cloud
 
@@ -106,7 +111,7 @@ def looked_up(cloud, outputs, relation):
 # Structures
 
 
-@pytest.mark.parametrize("structure", [*NAMES, "hash as wide"])
+@pytest.mark.parametrize("structure", [*STRUCTURES, "hash as wide"])
 @pytest.mark.parametrize("name", CLOUDS)
 def test_structures_find_what_sorted_keys_find_on_a_cpu(gpu, name, structure):
     coords = coords_of(name)
@@ -140,7 +145,7 @@ def test_every_cloud_gets_a_structure_of_kernels(gpu):
         assert default(cloud).structure != "sorted"
 
 
-@pytest.mark.parametrize("structure", NAMES)
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_duplicates_are_seen_in_every_structure(gpu, structure):
     coords = coords_of("dense")
     cloud = cloud_of(torch.cat([coords, coords[5000:5003]]), gpu)
@@ -176,7 +181,6 @@ SCHEDULES = {
     "tight": MapSchedule("hash", load=0.9),
     "grid": MapSchedule("grid"),
     "bitmap": MapSchedule("bitmap"),
-    "bricks": MapSchedule("bricks"),
     "sorted": MapSchedule("sorted"),
 }
 
@@ -308,7 +312,7 @@ def buffers(clouds, device):
 LEVELS = {"floor": levels(3)["floor k2 s2"], "support": levels(3)["support k3 s2 p1"]}
 
 
-@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap", "bricks"])
+@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_from_coordinates_to_tiles_without_a_wait(gpu, level, structure):
     (cloud,) = buffers([random_cloud(30_000, 3)], gpu)
@@ -321,7 +325,7 @@ def fresh_on(cloud):
     return replace(cloud, status=torch.zeros_like(cloud.status))
 
 
-@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap", "bricks"])
+@pytest.mark.parametrize("structure", ["hash", "grid", "bitmap"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_captured_pipeline_replays_for_other_coordinates(gpu, level, structure):
     """Other voxels, and another number of them, in the same buffers."""

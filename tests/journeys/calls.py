@@ -1,4 +1,5 @@
-"""How many calls of functions of src/pumice each journey makes, as JSON: `python -m journeys.calls`.
+"""How many calls of functions of src/pumice each journey makes, and how often it enters a folder of the package until
+its first kernel is launched, as JSON: `python -m journeys.calls`.
 
 A journey is one call by a user. Convolutions run on the emulated device (tests/emulated.py), so that the whole way to
 the launch of a kernel is walked; language/nodes.py is left out. Generators count each time that they go on.
@@ -10,8 +11,10 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import CodeType
 
 import torch
 from emulated import emulated
@@ -22,6 +25,7 @@ from pumice.coords import Relation, kernel_map
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import kernel
+from pumice.runtime.launch import CompiledKernel
 from pumice.testing import random_cloud
 
 PACKAGE = str(Path(pm.__file__).parent) + os.sep
@@ -31,13 +35,14 @@ SEEN = 4
 """Calls after which a journey is one that was seen before."""
 
 
-def calls_of(function: Callable[[], object]) -> int:
-    found = 0
+def walked(function: Callable[[], object]) -> list[CodeType]:
+    """The functions of the package that are called, in order."""
+    found: list[CodeType] = []
 
     def turn(frame, event, argument):
-        nonlocal found
         path = frame.f_code.co_filename
-        found += event == "call" and path.startswith(PACKAGE) and path != LEFT_OUT
+        if event == "call" and path.startswith(PACKAGE) and path != LEFT_OUT:
+            found.append(frame.f_code)
 
     before = sys.getprofile()
     sys.setprofile(turn)
@@ -46,6 +51,18 @@ def calls_of(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(before)
     return found
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    return len(walked(function))
+
+
+def rooms_of(function: Callable[[], object]) -> int:
+    """How often a folder of the package is entered until the first kernel is launched."""
+    codes = walked(function)
+    last = codes.index(CompiledKernel.__call__.__code__)
+    folders = [code.co_filename.removeprefix(PACKAGE).split(os.sep)[0] for code in codes[: last + 1]]
+    return len([*groupby(folders)])
 
 
 def seen(function: Callable[[], object]) -> int:
@@ -84,13 +101,18 @@ def moved(x: pm.SparseTensor, cells: int) -> pm.SparseTensor:
 def of_a_layer(x: pm.SparseTensor) -> dict[str, int]:
     """Of a convolution without gradients: over another map of x's sizes, and of others."""
     layer, same, laid_out, other = nn.Conv3d(8, 16, 3, bias=False), moved(x, 2), moved(x, 4), mapped(scene(350, 2))
+    again = moved(x, 6)
     found = {"layer, first call": calls_of(lambda: layer(x)), "layer, seen": seen(lambda: layer(x))}
+    found["layer, seen: rooms entered"] = rooms_of(lambda: layer(x))
     layer(moved(x, 1))
     found["layer, another map, with its layout"] = calls_of(lambda: layer(same))
     with torch.enable_grad():
         layer(laid_out)
     found["layer, another map, laid out"] = calls_of(lambda: layer(laid_out))
     found["layer, a map of other sizes, with its layout"] = calls_of(lambda: layer(other))
+    with torch.enable_grad():
+        layer(again)
+    found["layer, another map, laid out: rooms entered"] = rooms_of(lambda: layer(again))
     return found
 
 
@@ -109,6 +131,7 @@ def on_the_device() -> dict[str, int]:
     found["Sequential, training step, seen"] = seen(lambda: step(net, x))
     layer = nn.Conv3d(8, 16, 3, bias=False)
     found["layer, training step, seen"] = seen(lambda: step(layer, x))
+    found["layer, training step, seen: rooms entered"] = rooms_of(lambda: step(layer, x))
     a, b = torch.randn(40, 33), torch.randn(33, 20)
     found["einsum text to Triton source"] = calls_of(lambda: source_of(MATMUL, {"A": a, "B": b}))
     return found

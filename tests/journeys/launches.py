@@ -32,7 +32,7 @@ from pumice.runtime.parts import tensor_of
 from pumice.testing import random_cloud
 
 Journey = Callable[[], object]
-layers = import_module("pumice.nn.layers")
+linear = import_module("pumice.ops.linear")
 CALLS = 3
 """Calls of a journey: the launches of the first and of the last are kept."""
 
@@ -109,7 +109,7 @@ def interpreted(log: Log) -> Iterator[None]:
 
 MATMUL = "C[m,n] = A[m,k] * B[k,n]"
 FORMS = ("COO", "CSR", "GroupCOO")
-STRUCTURES = ("hash", "grid", "bitmap", "bricks")
+STRUCTURES = ("hash", "grid", "bitmap")
 
 
 def cloud(channels: int = 8, rows: int = 120, dtype: torch.dtype = torch.float32, dim: int = 3) -> pm.SparseTensor:
@@ -274,7 +274,7 @@ def main() -> None:
     torch.set_num_threads(1)
     log = Log()
     with interpreted(log):
-        with TemporaryDirectory() as folder, emulated(Path(folder)) as gpu, patch.object(layers, "_MANY", 100):
+        with TemporaryDirectory() as folder, emulated(Path(folder)) as gpu, patch.object(linear, "_MANY", 100):
             gpu.launches = log
             found = walked(on_the_device(), log)
         found |= walked(in_the_interpreter(), log)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from kernels.interpret import answering
 from kernels.maps import DeviceOnly, fenced, plain
+from norms import both_passes
 from torch import nn
 from torch.nn import functional
 
@@ -27,9 +28,10 @@ from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapaciti
 from pumice.coords.tiles import stable_argsort_torch
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.capture import site_within
-from pumice.lower import maps, max_pool, norm
+from pumice.lower import maps, norm
+from pumice.lower import rows as by_rows
 from pumice.lower import segments as segmented
-from pumice.lower.padding import zero_padding_rows, zero_padding_rows_torch
+from pumice.lower.rows import zero_padding_rows, zero_padding_rows_torch
 from pumice.lower.segments import pieces, segments
 from pumice.ops.pool import maximum
 from pumice.runtime.cache import PERSISTENT
@@ -186,22 +188,17 @@ def check_norms() -> None:
         for kernels in (True, False):
             torch.manual_seed(0)
             running, tracked = (torch.randn(channels), torch.rand(channels) + 0.5), torch.tensor(3)
-            affine = torch.randn(channels, requires_grad=True), torch.randn(channels, requires_grad=True)
-            given, added = (
-                x.clone().requires_grad_(),
-                torch.randn(rows, channels).requires_grad_() if number % 4 > 1 else None,
-            )
+            weight, bias = torch.randn(channels), torch.randn(channels)
+            added = torch.randn(rows, channels) if number % 4 > 1 else None
             offset = torch.randn(channels) if number > 3 else None
             told = norm.Statistics(running, 1e-5, True, momentum, tracked, offset)
             with patch.object(norm, "_by_kernels", lambda x, kernels=kernels: kernels):
-                weight = affine[0] if number % 3 else None
-                y = norm.batch_norm(given, cloud, norm.Norm(weight, affine[1], told, added, number % 2 == 1))
-                y.backward(grad)
-            assert given.grad is not None and int(tracked) == 3 + (count > 1)
-            more = () if added is None or added.grad is None else (added.grad[:count],)
-            own = (a.grad for a in affine if a.grad is not None)
-            found.append((y.detach()[:count], given.grad[:count], *running, *own, *more))
-            assert len(more) == (added is not None)
+                wanted = norm.Norm(weight if number % 3 else None, bias, told, added, number % 2 == 1)
+                y, (dx, dweight, dbias, more) = both_passes(x, cloud, wanted, grad)
+            assert dx is not None and int(tracked) == 3 + (count > 1)
+            own = [g for g in (dweight, dbias) if g is not None]
+            found.append((y[:count], dx[:count], *running, *own, *(() if more is None else (more[:count],))))
+            assert (more is None) == (added is None) and len(own) == 1 + bool(number % 3)
         for got, want in zip(*found, strict=True):
             assert_close(got, want, scale=1.0 + float(want.abs().max()) if want.numel() else None)
 
@@ -244,14 +241,12 @@ def few_rows(count: int, known: bool, momentum: float | None, strided: bool, ker
         new_status(x.device),
     )
     told = norm.Statistics((mean, variance) if known else None, 1e-3, known, momentum, tracked, offset)
-    given = [t.detach().requires_grad_() for t in (x, weight, bias, residual)]
     with patch.object(norm, "_by_kernels", lambda x: kernels):
-        y = norm.batch_norm(given[0], cloud, norm.Norm(given[1], given[2], told, given[3], True))
-        found = torch.autograd.grad(y, given, grad)
+        y, (dx, dweight, dbias, more) = both_passes(x, cloud, norm.Norm(weight, bias, told, residual, True), grad)
     assert int(tracked) == 3 + (known and count > 1)
-    rows = [y.detach(), found[0], found[3]]
+    assert dx is not None and dweight is not None and dbias is not None and more is not None
     # What lies between the entries of a vector is nobody's to write.
-    return [*(t[:count] for t in rows), *found[1:3], mean, variance, table[..., 1]]
+    return [*(t[:count] for t in (y, dx, more)), dweight, dbias, mean, variance, table[..., 1]]
 
 
 def check_largest() -> None:
@@ -274,11 +269,11 @@ def check_largest() -> None:
         results = []
         for kernels in (True, False):
             given = values.clone().requires_grad_()
-            with patch.object(max_pool, "has_triton", lambda x, kernels=kernels: kernels):
-                y = max_pool.max_pool_rows(given, found)
+            with patch.object(by_rows, "has_triton", lambda x, kernels=kernels: kernels):
+                y = by_rows.max_pool_rows(given, found)
                 (grad,) = torch.autograd.grad(y, given, torch.arange(y.numel()).view_as(y).to(dtype))
                 with torch.no_grad():
-                    assert torch.equal(max_pool.max_pool_rows(given, found).nan_to_num(9), y.nan_to_num(9))
+                    assert torch.equal(by_rows.max_pool_rows(given, found).nan_to_num(9), y.nan_to_num(9))
             results.append((y.detach(), grad))
         (y, grad), (wanted, exact) = results
         assert torch.equal(y.isnan(), wanted.isnan()) and torch.equal(y.nan_to_num(9), wanted.nan_to_num(9))
@@ -287,8 +282,8 @@ def check_largest() -> None:
         given, pairs = values.nan_to_num(5).requires_grad_(), found.pairs()
         plain = maximum(given, pairs.inputs, pairs.outputs, found.num_outputs)
         (exact,) = torch.autograd.grad(plain, given, torch.arange(y.numel()).view_as(y).to(dtype))
-        with patch.object(max_pool, "has_triton", lambda x: True):
-            again = max_pool.max_pool_rows(given, found)
+        with patch.object(by_rows, "has_triton", lambda x: True):
+            again = by_rows.max_pool_rows(given, found)
             assert torch.equal(again, plain)
             assert_close(torch.autograd.grad(again, given, torch.arange(y.numel()).view_as(y).to(dtype))[0], exact)
 

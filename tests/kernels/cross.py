@@ -20,7 +20,7 @@ from pumice.language.nodes import Access, indices_of
 from pumice.lower import kernel as lowered
 from pumice.lower.emit import Argument
 from pumice.lower.epilogue import Epilogue
-from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.reference import EIGHT_BITS
 from pumice.schedule.tile import Tile
 
 DTYPES = {name: kind for kind, name in lowered.DTYPES.items()}
@@ -127,7 +127,7 @@ def built(job: Job) -> Built:
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.atomic else _kept(job), device="meta")
     try:
         launch = lowered.prepare(p.bound, p.operands, out, tile, options=how)
-        options = {"num_warps": launch.tile.warps, "num_stages": launch.tile.stages}
+        options = {"num_warps": launch.generated.tile.warps, "num_stages": launch.generated.tile.stages}
         facts = facts_of(_source(launch, p, out), job.target, options, partial(_read, launch))
     except Exception as error:
         return replace(found, error=f"{type(error).__name__}: {str(error)[-1500:]}")
@@ -174,12 +174,12 @@ def _source(launch: lowered.SizedLaunch, p: Problem, out: torch.Tensor) -> Any:
     """The kernel for these arguments, specialised as a launch does it."""
     from triton.compiler import ASTSource
 
-    fn = launch.kernel
+    fn = launch.generated.kernel.function
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for place, argument in enumerate(launch.source.arguments):
-        value = launch.fixed[place]
+    for place, argument in enumerate(launch.generated.source.arguments):
+        value = launch.values[place]
         kind = _kind(argument, p, out)
         special = not fn.params[place].do_not_specialize
         if argument.kind == "constant" or (kind == "i32" and special and value == 1):
@@ -242,8 +242,8 @@ def _stack(cubin: bytes) -> int:
 
 def _copies(ptx: str, launch: lowered.SizedLaunch) -> list[tuple[str, int, int]]:
     """The asynchronous copies: the line of the source that each comes from names the operand."""
-    lines = launch.source.text.splitlines()
-    names = {a.variable: a.name for a in launch.source.arguments if a.kind == "operand"}
+    lines = launch.generated.source.text.splitlines()
+    names = {a.variable: a.name for a in launch.generated.source.arguments if a.kind == "operand"}
     found: Counter[tuple[str, int]] = Counter()
     line = 0
     for text in ptx.splitlines():
@@ -258,9 +258,9 @@ def _copies(ptx: str, launch: lowered.SizedLaunch) -> list[tuple[str, int, int]]
 def _wide(launch: lowered.SizedLaunch) -> list[str]:
     """The operands ("" is the result) whose addresses are counted in 64 bits."""
     found = set()
-    for a in launch.source.arguments:
+    for a in launch.generated.source.arguments:
         pointer = {"operand": rf"tl\.load\({a.variable} .*", "result": r"where = .*"}.get(a.kind)
-        lines = re.findall(pointer, launch.source.text) if pointer else []
+        lines = re.findall(pointer, launch.generated.source.text) if pointer else []
         if any("tl.int64" in line for line in lines):
             found.add(a.name)
     return sorted(found)

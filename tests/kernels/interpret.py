@@ -27,7 +27,7 @@ from pumice.language.contraction import ContractionRoles, contraction_roles, sta
 from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement, single_terms
-from pumice.lower import chained, dataflow, loops, maps, segments
+from pumice.lower import chained, dataflow, maps, reference, segments
 from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
@@ -51,7 +51,7 @@ def form_of(p: Problem) -> ContractionRoles:
 
 def wanted(p: Problem) -> Tensor:
     """The reference in float64 (the oracle checks it elsewhere)."""
-    return loops.run(p.bound, p.to(torch.float64).operands, torch.float64)
+    return reference.run(p.bound, p.to(torch.float64).operands, torch.float64)
 
 
 def agree(p: Problem, dtype: torch.dtype = torch.float32, tile: Tile | None = None, limit: float = 2e-5) -> None:
@@ -327,7 +327,7 @@ def check_no_tap() -> None:
     near(wanted(p), want, 1e-12)
     for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
-    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).source.text
+    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
     assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
 
 
@@ -395,7 +395,7 @@ def check_split_k() -> None:
     asked = Pass("forward", DATAFLOWS["implicit-gemm-split-k"], found, 1)
     given = operands["X"], operands["W"]
     (part,) = dataflow._plan_of(asked, given, NO_EPILOGUE).steps
-    assert part.run._runner.tile.stream_k_chunk == asked.flow.piece  # type: ignore[attr-defined]
+    assert part.run._sized.tile.stream_k_chunk == asked.flow.piece  # type: ignore[attr-defined]
     assert torch.equal(asked(given), asked(given))
 
 
@@ -560,7 +560,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     epilogue = epilogue_of(tuple(want.shape), "relu")
     text = lowered.prepare(
         p.bound, p.operands, got, tile, lowered._segments(p.bound, p.operands, form_of(p), tile)
-    ).source.text
+    ).generated.source.text
     loop = text.partition("for turn in")[2]
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
@@ -627,7 +627,7 @@ def check_slices(groups: int, columns: int, tile: Tile) -> None:
         finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.signature)
         near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
     segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
-    text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).source.text
+    text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).generated.source.text
     assert (
         text.count("tl.store(where") == tile.epilogue_subtiles and text.count("tl.split(") == tile.epilogue_subtiles - 1
     )
@@ -973,7 +973,7 @@ def check_seed(seed: int) -> None:
         refused = lowered.refusal(part.statement, part, operands)
         # A term without a floating operand, such as a constant, is torch's.
         assert refused in (None, "no operand is floating point"), refused
-        total = total + (loops if refused else lowered).run(part, operands, torch.float32)
+        total = total + (reference if refused else lowered).run(part, operands, torch.float32)
     near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
 
 

@@ -19,6 +19,7 @@ import torch
 from clouds import Scene, levels, lookups
 from kernels.cross import TARGETS, Built, spilled
 from kernels.kept import Facts, facts_of
+from norms import both_passes
 from torch import Tensor
 
 from pumice.coords import (
@@ -38,11 +39,11 @@ from pumice.coords import (
 )
 from pumice.coords import buffer as packing
 from pumice.coords import tiles as ranking
-from pumice.coords.bricks import BrickLookup, Bricks, Stencil
+from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
-from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
-from pumice.coords.lookup import mask_words, prefix_counts
-from pumice.lower import max_pool, norm, padding
+from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
+from pumice.lower import norm
+from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
@@ -109,10 +110,10 @@ class Recorder:
         self, fixed: BoundKernel, programs: int, tensors: Sequence[Tensor], numbers: Sequence[float] = ()
     ) -> None:
         assert programs > 0
-        name = f"{fixed.kernel.fn.__module__.rpartition('.')[2]}.{fixed.kernel.fn.__name__}"
+        name = f"{fixed.kernel.function.fn.__module__.rpartition('.')[2]}.{fixed.kernel.function.fn.__name__}"
         kinds = tuple(_TYPES[t.dtype] + "!" * (t.data_ptr() % 16 != 0) for t in tensors)
         sizes = tuple("fp32" if isinstance(number, float) else "i64" for number in numbers)
-        names = fixed.kernel.arg_names[len(kinds) + len(sizes) :]
+        names = fixed.kernel.function.arg_names[len(kinds) + len(sizes) :]
         constants = tuple(zip(names, fixed.constants, strict=True))
         self.seen[Variant(name, kinds, sizes, constants, fixed.warps)] = None
 
@@ -128,8 +129,7 @@ def variants() -> tuple[Variant, ...]:
         patch("pumice.coords.buffer.has_triton", lambda tensor: True),
         patch.object(ranking, "has_triton", lambda tensor: True),
         patch.object(norm, "has_triton", lambda tensor: True),
-        patch.object(padding, "has_triton", lambda tensor: True),
-        patch.object(max_pool, "has_triton", lambda tensor: True),
+        patch.object(by_rows, "has_triton", lambda tensor: True),
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
@@ -160,7 +160,7 @@ def variants() -> tuple[Variant, ...]:
         set_status(new_status(told.device), RANGE, told.any())
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
-            padding.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
+            by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
             _maxima(torch.zeros(60, channels, dtype=dtype))
     return tuple(recorder.seen)
 
@@ -172,28 +172,27 @@ def _norms(x: Tensor) -> None:
         torch.zeros(len(x), 4, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), like.bounds, like.status
     )
     running, tracked = (torch.zeros(channels), torch.ones(channels)), torch.tensor(0)
-    affine = torch.ones(channels, requires_grad=True), torch.zeros(channels, requires_grad=True)
+    affine = torch.ones(channels), torch.zeros(channels)
     offset = torch.zeros(channels)
     told = [norm.Statistics(running, 1e-5, True, momentum, tracked) for momentum in (0.1, None)]
     told += [norm.Statistics(None, 1e-5), norm.Statistics(running, 1e-5, True, 0.1, tracked, offset)]
     for statistics in told:
         for relu in (False, True):
             for residual in (None, torch.zeros_like(x)):
-                wanted = norm.Norm(*affine, statistics, residual, relu)
-                norm.batch_norm(x.requires_grad_(), cloud, wanted).sum().backward()
-    norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(None, None, told[0])).sum().backward()
+                both_passes(x, cloud, norm.Norm(*affine, statistics, residual, relu), torch.ones_like(x))
+    both_passes(x, cloud, norm.Norm(None, None, told[0]), torch.ones_like(x))
     for vectors in ((*running, *affine), (*running, None, None)):
-        norm.by_statistics(x.detach(), vectors, 1e-5)
+        norm.by_statistics(x, vectors, 1e-5)
     apart = torch.zeros(len(x), channels + 32, dtype=x.dtype)[:, :channels]
-    norm.batch_norm(x.requires_grad_(), cloud, norm.Norm(*affine, told[0], None, True)).backward(apart)
+    both_passes(x, cloud, norm.Norm(*affine, told[0], None, True), apart)
 
 
 def _maxima(x: Tensor) -> None:
     """Maxima over the inputs of a map's outputs, and their gradients."""
     found, _ = kernel_map(Geometry.checked(random_cloud(60, 3, extent=12)), Relation.of(3, 2, stride=2))
-    max_pool.max_pool_rows(x[:60].requires_grad_(), found).sum().backward()
+    by_rows.max_pool_rows(x[:60].requires_grad_(), found).sum().backward()
     with torch.no_grad():
-        max_pool.max_pool_rows(x[:60], found)
+        by_rows.max_pool_rows(x[:60], found)
 
 
 def _cloud(dim: int) -> CoordBuffer:
@@ -206,11 +205,9 @@ def _lookups(dim: int) -> None:
     asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
     tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
     tables += [DenseGrid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
-    own = BrickLookup(cloud, MapSchedule("bricks"))
     other = _cloud(dim)
     for relation in asked:
         tables[0].neighbours(cloud, relation)
-        own.neighbours(cloud, relation)
     for table in tables:
         table.neighbours(cloud, asked[0])
         # Rows of others, and taps that reach past a table's margin.
@@ -322,7 +319,7 @@ def _source(job: Launch) -> Any:
     from triton.compiler import ASTSource
 
     file, _, name = job.variant.kernel.partition(".")
-    room = "lower" if file in ("norm_kernels", "max_pool_kernels") else "coords"
+    room = "lower" if file == "row_kernels" else "coords"
     fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
     kinds = [*(t.rstrip("!") for t in v.tensors), *v.numbers, *("constexpr",) * len(v.constants)]

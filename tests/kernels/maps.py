@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import chain_cases
 import torch
 from clouds import (
     INT32,
@@ -59,15 +60,23 @@ from pumice.coords import (
 )
 from pumice.coords import tiles as ranking
 from pumice.coords.box import UNKNOWN
-from pumice.coords.bricks import BrickLookup, Bricks, Stencil
+from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, put_first, put_first_torch
-from pumice.coords.hash_table import Bitmap, DenseGrid, HashTable, Table
-from pumice.coords.indexes import STRUCTURES, default
-from pumice.coords.lookup import STRUCTURES as NAMES
-from pumice.coords.lookup import Neighbours, mask_words, mask_words_torch, prefix_counts
+from pumice.coords.lookup import (
+    STRUCTURES,
+    Bitmap,
+    DenseGrid,
+    HashTable,
+    Neighbours,
+    SortedKeys,
+    Table,
+    default,
+    mask_words,
+    mask_words_torch,
+    prefix_counts,
+)
 from pumice.coords.outputs import BrickOutputs, SortedOutputs, TorchOutputs, make_outputs, max_outputs, site_of
 from pumice.coords.segments import segments_by_length, segments_by_length_torch, split_runs, split_runs_torch
-from pumice.coords.sorted_keys import SortedKeys
 from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
 from pumice.lower import maps as lowered
 from pumice.lower.dataflow import materialize
@@ -161,15 +170,10 @@ def looked_up(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> N
 
 def structures(cloud: CoordBuffer, wide: bool = True) -> Iterator[tuple[str, Any, CoordBuffer]]:
     """Every structure of kernels that can be had; hash tables in both layouts."""
-    for name, made in (("hash", HashTable), ("grid", DenseGrid), ("bitmap", Bitmap), ("bricks", BrickLookup)):
+    for name, made in (("hash", HashTable), ("grid", DenseGrid), ("bitmap", Bitmap)):
         if made.refusal(cloud, MapSchedule(name)) is None:
             own = fresh(cloud)
             yield name, made(own, MapSchedule(name)), own
-    if BrickLookup.refusal(cloud, MapSchedule("bricks")) is None:
-        own = fresh(cloud)
-        with marked(1 << 19):
-            made = BrickLookup(own, MapSchedule("bricks"))
-        yield "marked bricks", made, own
     if wide:
         own = fresh(cloud)
         yield "wide", Table(own, MapSchedule(), "wide"), own
@@ -304,14 +308,14 @@ def check_refusals() -> None:
     wide, small = scene("wide", 3).cloud(), scene("plain", 3).cloud()
     assert "cells, a grid at most" in (DenseGrid.refusal(wide, MapSchedule("grid")) or "")
     assert DenseGrid.refusal(small, MapSchedule("grid", cells=10)) is not None
-    assert BrickLookup.refusal(wide, MapSchedule("bricks")) and HashTable.refusal(wide, MapSchedule()) is None
+    assert HashTable.refusal(wide, MapSchedule()) is None
     assert default(wide).structure == "hash"
     assert HashTable(wide, MapSchedule())._kind == "wide" and HashTable(small, MapSchedule())._kind == "hash"
     for cloud in (wide, small):
         name = default(cloud).structure
         assert STRUCTURES[name].refusal(cloud, MapSchedule(name)) is None
     with plain():
-        assert all(STRUCTURES[name].refusal(small, MapSchedule(name)) for name in NAMES if name != "sorted")
+        assert all(STRUCTURES[name].refusal(small, MapSchedule(name)) for name in STRUCTURES if name != "sorted")
 
 
 def check_mask_words() -> None:
@@ -364,7 +368,7 @@ def check_outputs(dim: int, relation: Relation) -> None:
         cloud = replace(part, seed=seed).cloud()
         outputs_agree(cloud, site_around(cloud), relation, (TorchOutputs, SortedOutputs, BrickOutputs))
         tables_agree(cloud, relation)
-        with marked():
+        with marked((seed > 0) << 19):
             outputs_agree(cloud, site_around(cloud), relation, (BrickOutputs,))
             tables_agree(cloud, relation)
 
@@ -469,18 +473,22 @@ def check_behind_overflow() -> None:
         assert bool((rows == -1).all()) and int(own.status) & ~OVERFLOW == 0, name
 
 
+ITSELF = Stencil("floor", (1,), ((0,),))
+"""Every row reaches its own cell."""
+
+
 def check_bricks_without_room() -> None:
     """More bricks than there is room for are reported, and no other cell is lost or written."""
     coords = torch.tensor([[0, 100 * n] for n in range(40)], dtype=torch.int32)
     cloud = buffered(coords, 0)
     with marked():
-        found = Bricks.of(cloud, Stencil.identity(1), cloud.bounds, 3)
+        found = Bricks.of(cloud, ITSELF, cloud.bounds, 3)
         enough = fresh(cloud)
-        Bricks.of(enough, Stencil.identity(1), cloud.bounds, 40)
+        Bricks.of(enough, ITSELF, cloud.bounds, 40)
     assert found.limit == 3 and int(cloud.status) == OVERFLOW
     first = [c for c in coords.tolist() if c[1] < 3 * 512]
     assert int(found.count) == len(first)
-    assert found.coords(fresh(cloud), Stencil.identity(1), len(first))[0].tolist() == first
+    assert found.coords(fresh(cloud), ITSELF, len(first))[0].tolist() == first
     assert int(enough.status) == 0
 
 
@@ -753,7 +761,6 @@ SCHEDULES = {
     "mirrored": MapSchedule("hash", mirrored=True),
     "grid": MapSchedule("grid"),
     "bitmap": MapSchedule("bitmap"),
-    "bricks": MapSchedule("bricks"),
 }
 
 
@@ -848,7 +855,7 @@ def check_find() -> None:
     asked_for = torch.cat([coords.flip(0), coords + 1, coords[:3]])
     with plain():
         want = Geometry.checked(coords).find(asked_for)
-    for name in NAMES:
+    for name in STRUCTURES:
         geometry = Geometry.checked(coords)
         geometry.lookup(MapSchedule(name))
         same(geometry.find(asked_for), want, name)
@@ -946,7 +953,16 @@ def chain_checks() -> Checks:
     found["all kernels are compiled beforehand"] = check_compiled
     found["pieces that were asked for"] = check_asked_pieces
     found["no wait for the host in a chain"] = check_chain_waits
+    for first in range(0, 40, 10):
+        found[f"hard coordinates from seed {first}"] = partial(check_hard, first)
     return found
+
+
+def check_hard(first: int) -> None:
+    """Against loops over tuples; those that are refused or raised, too."""
+    assert sum(chain_cases.check(chain_cases.case_of(seed, 24)) for seed in range(first, first + 10)) >= 4
+    for seed in range(first, first + 3):
+        assert not chain_cases.check(chain_cases.case_of(seed, 24, chain_cases.REFUSED))
 
 
 def chain_request(dim: int, steps: str, rule: chain.TileRule | None = None) -> chain.ChainRequest:
@@ -1046,8 +1062,8 @@ def check_compiled() -> None:
             for one in chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request):
                 one.tiled.wanted.update((0, 4))
     # How coordinates are checked is no part of it.
-    assert {k for k in started if "chain_kernels" in k.kernel.fn.__module__} <= seen.keys()
-    assert len({k for k in started if "chain_kernels" in k.kernel.fn.__module__}) == 9
+    assert {k for k in started if "chain_kernels" in k.kernel.function.fn.__module__} <= seen.keys()
+    assert len({k for k in started if "chain_kernels" in k.kernel.function.fn.__module__}) == 9
 
 
 def check_sampled() -> None:
@@ -1062,7 +1078,7 @@ def check_blocks() -> None:
     """Rows are sorted in several blocks."""
     chain.digits_of.cache_clear()
     with (
-        patch.multiple(chain, _LANES=16, _PLACED=32, _NEIGHBOURS=8, _SORTED=64, _DIGIT=5),
+        patch.multiple(chain, _LANES=16, _PLACED=32, _SEARCHED=256, _SORTED=64, _DIGIT=5),
         patch.multiple(chain_tiles, _KEYED=32, _SUMMED=1),
     ):
         check_chain(3, "padded", 140, RULES["sorted and large tiles"])
@@ -1141,7 +1157,7 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None
     start = BoundKernel.__call__
 
     def launched(fixed: BoundKernel, *args: Any) -> None:
-        started.append(fixed.kernel.fn.__name__)
+        started.append(fixed.kernel.function.fn.__name__)
         start(fixed, *args)
 
     def no_read(tensors: Sequence[Tensor]) -> list[list[int]]:

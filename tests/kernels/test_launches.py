@@ -15,7 +15,6 @@ from kernels.launches import jobs, variants
 JOBS = tuple(jobs())
 COUNTING = (
     "lookup_kernels.search_neighbours",
-    "lookup_kernels.brick_neighbours",
     "lookup_kernels.count_bits",
     "lookup_kernels.pair_up",
 )
@@ -28,7 +27,7 @@ SPILLS = {
     "tile_kernels.list_pairs K=125": 128,
     "tile_kernels.list_pairs sm_80 K=125": 184,
     # 32 entries of a thread, each with its mean and its squares: the fastest on sm_90.
-    "norm_kernels.moments sm_80 ROWS=128 LANES=32 w4": 16,
+    "row_kernels.moments sm_80 ROWS=128 LANES=32 w4": 16,
 }
 """Known spills: bytes at most."""
 
@@ -65,8 +64,7 @@ def test_every_kernel_is_in_the_table():
         name: importlib.import_module(f"pumice.coords.{name}")
         for name in ("lookup_kernels", "tile_kernels", "chain_kernels")
     }
-    for name in ("norm_kernels", "max_pool_kernels"):
-        files[name] = importlib.import_module(f"pumice.lower.{name}")
+    files["row_kernels"] = importlib.import_module("pumice.lower.row_kernels")
     kernels = {
         f"{file}.{name}"
         for file, module in files.items()

@@ -8,7 +8,7 @@ import torch
 import pumice as pm
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import embedding_bag, loops
+from pumice.lower import cpu, reference
 
 N, C, K = 12, 5, 9
 
@@ -58,9 +58,10 @@ def test_agrees_with_the_loops(name, dtype):
     operands = {"B": numbers(K, C, seed=1), **operands}
     given = {n: t.to(dtype) if t.is_floating_point() else t for n, t in operands.items()}
     bound = bind(parse(text), {n: t.shape for n, t in given.items()}, shape)
-    assert embedding_bag.refusal(bound.statement, bound, given) is None
-    got = embedding_bag.run(bound, given, dtype)
-    want = loops.run(bound, {n: t.double() if t.is_floating_point() else t for n, t in given.items()}, torch.float64)
+    assert cpu.bagged_refusal(bound.statement, bound, given) is None
+    got = cpu.run_bagged(bound, given, dtype)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
+    want = reference.run(bound, wide, torch.float64)
     assert got.dtype == dtype and got.is_contiguous()
     assert (got - want).abs().max() <= 8 * torch.finfo(dtype).eps * max(1, want.abs().max())
 
@@ -70,9 +71,9 @@ def test_any_layout_and_old_values():
     operands = {"R": places(N, 80)[::2], "G": places(K, 40), "V": numbers(80)[::2], "B": numbers(3, 4, K).mT}
     operands["y"] = numbers(4, 3, N).permute(2, 1, 0)
     bound = bind(parse(text), {n: t.shape for n, t in operands.items()})
-    assert embedding_bag.refusal(bound.statement, bound, operands) is None
+    assert cpu.bagged_refusal(bound.statement, bound, operands) is None
     torch.testing.assert_close(
-        embedding_bag.run(bound, operands, torch.float64), loops.run(bound, operands, torch.float64)
+        cpu.run_bagged(bound, operands, torch.float64), reference.run(bound, operands, torch.float64)
     )
 
 
@@ -91,7 +92,7 @@ def test_any_layout_and_old_values():
     ],
 )
 def test_what_is_not_of_the_form_is_refused(text, why):
-    assert why in embedding_bag.matched(parse(text))
+    assert why in cpu.bag_match(parse(text))
 
 
 def random_statement(seed):
@@ -129,8 +130,8 @@ def test_random_statements_of_the_form():
     for seed in range(400):
         text, operands, shape = random_statement(seed)
         bound = bind(parse(text), {n: t.shape for n, t in operands.items()}, shape)
-        assert embedding_bag.refusal(bound.statement, bound, operands) is None, text
-        got, want = (run(bound, operands, torch.float64) for run in (embedding_bag.run, loops.run))
+        assert cpu.bagged_refusal(bound.statement, bound, operands) is None, text
+        got, want = (run(bound, operands, torch.float64) for run in (cpu.run_bagged, reference.run))
         torch.testing.assert_close(got, want, msg=lambda said, text=text: f"{text}: {said}")
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import io
-import json
 import os
 import subprocess
 import sys
@@ -16,7 +15,6 @@ import torch
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
-from pumice.lower.stamp import dynamic_rows
 from pumice.runtime import compile as ahead
 from pumice.runtime import launch
 from pumice.schedule.tile import Tile
@@ -57,54 +55,86 @@ def generated():
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {name: tuple(x.shape) for name, x in operands.items()})
     out = torch.empty(4096, 32, device="meta", dtype=torch.half)
     launch = kernels.prepare(bound, operands, out, Tile(64, 32, 32))
-    return launch, kernels._values(launch, operands, out, None)
+    return launch.generated, kernels._values(launch, operands, out, None)
 
 
 def binaries(folder: Path) -> set[Path]:
     return set(folder.rglob("*.cubin"))
 
 
-def test_a_worker_compiles_what_triton_then_finds(gpu):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.compiler import compile as compiled
+def job_of(monkeypatch, kernel, values, options) -> dict:
+    """What a worker is told of a kernel."""
+    told = []
+    worker = types.SimpleNamespace(compile=lambda job: told.append(job) or False)
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead._THREAD, "worker", worker, raising=False)
+        patch.setattr(ahead.compile_worker, "build", lambda job, known: None)
+        kernel.warmup(*values, grid=(1,), **options)
+    return told[0]
 
-    launch, values = generated()
-    data = ahead.specialization(launch.kernel, values, launch.options)
-    told = ahead.job(launch.kernel, launch.source.text, data)
+
+def test_a_worker_compiles_what_is_then_found_without_parsing_it(gpu, monkeypatch):
+    one, values = generated()
     worker = ahead.Worker()
-    assert worker.compile(told)
-    (binary,) = binaries(gpu)
-    # The same kernel here: of the same name in the cache, which nothing is added to.
-    found = json.loads(data)
-    constants, attributes = (
-        dict(zip(map(tuple, found[f"{name}_keys"]), found[f"{name}_vals"], strict=True))
-        for name in ("constant", "attrs")
-    )
-    before = binary.stat().st_mtime_ns
-    source = ASTSource(launch.kernel, found["signature"], constants, attributes)
-    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
-    assert binaries(gpu) == {binary} and binary.stat().st_mtime_ns == before and made.hash
+    job = job_of(monkeypatch, one.kernel, values, one.triton_options)
     # A worker goes on after a kernel that does not compile.
-    assert not worker.compile({**told, "text": told["text"].replace("tl.dot", "tl.no_such")})
-    assert worker.compile(told)
+    assert not worker.compile({**job, "text": job["text"].replace("tl.dot", "tl.no_such")})
+    assert worker.compile(job)
     worker.close()
+    (binary,) = binaries(gpu)
+    monkeypatch.setattr(ahead.compile_worker, "build", None)
+    kernels.loaded.cache_clear()
+    fresh, values = generated()
+    found = fresh.kernel.warmup(*values, grid=(1,), **fresh.triton_options)
+    assert found.kernel == binary.read_bytes() and found.metadata.num_warps == fresh.triton_options["num_warps"]
+    assert "function" not in vars(fresh.kernel)
 
 
-def test_a_hook_of_the_user_is_called_but_where_a_specialisation_is_asked_for(gpu):
+@pytest.mark.parametrize("broken", ["", "{", '{"hash": "0", "name": "no.json"}', "[]"])
+def test_a_mark_that_tells_nothing_is_made_anew(gpu, broken):
+    one, values = generated()
+    one.kernel.warmup(*values, grid=(1,), **one.triton_options)
+    (mark,) = gpu.glob("pumice-*.json")
+    good = mark.read_text()
+    mark.write_text(broken)
+    assert one.kernel.warmup(*values, grid=(1,), **one.triton_options).kernel
+    assert mark.read_text() == good
+
+
+def kernel_calls():
+    """(kernel, arguments, options) of a generated one and of some in files."""
+    one, values = generated()
+    yield one.kernel, values, one.triton_options
+    flat, wide = (torch.empty(64, dtype=kind, device="meta") for kind in (torch.int32, torch.int64))
+    place = ahead.TritonKernel.of("pumice.coords.chain_kernels", "place")
+    yield place, [wide, wide, flat, flat, flat, flat, 1, 1 << 40, 3, 17, 2, 64], {"num_warps": 4}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_arguments_are_specialised_as_triton_does(gpu, number):
+    """Sizes of 1, of multiples of 16 and beyond 32 bits, arrays that are not aligned."""
     from triton import knobs
 
-    seen = []
-    knobs.runtime.jit_cache_hook = lambda **told: seen.append(told) or True
-    launch, values = generated()
-    assert ahead.specialization(launch.kernel, values, launch.options) and not seen
-    assert launch.kernel.warmup(*values, grid=(1,), **launch.options) is None and len(seen) == 1
+    kernel, values, options = [*kernel_calls()][number]
+    told = []
+    knobs.runtime.jit_cache_hook = lambda **seen: told.append(seen["compile"]) or True
+    integers = [n for n, v in enumerate(values) if isinstance(v, int) and not kernel._parameters[n].is_constexpr]
+    for size in (1, 2, 16, (1 << 31) - 1, 1 << 31, 1 << 40):
+        given = [size if n in integers else v for n, v in enumerate(values)]
+        kernel.function.warmup(*given, grid=(1,), **options)
+        kinds, constants, aligned = ahead.specialised(kernel._parameters, given)
+        wanted = told.pop()
+        assert kinds == [*wanted["signature"].values()]
+        assert {(place,): value for place, value in constants} == wanted["constants"]
+        assert [(place,) for place in aligned] == [place for place, attrs in wanted["configs"][0].items() if attrs]
 
 
-def test_nothing_is_compiled_ahead_outside_of_background_threads(gpu):
-    launch, values = generated()
-    ahead.compile_ahead(launch.kernel, launch.source.text, values, launch.options)
-    assert not binaries(gpu)
+def test_nothing_is_parsed_where_kernels_are_interpreted(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", True)
+    one, values = generated()
+    assert one.kernel.warmup(*values, grid=(1,), **one.triton_options) is None
 
 
 def test_background_tasks_run_in_order_and_go_on_after_one_that_fails():
@@ -149,21 +179,13 @@ def test_kernels_import_no_packages_in_a_worker():
 
 
 def test_what_was_compiled_before_needs_no_worker(gpu, monkeypatch):
-    launch, values = generated()
+    one, values = generated()
     asked = []
-    worker = types.SimpleNamespace(compile=lambda told: asked.append(told) or True)
+    worker = types.SimpleNamespace(compile=lambda job: asked.append(job) or False)
     monkeypatch.setattr(ahead._THREAD, "worker", worker, raising=False)
     for _ in range(2):
-        ahead.compile_ahead(launch.kernel, launch.source.text, values, launch.options)
+        assert one.kernel.warmup(*values, grid=(1,), **one.triton_options).kernel
     assert len(asked) == 1 and asked[0]["target"] == {"backend": "cuda", "arch": 90, "warp_size": 32}
-
-
-def test_rows_that_vary_between_calls_are_those_of_leading_indices_and_of_gathers():
-    shapes = {"x": (5, 4), "w": (8, 27, 4), "met": (9, 16), "rows": (3, 16), "tile": (9,), "k": (9,)}
-    text = "y[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
-    bound = bind(parse(text), shapes, (7, 8))
-    names = ("x", "w", "met", "rows", "tile", "k", "")
-    assert dynamic_rows(bound, names) == [True, False, True, True, True, True, True]
 
 
 class Kernel:
@@ -182,7 +204,6 @@ class Kernel:
 
 def test_launches_are_compiled_together_and_not_started(monkeypatch):
     monkeypatch.setattr(launch, "CompiledKernel", lambda made: lambda programs, values, device: None)
-    monkeypatch.setattr(ahead, "specialization", lambda *given: None)
     kernels_ = [Kernel(), Kernel()]
     launchers = [launch.KernelLauncher(kernel) for kernel in kernels_]
     x, y = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
@@ -211,3 +232,16 @@ def test_a_terminal_is_told_how_many_kernels_are_compiled(monkeypatch):
     background.run([lambda: None, lambda: ends.wait(30)])
     background.close()
     assert "\rpumice: 1 of 2 kernels compiled" in told.getvalue() and told.getvalue().endswith("\r\033[K")
+
+
+def test_a_launch_gives_triton_three_axes_and_all_arguments(gpu, monkeypatch):
+    from triton.compiler import CompiledKernel
+
+    started = []
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda self: None)
+    monkeypatch.setattr(CompiledKernel, "run", property(lambda self: lambda *given: started.append(given)))
+    monkeypatch.setattr(CompiledKernel, "function", None, raising=False)
+    one, values = generated()
+    one.kernel[(5,)](*values, **one.triton_options)
+    ((*grid, _, _, _, _, _, _), given) = started[0][:9], started[0][9:]
+    assert grid == [5, 1, 1] and [*given] == values

@@ -9,7 +9,7 @@ import torch
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.lower import cpu, gathered, reference
+from pumice.lower import cpu, reference
 from pumice.ops import autograd
 from pumice.schedule.cost import CpuSchedule
 from pumice.testing import random_cloud
@@ -119,7 +119,7 @@ def test_chunks_cover_every_pair_once(cloud, schedule):
 def test_a_layer_makes_the_chunks_of_a_map_once(cloud, monkeypatch):
     made = []
     chunks = cpu.chunks
-    monkeypatch.setattr(gathered.cpu, "chunks", lambda *given: made.append(given) or chunks(*given))
+    monkeypatch.setattr(cpu, "chunks", lambda *given: made.append(given) or chunks(*given))
     x = pm.SparseTensor(torch.randn(len(cloud), 4), Geometry.checked(cloud.coords))
     weight = torch.randn(8, 3, 3, 3, 4, requires_grad=True)
     for _ in range(3):

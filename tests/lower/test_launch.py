@@ -3,7 +3,7 @@
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
@@ -16,9 +16,11 @@ import pumice as pm
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import direct, epilogue, maps, plan, stamp
+from pumice.lower import call as calls
+from pumice.lower import epilogue, maps, plan, segments, tile_family
 from pumice.lower import kernel as kernels
-from pumice.runtime import launch
+from pumice.ops import autograd
+from pumice.runtime import cache, launch
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace
 from pumice.schedule.tile import Tile
@@ -92,7 +94,8 @@ def forget():
     """Nothing that was made ready is kept."""
     for held in (kernels._RUNNERS, plan._PLANS, plan._BUCKETED_PLANS, plan._CHOSEN):
         held.clear()
-    direct.TEMPLATES.clear()
+    calls.TEMPLATES.clear()
+    maps.NO_MAPS.clear()
     einsum = import_module("pumice.ops.einsum")
     einsum._cached_einsum.cache_clear()
     einsum._checked_calls_of.cache_clear()
@@ -209,7 +212,7 @@ def test_what_was_tuned_counts_from_the_next_call_on(made, monkeypatch):
 
 def test_what_another_process_has_tuned_is_not_timed_again(made, monkeypatch):
     a, b = operands()
-    runner = held(b)._runner
+    runner = held(b)._sized
     key, ours = kernels.Key("some GPU", "C", (), ()), kernels.ledger()
     timed = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -247,7 +250,7 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
 def held(b, rows=48):
     """C = A B, with B held."""
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": (rows, 64), "B": tuple(b.shape)})
-    return kernels.runner(bound, b.dtype).bind({"B": b})
+    return calls.BoundExecutor(kernels.runner(bound, b.dtype), {"B": b})
 
 
 def shifted(*shape):
@@ -320,7 +323,7 @@ def test_arrays_that_are_held_count_with_dtype_and_layout(made, other):
     bound = bind(parse("C[m,n] = A[k[m],n]"), {"A": (64, 32), "k": (48,)})
     a, k = torch.zeros(64, 32).half(), torch.zeros(48, dtype=torch.int32)
     for held_ in (k, OTHERS[other](k)):
-        run = kernels.runner(bound, torch.float16).bind({"k": held_})
+        run = calls.BoundExecutor(kernels.runner(bound, torch.float16), {"k": held_})
         for _ in range(2):
             run({"A": a})
     # Each by the door first: Triton's variants tell dtypes.
@@ -338,11 +341,11 @@ def test_a_kernel_made_for_a_number_of_rows_is_for_no_other(made):
 
 def test_devices_have_kernels_of_their_own(made, monkeypatch):
     a, b = operands()
-    like = held(b).like
+    executor = held(b).executor
     for device in (0, 1):
         monkeypatch.setattr(torch.Tensor, "get_device", lambda x, device=device: device)
-        like.bind({"B": b})({"A": a})
-    assert len(like.families.values()) == 2
+        calls.BoundExecutor(executor, {"B": b})({"A": a})
+    assert len(executor.templates) == 2
 
 
 def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
@@ -374,8 +377,8 @@ def test_programs_share_no_loop_where_that_is_not_deterministic():
 def test_columns_that_are_left_free_count_for_addresses():
     """Of 64 bits: rows lie as far apart as these make them."""
     a, b = operands()
-    bound = held(b)._runner.bound
-    rows = kernels.FAR // 64
+    bound = held(b)._sized.bound
+    rows = kernels.INT32_LIMIT // 64
     for spare, far in ((0, False), (23, False), (24, True)):
         run = kernels.runner(bound, torch.float32, finish=epilogue.EpilogueSignature(row_padding=spare))
         assert run.needs_int64((rows, 40)) == far and run.needs_int64((rows, 64))
@@ -385,7 +388,7 @@ def test_what_was_tuned_counts_for_what_is_held(made):
     a, b = operands()
     run = held(b)
     run({"A": a})
-    runner = run._runner
+    runner = run._sized
     tile = Tile(64, 32, 32, stages=4)
     kernels.ledger().put(kernels._key(runner.bound, {"A": a, "B": b}, kernels.float32_precision()), tile)
     run({"A": a})
@@ -405,14 +408,16 @@ def test_another_layout_beside_what_is_held(made):
 def test_nothing_is_kept_of_a_graph_that_is_captured(made, monkeypatch):
     a, b = operands()
     run = held(b)
-    for module in (kernels, stamp):
+    for module in (kernels, maps):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
     run({"A": a})
-    assert not run._prepared
-    for module in (kernels, stamp):
+    run({"A": a})
+    assert not run._calls
+    for module in (kernels, maps):
         monkeypatch.setattr(module, "is_capturing", lambda device: False)
     run({"A": a})
-    assert len(run._prepared) == 1
+    run({"A": a})
+    assert len(run._calls) == 1
 
 
 def test_precision_counts_for_what_is_held(made, monkeypatch):
@@ -421,8 +426,9 @@ def test_precision_counts_for_what_is_held(made, monkeypatch):
     for precision in ("tf32", "tf32x3", "tf32"):
         monkeypatch.setattr(kernels, "float32_precision", lambda precision=precision: precision)
         run({"A": a})
+        run({"A": a})
     doors = [door for kernel in made.values() for door in kernel.doors]
-    assert len(doors) == 2 and len(run._prepared) == 2
+    assert len(doors) == 2 and len(run._calls) == 2
 
 
 @pytest.fixture
@@ -494,7 +500,7 @@ def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monke
 def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, monkeypatch, aimed):
     """Freed before, it might be another thread's by then."""
     if not aimed:
-        monkeypatch.setattr(kernels.BoundExecutor, "_instantiate", lambda *given: None)
+        monkeypatch.setattr(calls.BoundExecutor, "_instantiate", lambda *given: None)
     ours, alive = [], []
 
     def lent(count, size, device):
@@ -508,7 +514,7 @@ def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, 
         alive.append([array() is not None and array().ctypes.data in given for array in ours[-1]])
         run(self, *given)
 
-    for module in (kernels, stamp):
+    for module in (kernels, calls):
         monkeypatch.setattr(module, "workspace", lent)
     monkeypatch.setattr(Compiled, "run", started)
     monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
@@ -617,9 +623,9 @@ def test_a_new_map_of_about_the_same_sizes_is_not_planned_for(as_on_gpu, monkeyp
     prepared, made = plan._prepared, kernels.generated_kernel
     monkeypatch.setattr(plan, "_prepared", lambda *given: planned.append(1) or prepared(*given))
     monkeypatch.setattr(kernels, "generated_kernel", lambda *given: emitted.append(1) or made(*given))
-    sized, at = kernels.GeneratedKernel.sized, stamp.Mould.cast
+    sized, at = kernels.GeneratedKernel.sized, calls.CallTemplate.instantiate
     monkeypatch.setattr(kernels.GeneratedKernel, "sized", lambda *given: cast.append(1) or sized(*given))
-    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: cast.append(1) or at(*given))
+    monkeypatch.setattr(calls.CallTemplate, "instantiate", lambda *given: cast.append(1) or at(*given))
     weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=differentiable)
     for place, voxels in enumerate((912, 916, 920, 926)):
         before = len(planned), len(emitted), len(cast)
@@ -647,7 +653,7 @@ def test_maps_of_other_sizes_are_planned_for(as_on_gpu, monkeypatch):
 @pytest.fixture
 def straight(as_on_gpu, monkeypatch):
     """Convolutions go straight to their kernels."""
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: True)
     return as_on_gpu
 
 
@@ -728,8 +734,8 @@ def test_gradients_over_another_map_get_launches_with_its_own_arrays(straight, m
 @pytest.mark.parametrize("first", [torch.float16, torch.float32], ids=["half first", "wide first"])
 def test_gradients_of_two_dtypes_have_templates_of_their_own(straight, monkeypatch, first):
     """Under autocast the gradient of a float32 weight is not the rounded one of a half that has all else alike."""
-    kept, keep = set(), direct.TEMPLATES.keep
-    monkeypatch.setattr(direct.TEMPLATES, "keep", lambda key, value: kept.add(key) or keep(key, value))
+    kept, keep = set(), calls.TEMPLATES.keep
+    monkeypatch.setattr(calls.TEMPLATES, "keep", lambda key, value: kept.add(key) or keep(key, value))
     places = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:400]
     coords = torch.stack([torch.zeros_like(places), places // 100, places // 10 % 10, places % 10], 1).int()
     counts = []
@@ -757,8 +763,8 @@ def test_a_straight_call_is_the_one_with_every_check(straight, monkeypatch):
 
     starts()
     straight_ = starts()
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
-    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: None)
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: False)
+    monkeypatch.setattr(calls.CallTemplate, "instantiate", lambda *given: None)
     assert starts() == straight_
 
 
@@ -795,8 +801,8 @@ def test_what_is_cast_is_what_is_made_anew(straight, monkeypatch, tile):
         seen.append((self.kernel.source.text, x, [None if o else v for o, v in zip(own, given[6:], strict=True)]))
 
     monkeypatch.setattr(Compiled, "run", run)
-    cast, whole_cast = [], stamp.Mould.cast
-    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: cast.append(whole_cast(*given)) or cast[-1])
+    cast, whole = [], calls.CallTemplate.instantiate
+    monkeypatch.setattr(calls.CallTemplate, "instantiate", lambda *given: cast.append(whole(*given)) or cast[-1])
     counts = (400, 399, 397, 416, 395)
     # Triton's variants are there for all of them.
     for _ in range(2):
@@ -805,8 +811,8 @@ def test_what_is_cast_is_what_is_made_anew(straight, monkeypatch, tile):
     passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
     ours = list(seen)
     assert len(ours) == len(cast) == 15 and None not in cast
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: False)
-    monkeypatch.setattr(stamp.Mould, "cast", lambda *given: None)
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: False)
+    monkeypatch.setattr(calls.CallTemplate, "instantiate", lambda *given: None)
     seen.clear()
     passes(counts, {n: voxels(n, 0)[1] for n in counts}, weight)
     assert sorted(ours, key=str) == sorted(seen, key=str)
@@ -825,14 +831,14 @@ def test_arrays_of_a_map_that_are_not_aligned_are_no_straight_call(straight, mon
         tokens, arrays = maps.planner_operands(found, False)
         if odd:
             moved = [torch.cat([a.new_zeros(1), a.flatten()])[1:].view(a.shape) for a in arrays]
-            found.keep(("passed", False), (tokens, moved))
+            found.keep(("default forms", False), (tokens, moved))
         pm.ops.conv_features(x, weight, found, 397)
         assert len(seen) == odd
 
 
 def test_keys_that_are_forgotten_cost_time_alone(straight, monkeypatch):
     """What is kept under a key that was told is not found again, and is no other call's."""
-    monkeypatch.setattr(direct, "_KNOWN", BoundedCache(1))
+    monkeypatch.setattr(cache, "INTERNED", BoundedCache(1))
     x, found = voxels(100, 0)
     for dtype in (torch.float16, torch.float32) * 3:
         weight = torch.zeros(16, 27, 16, dtype=dtype)
@@ -851,7 +857,7 @@ def test_what_calls_leave_keeps_no_memory(straight):
                 y = pm.ops.conv_features(x, weight, found, count, epilogue=finish(count))
         arrays = [a for differentiable in (False, True) for a in maps.planner_operands(found, differentiable)[1]]
         refs += [weakref.ref(thing) for thing in (x, y, found, found.table, *arrays)]
-    assert direct.TEMPLATES.values()
+    assert calls.TEMPLATES.values()
     del x, y, found, arrays
     for kernel in straight.values():
         # What the kernel that stands in for others has written down.
@@ -885,7 +891,7 @@ def test_equal_facts_are_one_key_and_others_are_not():
     x, weight = torch.zeros(30, 16), torch.zeros(8, 27, 16)
 
     def key(x, weight, *facts):
-        return direct.told((x, weight), (True, False), *facts)
+        return calls.call_signature((x, weight), (True, False), *facts)
 
     same = key(x, weight, "a")
     assert key(torch.zeros(99, 16), weight.clone(), "a") is same
@@ -898,7 +904,7 @@ def test_maps_are_of_one_kind_where_all_but_rows_is_the_same():
     arrays = [torch.zeros(n, 64, dtype=torch.int32) for n in (20, 20)]
 
     def kind(arrays, tokens="ab"):
-        return direct.Held.of(arrays, direct.Pattern(tuple(tokens), arrays)).kind
+        return maps.MapSignature.of(tuple(tokens), 27, arrays).key
 
     same = kind(arrays)
     assert kind([a.clone() for a in arrays]) is same
@@ -970,7 +976,7 @@ def test_what_is_no_epilogue_is_refused_before_a_kernel_is_sought(straight):
 
 def test_a_linear_map_and_its_norm_are_one_kernel_whatever_rows_there_are(as_on_gpu):
     linear = import_module("pumice.ops.linear")
-    linear._BOUND_CALLS.clear()
+    maps.NO_MAPS.clear()
     weight, vectors = torch.zeros(32, 16).half(), torch.rand(4, 32)
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     for rows in (399, 399, 397, 395, 395):
@@ -993,7 +999,7 @@ def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, tur
     end = pm.ops.Epilogue(*vectors[:2], None, "", None, *vectors[2:], 1e-5)
     whole = torch.zeros(channels[0], 2048).half().t() if turned else torch.zeros(2048, channels[0]).half()
     for rows in (1024, 1100):
-        linear._BOUND_CALLS.clear(), forget()
+        forget()
         linear.linear_features(whole[:rows], weight, end)
     (source,) = as_on_gpu
     assert len(as_on_gpu[source].doors) == 2
@@ -1004,8 +1010,7 @@ def test_the_kernel_for_some_rows_is_the_one_for_others(as_on_gpu, channels, tur
 def test_other_size_classes_start_kernels_of_their_own_tiles(as_on_gpu, monkeypatch):
     """By address, compiled without a launch; sizes of one class share a kernel."""
     linear = import_module("pumice.ops.linear")
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
-    monkeypatch.setattr(linear, "_BOUND_CALLS", BoundedCache(8))
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: True)
     weight, whole = torch.zeros(96, 64).half(), torch.zeros(1 << 17, 64).half()
     for rows in (1100, 1 << 17, 1200, 1 << 16):
         linear.linear_features(whole[:rows], weight, pm.ops.Epilogue(shift=torch.zeros(96)))
@@ -1020,36 +1025,30 @@ def test_other_size_classes_start_kernels_of_their_own_tiles(as_on_gpu, monkeypa
 def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch):
     """On a GPU nobody waits for the kernel of another size class; where results are to be deterministic a call does."""
     linear = import_module("pumice.ops.linear")
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
-    monkeypatch.setattr(linear, "_BOUND_CALLS", BoundedCache(8))
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: True)
     made, tasks = [], []
-    init = stamp.TileFamily.__init__
-    monkeypatch.setattr(stamp.TileFamily, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
-    monkeypatch.setattr(stamp.BACKGROUND, "submit", tasks.append)
+    kind, init = tile_family.TileFamily, tile_family.TileFamily.__init__
+    monkeypatch.setattr(kind, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+    monkeypatch.setattr(tile_family.BACKGROUND, "submit", tasks.append)
     weight, whole = torch.zeros(96, 64).half(), torch.zeros(1 << 17, 64).half()
     end = pm.ops.Epilogue(shift=torch.zeros(96))
     for _ in range(2):
         linear.linear_features(whole[:1100], weight, end)
     (family,) = made
     first = family.at([1100, 96, 1100, 96])
-    cpu, make = family._device, family._made
-
-    def making(chosen, emitted=None):
-        with monkeypatch.context() as patch:
-            patch.setattr(family, "_device", cpu)
-            return make(chosen, emitted)
-
-    choose = family._kernels.choose
-    monkeypatch.setattr(family._kernels, "choose", lambda like, key, device, how: choose(like, key, cpu, how))
-    monkeypatch.setattr(family, "_made", making)
-    monkeypatch.setattr(family, "_device", torch.device("cuda"))
+    cpu, choose = family.device, family._source.choose
+    monkeypatch.setattr(family._source, "choose", lambda like, key, device, how: choose(like, key, cpu, how))
+    monkeypatch.setattr(tile_family, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(family, "device", torch.device("cuda"))
     many = [1 << 17, 96, 1 << 17, 96]
     assert family.key(many) != family.key([1100, 96, 1100, 96])
-    assert family.at(many) is first and family.at(many) is first and len(tasks) == 1
+    for count in range(1, 5):
+        # Sizes that are asked for once or twice are not worth a compilation.
+        assert family.at(many) is first and len(tasks) == (count >= 3)
     tasks[0]()
     own = family.at(many)
     assert own is not first and own is not None and own.is_compiled and len(tasks) == 1
-    family._moulds.pop(family.key(many)), family._pending.clear()
+    family._by_size.pop(family.key(many)), family._asked.clear()
     monkeypatch.setattr(type(own), "is_compiled", property(lambda self: self is first))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert family.at(many) is own and len(tasks) == 1
@@ -1058,7 +1057,7 @@ def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch)
 def test_a_template_needs_no_call_before(as_on_gpu, monkeypatch):
     """What a program compiles before its first call is what it starts then."""
     conv, linear = import_module("pumice.ops.conv"), import_module("pumice.ops.linear")
-    monkeypatch.setattr(direct, "starts_kernels", lambda x: True)
+    monkeypatch.setattr(autograd, "uses_gpu", lambda x: True)
     x, weight, found = layer(1)
     end = pm.ops.Epilogue(shift=torch.zeros(16))
     task = conv.compilation(x, weight, found, end)
@@ -1075,16 +1074,19 @@ def test_a_template_needs_no_call_before(as_on_gpu, monkeypatch):
 
 
 def test_sorted_tiles_and_others_are_read_alike(as_on_gpu):
-    conv = import_module("pumice.ops.conv")
     _, _, found = layer(1)
     tokens, arrays = plan.maps.form_operands(found, "compacted")
     others, more = plan.maps.form_operands(found, "unsorted")
-    assert tokens != others and conv._bound_to(tokens, arrays, 27).kind is conv._bound_to(others, more, 27).kind
+
+    def signature(tokens, arrays, volume=27):
+        return maps.MapSignature.of(tokens, volume, arrays).key
+
+    assert tokens != others and signature(tokens, arrays) is signature(others, more)
     high, outputs = plan.maps.in_other_tiles(arrays, 100)
     assert plan.maps.tile_rows_for(outputs) != plan.maps.tile_rows_for(100)
     assert {x.shape[1] for x in high if x.ndim > 1} == {plan.maps.tile_rows_for(outputs)}
-    assert conv._bound_to(tokens, high, 27).kind is not conv._bound_to(tokens, arrays, 27).kind
-    assert conv._bound_to(tokens, arrays, 8).kind is not conv._bound_to(tokens, arrays, 27).kind
+    assert signature(tokens, high) is not signature(tokens, arrays)
+    assert signature(tokens, arrays, 8) is not signature(tokens, arrays)
 
 
 @pytest.mark.parametrize("statement", ["O[m[e],n] = x[t[e],c] * w[n,k[e],c]", "d[n,k[e],c] = x[t[e],c] * g[m[e],n]"])
@@ -1097,14 +1099,14 @@ def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
         named = {**lists, **({"x": x, "w": w} if statement[0] == "O" else {"x": x, "g": g})}
         out = torch.zeros_like(g if statement[0] == "O" else w)
         bound = bind(parsed, {name: tensor.shape for name, tensor in named.items()}, out.shape)
-        sources.append(kernels.prepare(bound, named, out, Tile(16, 16, 16)).source)
+        sources.append(kernels.prepare(bound, named, out, Tile(16, 16, 16)).generated.source)
     assert sources[0] == sources[1]
 
 
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
     """Sizes that round alike are one kernel's, which reads as many rows as there are results."""
     linear = import_module("pumice.ops.linear")
-    linear._BOUND_CALLS.clear()
+    maps.NO_MAPS.clear()
     weight, x = torch.zeros(16, 16).half(), torch.zeros(399, 16).half()
     for rows in (399, 397):
         linear.linear_features(x[:rows], weight, finish(rows))
@@ -1121,11 +1123,12 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
     for count in (400, 399, 400, 399):
         x, found = voxels(count, 0)
         pm.ops.conv_features(x, weight, found, count)
-    whole, seen = stamp.segments_of, []
+    whole, seen = segments.SegmentRule.find, []
     monkeypatch.setattr(conv, "_checked_forward", lambda x, *given: seen.append(x) or x)
     for apart in (False, True):
         if apart:
-            monkeypatch.setattr(stamp, "segments_of", lambda *given: replace(whole(*given), outliers=whole(*given)))
+            found_apart = lambda *given: replace(whole(*given), outliers=whole(*given))  # noqa: E731
+            monkeypatch.setattr(segments.SegmentRule, "find", found_apart)
         x, found = voxels(397, 0)
         pm.ops.conv_features(x, weight, found, 397)
         assert len(seen) == apart
@@ -1197,7 +1200,7 @@ def planned(monkeypatch):
 
 def both(call, x, weight):
     """The call and its gradients."""
-    y = call.result((x, weight))
+    y = call.compute((x, weight))
     dx, dw = call.gradients((x, weight), torch.zeros_like(y), (x.dtype, weight.dtype))
     assert (y.shape, dx.shape, dw.shape) == ((len(x), 16), x.shape, weight.shape)
     return y
@@ -1208,9 +1211,10 @@ def turned(x):
     return x.t().contiguous().t()
 
 
+TUNED = SimpleNamespace(generation=77, get=lambda key: None)
 SETTINGS = {
-    "deterministic": lambda patch: patch.setattr(direct, "deterministic", lambda: True),
-    "tuned since": lambda patch: patch.setattr(direct, "ledger", lambda: SimpleNamespace(generation=77)),
+    "deterministic": lambda patch: patch.setattr(calls, "deterministic", lambda: True),
+    "tuned since": lambda patch: patch.setattr(kernels, "ledger", lambda: TUNED),
     "tiles": lambda patch: patch.setattr(kernels, "tuning_mode", lambda: kernels.DEFAULT),
     "precision": lambda patch: patch.setattr(kernels, "float32_precision", lambda: "tf32"),
 }
@@ -1222,27 +1226,23 @@ def test_a_recorded_call_is_another_one_where_something_else_is_set(straight, mo
     (x, found), weight = voxels(400, 0, dtype=dtype), torch.zeros(16, 27, 16, dtype=dtype)
     call = recorded(x, weight, found)
     both(call, x, weight)
-    before, keys = counted(straight), {*call._launch_cache._held}
+    before, keys = counted(straight), {*call._launches}
     both(call, x, weight)
-    assert (
-        counted(straight) == (before[0], before[1], before[2] + 3)
-        and {*call._launch_cache._held} == keys
-        and len(keys) == 3
-    )
+    assert counted(straight) == (before[0], before[1], before[2] + 3) and {*call._launches} == keys and len(keys) == 3
     with monkeypatch.context() as patch:
         SETTINGS[setting](patch)
         both(call, x, weight)
-        assert len({*call._launch_cache._held} - keys) == 3
+        assert len({*call._launches} - keys) == 3
 
 
 def test_float32_precision_is_no_matter_of_narrower_floats(straight, monkeypatch):
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     call = recorded(x, weight, found)
     both(call, x, weight)
-    keys = {*call._launch_cache._held}
+    keys = {*call._launches}
     monkeypatch.setattr(kernels, "float32_precision", lambda: "tf32")
     both(call, x, weight)
-    assert {*call._launch_cache._held} == keys
+    assert {*call._launches} == keys
 
 
 def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatch):
@@ -1252,7 +1252,7 @@ def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatc
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
         for kernel in straight.values():
             kernel.doors.clear(), kernel.direct.clear()
-        call.result((x, weight))
+        call.compute((x, weight))
         (kernel,) = [k for k in straight.values() if k.doors or k.direct]
         values = kernel.doors[0][1] if kernel.doors else kernel.direct[0][1]
         seen.append(dict(zip([a.variable for a in kernel.source.arguments], values, strict=True))["PRECISION"])
@@ -1265,7 +1265,7 @@ def test_a_recorded_call_with_other_strides_is_another_kernel(straight, planned,
     grad, call = torch.zeros(400, 16, dtype=torch.float16), recorded(x, weight, found)
 
     def run(x, weight, grad):
-        y = call.result((x, weight))
+        y = call.compute((x, weight))
         call.gradients((x, weight), grad, (x.dtype, weight.dtype))
         return y
 
@@ -1319,7 +1319,7 @@ def test_calls_that_are_recorded_for_two_maps_have_one_template(straight, planne
     assert len(planned) == before
     for other in (torch.zeros(16, 27, 16, dtype=torch.bfloat16), torch.zeros(32, 27, 16, dtype=torch.float16)):
         x, found = voxels(398, 0, dtype=other.dtype)
-        recorded(x, other, found).result((x, other))
+        recorded(x, other, found).compute((x, other))
         assert len(planned) > before
         before = len(planned)
 
@@ -1530,9 +1530,11 @@ def test_a_fixed_kernel_tells_a_profiler(current, monkeypatch):
 @pytest.mark.parametrize("ended", [False, True], ids=["bare", "epilogue"])
 def test_a_template_is_told_the_rows_of_every_tensor(straight, monkeypatch, ended):
     """Also of those that have as many in all calls: what a kernel asks of them is not known here."""
-    weight, seen, at = torch.zeros(16, 27, 16, dtype=torch.float16), [], direct.Template.at
+    weight, seen, at = torch.zeros(16, 27, 16, dtype=torch.float16), [], calls.CallTemplate.instantiate
     monkeypatch.setattr(
-        direct.Template, "at", lambda self, held, counts, shape: seen.append(counts) or at(self, held, counts, shape)
+        calls.CallTemplate,
+        "instantiate",
+        lambda self, on, rows, shape: seen.append([count for count, _ in rows]) or at(self, on, rows, shape),
     )
     for count in (400, 399, 397):
         x, found = voxels(count, 0)
@@ -1546,8 +1548,8 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     """Addresses then need 64 bits, and the kernel that was compiled has fewer."""
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     pm.ops.conv_features(x, weight, found, 400)
-    (template,) = direct.TEMPLATES.values()
-    held = import_module("pumice.ops.conv").bound_map(found, False)
-    rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.FAR - 1) // 400, kernels.FAR // 400 + 1)]
-    assert [template.over(held, each, (400, 16)) is None for each in rows] == [False, False, True]
-    assert template.over(held, rows[0], (400, kernels.FAR // 400 + 1)) is None
+    (template,) = calls.TEMPLATES.values()
+    on = maps.bound_map(found)
+    rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.INT32_LIMIT - 1) // 400, kernels.INT32_LIMIT // 400 + 1)]
+    assert [template.instantiate(on, each, (400, 16)) is None for each in rows] == [False, False, True]
+    assert template.instantiate(on, rows[0], (400, kernels.INT32_LIMIT // 400 + 1)) is None

@@ -44,7 +44,7 @@ def test_no_file_of_the_cache_folder_is_executed(cache, linked):
     else:
         folder.mkdir()
     (folder / f"k{digest}.py").write_text(evil)
-    found = kernels.loaded(Source("kernel", BODY, ()))
+    found = kernels.loaded(Source("kernel", BODY, ())).function
     assert found.src == "def kernel(x, SIZE):\n    x + SIZE\n"
     assert [file.read_text() for file in folder.iterdir()] == [evil]
 
@@ -52,7 +52,7 @@ def test_no_file_of_the_cache_folder_is_executed(cache, linked):
 def test_the_text_of_a_kernel_can_be_read(cache):
     """By Triton, when it interprets a kernel, and by tracebacks."""
     pytest.importorskip("triton")
-    found = kernels.loaded(Source("kernel", BODY, ()))
+    found = kernels.loaded(Source("kernel", BODY, ())).function
     assert inspect.getsource(found.fn) == BODY[BODY.index("@") :]
     assert not [*cache.iterdir()], "nothing is written"
 

@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.errors import OptionError
-from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows, chosen
-from pumice.schedule.grouping import EPSILONS, GROUPINGS, SIZES, Grouping, OffsetGroup, padding, spread
+from pumice.schedule.dataflow import (
+    DATAFLOWS,
+    EPSILONS,
+    GROUPINGS,
+    SIZES,
+    Dataflow,
+    Dataflows,
+    Grouping,
+    OffsetGroup,
+    chosen,
+    padding,
+    spread,
+)
 
 NUMBERS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 COUNTS = NUMBERS | st.builds(lambda half, middle: [*half, *middle, *half[::-1]], NUMBERS, st.just([]) | st.just([60]))

@@ -14,7 +14,6 @@ import pumice as pm
 from pumice.coords import Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
 from pumice.lower import dataflow as lowered
-from pumice.lower import movement
 from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
 from pumice.schedule.dataflow import PASSES
 from pumice.testing import assert_close, random_tensor
@@ -210,7 +209,7 @@ def test_columns_in_slices(monkeypatch):
     x, w = x.clone().requires_grad_(), w.requires_grad_()
     ways = []
     for room in (1 << 28, 5000):
-        monkeypatch.setattr(movement, "_COLUMNS", room)
+        monkeypatch.setattr(lowered, "_COLUMNS", room)
         y = conv_features(x, w, found, rows, dataflow="explicit-gemm")
         ways.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
     for a, b in zip(*ways, strict=True):

@@ -11,11 +11,13 @@ from torch.testing import assert_close
 
 import pumice as pm
 from pumice import nn
-from pumice.lower import direct, plan
 from pumice.lower import kernel as kernels
-from pumice.ops import linear
+from pumice.lower import plan
+from pumice.ops import autograd
 from pumice.schedule.cost import Work
 from pumice.testing import random_cloud
+
+linear = import_module("pumice.ops.linear")
 
 COORDS = random_cloud(700, 3, extent=(40, 40, 20), seed=1)
 BF = torch.bfloat16
@@ -24,7 +26,7 @@ BF = torch.bfloat16
 @pytest.fixture
 def gpu(tmp_path, monkeypatch):
     torch.manual_seed(3)
-    monkeypatch.setattr(import_module("pumice.nn.layers"), "_MANY", 600)
+    monkeypatch.setattr(linear, "_MANY", 600)
     with emulated(tmp_path) as found:
         yield found
 
@@ -190,9 +192,7 @@ def test_few_rows_of_a_captured_step_have_kernels(gpu, monkeypatch):
     """The host, which has more to do for them, does it once."""
     layer, x = nn.Linear(8, 3).to(BF), rows(90, 8)
     monkeypatch.setattr(type(x.geometry), "trains", True)
-    monkeypatch.setattr(
-        import_module("pumice.nn.layers"), "row_by_row", lambda x, function: x.replace(function(x.feats))
-    )
+    monkeypatch.setattr(linear, "row_by_row", lambda x, function: x.replace(function(x.feats)))
     layer(x).feats.sum().backward()
     assert len(gpu.started) == 3
 
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(gpu):
 
 
 def test_on_a_cpu_torch_multiplies():
-    assert not direct.starts_kernels(torch.zeros(1))
+    assert not autograd.uses_gpu(torch.zeros(1))
     assert linear.differentiable_features(torch.zeros(4, 8, dtype=BF), torch.zeros(3, 8, dtype=BF), None) is None
 
 

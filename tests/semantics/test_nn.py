@@ -1,5 +1,7 @@
 """Layers without a kernel: norms per voxel, per channel, per batch item; activations; conversion; mixed containers."""
 
+from importlib import import_module
+
 import cases
 import pytest
 import torch
@@ -7,10 +9,10 @@ import torch
 import pumice as pm
 from pumice.coords import CoordBuffer, Geometry
 from pumice.coords.capacity import BufferedState, CapacityPlanner
-from pumice.nn import layers
-from pumice.ops.linear import linear_features
 from pumice.ops.tensor import from_raw_feats
 from pumice.testing import assert_close
+
+linear = import_module("pumice.ops.linear")
 
 ACTIVATIONS = ["ReLU", "LeakyReLU", "GELU", "SiLU", "ELU", "Sigmoid", "Tanh", "Softplus"]
 NORMS = {
@@ -169,14 +171,14 @@ def test_containers(wrap):
 @pytest.fixture
 def own(monkeypatch):
     """Where rows are multiplied by a kernel of ours wherever it takes them: how often it was."""
-    calls = []
+    calls, real = [], linear.linear_features
 
     def product(*given):
         calls.append(given)
-        return linear_features(*given)
+        return real(*given)
 
-    monkeypatch.setattr(layers, "fits_one_kernel", lambda *tensors: not torch.is_grad_enabled())
-    monkeypatch.setattr(layers, "linear_features", product)
+    monkeypatch.setattr(linear, "fits_one_kernel", lambda *tensors: not torch.is_grad_enabled())
+    monkeypatch.setattr(linear, "linear_features", product)
     return calls
 
 
@@ -212,7 +214,7 @@ def test_rows_of_a_captured_step_are_multiplied_by_torch(own, monkeypatch):
     """It has gradients of living rows alone, also where a pass of it is without."""
     x = sample(channels=96, dtype=torch.float16)
     monkeypatch.setattr(type(x.geometry), "trains", True)
-    monkeypatch.setattr(layers, "row_by_row", lambda x, function: x.replace(function(x.feats)))
+    monkeypatch.setattr(linear, "row_by_row", lambda x, function: x.replace(function(x.feats)))
     with torch.no_grad():
         pm.nn.Linear(96, 19).half()(x)
     assert not own

@@ -20,11 +20,9 @@ from rich.text import Text
 
 import pumice
 from pumice.cli import info as info_
+from pumice.cli import kept as kept_
 from pumice.cli import segment as segment_
-from pumice.cli import tuned as tuned_
-from pumice.cli import warmup as warmup_
-from pumice.cli.job import Job, common_labels, hold_out, labelled, pick_device
-from pumice.cli.segment import Result
+from pumice.cli.segment import Job, Result, common_labels, hold_out, labelled, pick_device
 from pumice.cli.training import Recipe, TrainingProgress
 from pumice.data import READERS, Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
@@ -247,7 +245,7 @@ def tune(
         scans = _read(find_scans(path)[:_SAMPLES], path, False, columns)
         console.print(str(segment_.tune(list(scans), job, budget)), markup=False, soft_wrap=True)
         return
-    cache = tuned_.Kept(ledger(), plans())
+    cache = kept_.Kept(ledger(), plans())
     if show:
         tables = cache.tables()
         for table in tables:
@@ -272,12 +270,12 @@ def warmup(
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16: dtype of the network")] = "fp32",
 ) -> None:
     """Compile the kernels of a network's inference ahead, and keep them on disk: its first scene waits for none."""
-    net = warmup_.network(model)
-    count = warmup_.channels_of(net) if channels is None else channels
+    net = kept_.network(model)
+    count = kept_.channels_of(net) if channels is None else channels
     with Progress(TextColumn("compile"), TextColumn("{task.description}"), console=console, transient=True) as shown:
         bar = shown.add_task("first kernels", total=None)
         watch = lambda left: shown.update(bar, description=f"{left} kernels left")  # noqa: E731
-        most, seconds = warmup_.warm(net, count, pick_device(device), precision, watch)
+        most, seconds = kept_.warm(net, count, pick_device(device), precision, watch)
     _say(f"ready for scenes like streets of up to {most} voxels, after {seconds:.1f} s")
 
 

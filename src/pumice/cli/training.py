@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.cli.task import IGNORE, LabelledScan, Task, example
+from pumice.cli.checkpoint import IGNORE, LabelledScan, Task, example
 from pumice.data import Scan
 from pumice.engine import compile
 

@@ -4,13 +4,11 @@ from pumice.coords import traced_ops  # noqa: F401  (registers them)
 from pumice.coords.box import Bounds, KeySpace
 from pumice.coords.buffer import CoordBuffer
 from pumice.coords.build import check_steps, checked_geometry, join_side_streams, kernel_map, on_side_stream, pyramid
-from pumice.coords.codes import CodeLayout, morton_argsort, morton_unique
-from pumice.coords.curve import CURVES, deserialize, serialize
+from pumice.coords.codes import CURVES, CodeLayout, deserialize, morton_argsort, morton_unique, serialize
 from pumice.coords.geometry import Geometry, same_geometry
 from pumice.coords.grid import ROUNDINGS, GridSpec, VoxelFrame
-from pumice.coords.indexes import lookup_of
 from pumice.coords.kernel_map import KernelMap, Pairs, read_pending_sizes
-from pumice.coords.lookup import MapSchedule, mask_words
+from pumice.coords.lookup import MapSchedule, lookup_of, mask_words
 from pumice.coords.outputs import make_outputs
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.tiles import PairGroups, SortSpec, TileList

@@ -1,4 +1,4 @@
-"""Bounding boxes of integer coordinates, and linear search keys."""
+"""Integer coordinates: their form, their bounding boxes, and linear search keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pumice.errors import CoordinateError
+from pumice.errors import CoordinateError, DtypeError, ShapeError
 
 INT32_MAX = 2**31 - 1
 
@@ -64,6 +64,25 @@ class Bounds:
 
 
 UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: not read yet
+
+
+def check_form(coords: Tensor, dim: int | None = None) -> None:
+    """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
+    if coords.dtype != torch.int32:
+        raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
+    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
+        raise ShapeError(
+            f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
+        )
+    columns = coords.shape[1]
+    if dim is not None and columns - 1 != dim:
+        hint = "prepend a batch column, torch.nn.functional.pad(coords, (1, 0)), or " if columns == dim else ""
+        raise ShapeError(
+            f"coordinates are [N, {dim + 1}] = (batch, axes...) with dim={dim}, found shape {list(coords.shape)}; "
+            f"{hint}pass dim={columns - 1}"
+        )
+    if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
+        raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,7 @@ from torch import Tensor
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import CoordBuffer, offset_table
 from pumice.coords.codes import CodeLayout
-from pumice.coords.lookup import (
-    WARPS,
-    WORD,
-    MapSchedule,
-    Neighbours,
-    UsedWords,
-    lanes_of,
-    padded,
-    prefix_counts,
-    rows_of,
-    zeroed_words,
-)
+from pumice.coords.lookup import WARPS, UsedWords, lanes_of, padded, prefix_counts, rows_of, zeroed_words
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, kernel, to_device_async, triton_unavailable_reason
@@ -63,10 +52,6 @@ class Stencil:
         """The outputs of each input, per kernel offset."""
         form = "times" if relation.policy == "transposed_support" else "over"
         return Stencil(form, relation.stride, relation.offsets)
-
-    @staticmethod
-    def identity(dim: int) -> Stencil:
-        return Stencil("floor", (1,) * dim, ((0,) * dim,))
 
     @property
     def lanes(self) -> int:
@@ -187,11 +172,6 @@ class Bricks:
     count: Tensor
 
     @property
-    def nbytes(self) -> int:
-        held = (self.cells,) if self.directory is None else self.tensors
-        return sum(t.numel() * t.element_size() for t in held)
-
-    @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(directory, cells) as kernel arguments."""
         return self.cells if self.directory is None else self.directory, self.cells
@@ -202,31 +182,25 @@ class Bricks:
         return {"WHOLE": self.directory is None}
 
     @staticmethod
-    def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int, strict: bool = False) -> Bricks:
-        """Cells in `bounds` that rows reach, at most `most`. strict: flag in status cells outside or reached twice."""
+    def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int) -> Bricks:
+        """Cells in `bounds` that rows reach, at most `most`."""
         space = BrickSpace.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
         if space.bricks <= WHOLE:
             cells = torch.zeros(space.bricks * words, dtype=torch.int32, device=cloud.device)
-            call(
-                "lookup_kernels.occupy",
-                (cells, cells, cloud.status),
-                (space.bricks,),
-                {"STRICT": strict, "WHOLE": True},
-            )
+            call("lookup_kernels.occupy", (cells, cells, cloud.status), (space.bricks,), {"WHOLE": True})
             return Bricks(space, space.bricks, None, *prefix_counts(cells))
         limit = max(1, min(most, space.bricks))
         size, capacity = -(-space.bricks // 32) * 32, limit * words
         few = capacity <= FEW
         marks = torch.zeros(size + 4 * capacity * few, dtype=torch.int8, device=cloud.device)
         marks, cells = marks[:size], marks[size:].view(torch.int32)
-        call("lookup_kernels.mark", (marks, cloud.status), (), {"STRICT": strict})
+        call("lookup_kernels.mark", (marks,), (), {})
         directory, count = prefix_counts(marks)
         live = UsedWords(count, words)
         cells = cells if few else zeroed_words(capacity, live)
-        more = {"STRICT": strict, "WHOLE": False}
-        call("lookup_kernels.occupy", (directory, cells, cloud.status), (limit,), more)
+        call("lookup_kernels.occupy", (directory, cells, cloud.status), (limit,), {"WHOLE": False})
         return Bricks(space, limit, directory, *prefix_counts(cells, live))
 
     def coords(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor]:
@@ -272,49 +246,9 @@ class _BrickCall:
         cloud, reach, device = self.cloud, self.reach, self.cloud.device
         lanes = lanes_of(reach.lanes)
         given = (_taps(reach, device), self.space.layout.tables(device))
-        constants = {"D": cloud.dim, "PER": reach.lanes, **_steps(reach.steps), "FORM": reach.form}
+        steps = {f"S{axis}": step for axis, step in enumerate(padded(reach.steps, 1))}
+        constants = {"D": cloud.dim, "PER": reach.lanes, **steps, "FORM": reach.form}
         constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes, **more}
         programs = -(-cloud.capacity // rows_of(lanes))
         tensors = (cloud.coords, cloud.count, *given, *tensors)
         kernel(name)(programs, tensors, (*self.space.kernel_arguments(reach), *numbers), constants, WARPS)
-
-
-class BrickLookup:
-    """Lookup of a buffer's rows through bricks of its own cells."""
-
-    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
-        own = Stencil.identity(cloud.dim)
-        self._bricks = Bricks.of(cloud, own, cloud.bounds, cloud.capacity, strict=True)
-        self._values = self._bricks.rows(cloud, own, cloud.capacity)
-
-    @staticmethod
-    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
-        return refusal(cloud.coords, cloud.bounds, Stencil.identity(cloud.dim))
-
-    @property
-    def nbytes(self) -> int:
-        return self._bricks.nbytes + self._values.numel() * 4
-
-    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """See Lookup."""
-        bricks, space, device = self._bricks, self._bricks.space, outputs.device
-        volume, capacity = len(relation.offsets), outputs.capacity
-        rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
-        masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
-        lanes, reach = lanes_of(volume), Stencil("times", relation.stride, relation.offsets)
-        constants = {"D": outputs.dim, "K": volume, **_steps(relation.stride)}
-        constants |= {"LOW": space.low, "ROWS": rows_of(lanes), "LANES": lanes, **bricks.constants}
-        given = (_taps(reach, device), space.layout.tables(device))
-        kernel("lookup_kernels.brick_neighbours")(
-            -(-capacity // rows_of(lanes)),
-            (outputs.coords, outputs.count, *given, *bricks.tensors, self._values, rows, masks),
-            (*space.kernel_arguments(reach), bricks.limit, capacity),
-            constants,
-            WARPS,
-        )
-        return Neighbours(rows, masks)
-
-
-def _steps(steps: Sequence[int]) -> dict[str, int]:
-    """The steps as compile-time constants of kernels."""
-    return {f"S{axis}": step for axis, step in enumerate(padded(steps, 1))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -54,27 +55,10 @@ class BufferedMapState:
     status: Tensor
     capacities: Capacities
     key: Hashable
-    pending_events: PendingEvents = field(default_factory=PendingEvents)
 
-    def wait_for(self, key: Hashable) -> None:
-        """See PendingEvents."""
-        self.pending_events.wait_for(key, self.status.device)
-
-    def register_derived(self, key: Hashable) -> None:
-        """See PendingEvents."""
-        self.pending_events.register_derived(key, self.status.device)
-
-    def register_status_writer(self) -> None:
-        """See PendingEvents."""
-        self.pending_events.register_status_writer(self.status.device)
-
-    def wait_for_status(self) -> None:
-        """See PendingEvents."""
-        self.pending_events.wait_for_status(self.status.device)
-
-    def wait_for_all(self) -> None:
-        """See PendingEvents."""
-        self.pending_events.wait_for_all(self.status.device)
+    @cached_property
+    def pending_events(self) -> PendingEvents:
+        return PendingEvents(self.status.device)
 
 
 class CapacityPlanner:

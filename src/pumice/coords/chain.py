@@ -58,7 +58,8 @@ PAIRS = ENTRIES + SIDE
 _FREE, _FAR = 2**63 - 1, 1 << 30
 _LANES = 256  # Cells that a program inserts
 _PLACED = 512  # Rows of a program
-_NEIGHBOURS, _WARPS = 32, 4  # Rows and warps of a program that finds neighbours
+_SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours that a program looks for, and its rows at most
+_WARPS = 4  # Its warps
 SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
 WIDTH = 20  # Bits of a row's sort key within its segment
 _DIGIT = 9  # Maximum bits of a digit of the sort
@@ -357,10 +358,11 @@ def _insert(chain: Chain, site: GridSpec) -> None:
 def _find_neighbours(chain: Chain) -> None:
     """Fill tables, masks, pairs and totals by the hash table of all levels."""
     request, rows, device = chain.request, chain.rows, chain.coords.device
-    constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "LANES": tiles.lanes_of(max(request.volumes))}
-    constants["BLOCK"] = _NEIGHBOURS
+    lanes = tiles.lanes_of(max(request.volumes))
+    block = min(_MOST_SEARCHED, _SEARCHED // lanes)
+    constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "LANES": lanes, "BLOCK": block}
     *_, (_, _, fine, coarse) = _coefficients(request)
-    programs = fine * -(-rows // _NEIGHBOURS) + coarse * -(-chain.most // _NEIGHBOURS)
+    programs = fine * -(-rows // block) + coarse * -(-chain.most // block)
     plan, offsets, groups = plan_of(request, device)
     tensors = (chain.coords, chain.coarse, chain.table, chain.values, plan, offsets, groups)
     tensors += (chain.words, chain.totals, chain.tables, chain.masks)

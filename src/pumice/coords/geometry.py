@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from pumice.coords.box import INT32_MAX, UNKNOWN, Bounds
+from pumice.coords.box import UNKNOWN, Bounds, check_form
 from pumice.coords.buffer import CoordBuffer, read, with_own_storage
 from pumice.coords.capacity import BufferedState
 from pumice.coords.codes import morton_argsort
 from pumice.coords.grid import GridSpec, Stride, VoxelFrame, tidy
-from pumice.coords.indexes import explain, lookup_of
 from pumice.coords.kernel_map import KernelMap
-from pumice.coords.lookup import Lookup, MapSchedule, find
+from pumice.coords.lookup import Lookup, MapSchedule, explain, find, lookup_of
 from pumice.coords.relation import Relation, as_axes
 from pumice.errors import CoordinateError, DtypeError, GeometryError, ShapeError
-from pumice.runtime.launch import outside_inference_mode
+from pumice.runtime.launch import outside_inference_mode, unwrapped
 from pumice.runtime.streams import PendingEvents
 
 
@@ -49,9 +48,9 @@ class Geometry:
     negative unless `spatial_shape` bounds them."""
 
     def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
-        self._coords = coords
+        self._coords = coords = unwrapped(coords)
         self._site = site
-        self._inverse = inverse
+        self._inverse = None if inverse is None else unwrapped(inverse)
         # Filled by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
         # (a reference cycle would keep device memory alive until a garbage collection), and coarser levels.
         self._maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
@@ -69,11 +68,13 @@ class Geometry:
         self.prepared = False
         # Keys of the sets of maps that pumice.ops.prepare has already built here.
         self.prepared_requests: set[Hashable] = set()
+        # Set by pumice.ops.layer_maps: what layers asked of a network's coordinates, and the level of these.
+        self.asked: Any = None
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
         self._valid_mask: Tensor | None = None
         # In a captured network: events of side streams for "coords" and for all that is "found" from them.
-        self.pending_events = PendingEvents()
+        self.pending_events = PendingEvents(coords.device)
 
     @staticmethod
     def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
@@ -283,21 +284,21 @@ class Geometry:
     def _wait_for(self, what: str) -> None:
         """See PendingEvents; used in captured networks only."""
         if self.pending_events:
-            self.pending_events.wait_for(what, self.device)
+            self.pending_events.wait_for(what)
 
     def wait_for_status(self) -> None:
         """Make the current stream wait for the status words of these coordinates and their maps."""
-        self.pending_events.wait_for_status(self.device)
+        self.pending_events.wait_for_status()
         for found, _ in self.maps.values():
             if found.buffered is not None:
-                found.buffered.wait_for_status()
+                found.buffered.pending_events.wait_for_status()
 
     def wait_for_all(self) -> None:
         """At the end of a program: order later reads after all side streams, also those of maps that no layer read."""
-        self.pending_events.wait_for_all(self.device)
+        self.pending_events.wait_for_all()
         for found, _ in self.maps.values():
             if found.buffered is not None:
-                found.buffered.wait_for_all()
+                found.buffered.pending_events.wait_for_all()
 
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The cached search structure from coordinates to rows.
@@ -386,25 +387,6 @@ def described(
     dim = coords.shape[1] - 1
     shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
     return coords, as_axes(stride, dim, "stride", 1, int | Fraction), shape
-
-
-def check_form(coords: Tensor, dim: int | None = None) -> None:
-    """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
-    if coords.dtype != torch.int32:
-        raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
-    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
-        raise ShapeError(
-            f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"
-        )
-    columns = coords.shape[1]
-    if dim is not None and columns - 1 != dim:
-        hint = "prepend a batch column, torch.nn.functional.pad(coords, (1, 0)), or " if columns == dim else ""
-        raise ShapeError(
-            f"coordinates are [N, {dim + 1}] = (batch, axes...) with dim={dim}, found shape {list(coords.shape)}; "
-            f"{hint}pass dim={columns - 1}"
-        )
-    if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
-        raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
 
 
 def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | None) -> Bounds:

@@ -83,6 +83,9 @@ class KernelMap:
     inputs: weakref.ref[PendingChecks] | None = field(default=None, repr=False)
     buffered: BufferedMapState | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
+    # Launches over the map and over its transpose, by signature (lower.call): they hold none of its tensors.
+    calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _transposed_calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def volume(self) -> int:
@@ -100,7 +103,14 @@ class KernelMap:
 
     def transpose(self) -> KernelMap:
         """The same pairs with inputs and outputs exchanged; kernel offsets keep their order."""
-        return replace(self, num_inputs=self.num_outputs, num_outputs=self.num_inputs, flipped=not self.flipped)
+        return replace(
+            self,
+            num_inputs=self.num_outputs,
+            num_outputs=self.num_inputs,
+            flipped=not self.flipped,
+            calls=self._transposed_calls,
+            _transposed_calls=self.calls,
+        )
 
     def rows(self) -> Tensor:
         """int32 [num_outputs, K]: input row of each output at each kernel offset, -1 if none."""
@@ -169,7 +179,7 @@ class KernelMap:
     def get_cached(self, name: Hashable) -> Any:
         """The storage cached under `name`, or None."""
         if self.buffered is not None:
-            self.buffered.wait_for((name, self.flipped))
+            self.buffered.pending_events.wait_for((name, self.flipped))
         found = self._storages.get((name, self.flipped))
         return self._read((name, self.flipped), found) if type(found) is Deferred else found
 
@@ -181,14 +191,14 @@ class KernelMap:
         """Cache `value` under `name` and return it."""
         self._storages[name, self.flipped] = value
         if self.buffered is not None:
-            self.buffered.register_derived((name, self.flipped))
+            self.buffered.pending_events.register_derived((name, self.flipped))
         return value
 
     def cached(self, name: Hashable, build: Callable[[KernelMap], Any]) -> Any:
         """`build(self)`, cached under `name` for this direction of the map."""
         key = (name, self.flipped)
         if self.buffered is not None:
-            self.buffered.wait_for(key)
+            self.buffered.pending_events.wait_for(key)
         found = self._storages.get(key, _MISSING)
         if type(found) is Deferred:
             return self._read(key, found)
@@ -198,7 +208,7 @@ class KernelMap:
             with outside_inference_mode():
                 found = self._storages[key] = build(self)
             if self.buffered is not None:
-                self.buffered.register_derived(key)
+                self.buffered.pending_events.register_derived(key)
         return found
 
     def _read(self, key: Hashable, found: Deferred) -> Any:
@@ -209,7 +219,12 @@ class KernelMap:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
         """The map with its rows on `device`; other storages are rebuilt there on demand."""
-        return replace(self, table=self.table.to(device, non_blocking=non_blocking), _storages={})
+        return self.without_storages(self.table.to(device, non_blocking=non_blocking))
+
+    def without_storages(self, table: Tensor | None = None) -> KernelMap:
+        """The map without what is cached with it; table: the same rows elsewhere."""
+        own = self.table if table is None else table
+        return replace(self, table=own, _storages={}, calls={}, _transposed_calls={})
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the rows are copied; other storages are rebuilt on demand.
@@ -335,7 +350,7 @@ def _buffered_tiles(found: KernelMap, buffered: BufferedMapState, block: int, ho
         # Plain torch allocates the exact size.
         capacity = min(capacity, int(tiling.entries))
     made = tiles.fill_tiles(found.rows(), tiling, capacity, buffered.status)
-    buffered.register_status_writer()
+    buffered.pending_events.register_status_writer()
     register_and_split(made.tiles, tiling.ends, found.volume, buffered.capacities.piece_lengths(key))
     return made
 
@@ -361,5 +376,5 @@ def _grouped(found: KernelMap, group: int) -> PairGroups:
         return tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group))
     groups = _group_capacity(found, buffered, group)
     made = tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group), buffered.status)
-    buffered.register_status_writer()
+    buffered.pending_events.register_status_writer()
     return made

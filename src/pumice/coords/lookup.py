@@ -1,22 +1,25 @@
-"""The interface of neighbour search structures: from coordinates to rows.
+"""Neighbour search: from coordinates to rows, by one of several structures.
 
-All structures give the same rows and differ in time and memory only. Of duplicates, which are reported, any row."""
+Hash table, dense grid and bitmap are built and queried by kernels; sorted keys in plain torch, on any device, are the
+fallback of all others. All structures give the same rows and differ in time and memory only. Of duplicates, which are
+reported, any row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pumice.coords.box import Bounds
-from pumice.coords.buffer import CoordBuffer
+from pumice.coords.box import INT32_MAX, Bounds, KeySpace
+from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer, offset_table, set_status
 from pumice.coords.relation import Relation
-from pumice.errors import OptionError
-from pumice.runtime.launch import has_triton, kernel
+from pumice.errors import CoordinateError, OptionError
+from pumice.runtime.launch import has_triton, kernel, triton_unavailable_reason
 
 WORD = 31  # Kernel offsets per mask word: an int32 without its sign
 
@@ -130,19 +133,16 @@ def padded(values: Sequence[int], filler: int) -> tuple[int, ...]:
     return (*values, *(filler,) * (4 - len(values)))
 
 
-STRUCTURES = ("sorted", "hash", "grid", "bitmap", "bricks")
-
-
+# Schedules
 @dataclass(frozen=True)
 class MapSchedule:
     """How neighbours are searched.
 
     structure: "hash" (open addressing), "grid" (an int32 per cell of the box), "bitmap" (a bit per cell with popcount
-        ranks), "bricks" (two-level bitmap in Morton order), "sorted" (bisection of sorted keys; no kernel, any device).
+        ranks), "sorted" (bisection of sorted keys; no kernel, any device).
     load: maximum load factor of a hash table. cells: maximum cells of a grid; 16 times as many for a bitmap.
     mirrored: query half of a submanifold map's offsets and write each hit twice.
     fused: generate, clip and look up output candidates in one kernel, not in stages through memory.
-    block: cells that one program queries, a power of two; None: the structure's default. warps: warps per program.
 
     Raises OptionError for values out of range."""
 
@@ -151,8 +151,6 @@ class MapSchedule:
     cells: int = 1 << 27
     mirrored: bool = False
     fused: bool = True
-    block: int | None = None
-    warps: int = 1
 
     def __post_init__(self) -> None:
         if self.structure not in STRUCTURES:
@@ -161,9 +159,6 @@ class MapSchedule:
             raise OptionError(f"load must be above 0 and at most 0.9, found {self.load}")
         if self.cells < 1:
             raise OptionError(f"cells must be at least 1, found {self.cells}")
-        for name, value, least in (("block", self.block, 32), ("warps", self.warps, 1)):
-            if value is not None and (value < least or value & (value - 1)):
-                raise OptionError(f"{name} must be a power of two of at least {least}, found {value}")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -188,20 +183,365 @@ class Rates:
     hash: tuple[float, float] = (14e-6, 11.5e-12)
     grid: tuple[float, float] = (8e-6, 5.0e-12)
     bitmap: tuple[float, float] = (17e-6, 5.5e-12)
-    bricks: tuple[float, float] = (35e-6, 12e-12)
 
 
 def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -> dict[str, float]:
     """Estimated seconds for a submanifold map of `rows` rows in a box of `cells` cells, by structure."""
     rates = rates or Rates()
-    passes = {
-        "hash": 40.0 * rows,
-        "grid": 4.0 * cells,
-        "bitmap": 6.5 * cells / 8,
-        "bricks": cells / 512 / 8 * 5 + 64 * rows,
-    }
+    passes = {"hash": 40.0 * rows, "grid": 4.0 * cells, "bitmap": 6.5 * cells / 8}
     found = {}
     for name, streamed in passes.items():
         fixed, per_cell = getattr(rates, name)
         found[name] = fixed + streamed / rates.stream + per_cell * rows * volume
     return found
+
+
+# Structures of kernels
+MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
+"""Cells beyond each side of the box that have keys: an offset adds a constant to a row's key."""
+BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
+"""Cells that a program queries: few for hash tables, as the longest probe sequence delays the program."""
+_INSERT_BLOCK = 128
+
+
+class Table:
+    """A hash table, dense grid or bitmap, built and queried by kernels."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule, kind: str) -> None:
+        self._cloud, self._kind, self._schedule = cloud, kind, schedule
+        self._margin = MARGINS[kind]
+        self._bounds = _key_bounds(cloud, kind)
+        self._bits, self._last = _row_bits(cloud), (1 << table_bits(cloud.capacity, schedule.load)) - 1
+        self._table = self._empty_table()
+        zero = offset_table(((0,) * cloud.dim,), cloud.device)
+        numbers = (*_box(self._bounds, (1,) * cloud.dim), self._margin, self._bits, self._last)
+        tensors = (cloud.coords, cloud.count, zero, self._table, cloud.status)
+        constants = {"D": cloud.dim, "KIND": kind, "BLOCK": _INSERT_BLOCK}
+        programs = -(-cloud.capacity // _INSERT_BLOCK)
+        kernel("lookup_kernels.insert")(programs, tensors, numbers, constants)
+        self._values = self._table
+        if kind == "bitmap":
+            self._table, _ = prefix_counts(self._table)
+            self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
+            tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
+            constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
+            kernel("lookup_kernels.number_rows")(programs, tensors, numbers[:-2], constants)
+
+    def _empty_table(self) -> Tensor:
+        device = self._cloud.device
+        if self._kind == "grid":
+            return torch.full((self._bounds.cells,), INT32_MAX, dtype=torch.int32, device=device)
+        if self._kind == "bitmap":
+            return torch.zeros(-(-self._bounds.cells // 32), dtype=torch.int32, device=device)
+        if self._kind == "hash":
+            return torch.full((self._last + 1,), 2**63 - 1, dtype=torch.int64, device=device)
+        return torch.full((self._last + 1 + _INSERT_BLOCK,), -1, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        held = {id(t): t for t in (self._table, self._values)}
+        return sum(t.numel() * t.element_size() for t in held.values())
+
+    def neighbours(self, outputs: CoordBuffer, relation: Relation, mirrored: bool | None = None) -> Neighbours:
+        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (no masks); by
+        default if the schedule sets it and the map is submanifold."""
+        if mirrored is None:
+            mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
+        volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
+        rows = torch.empty(capacity, volume, dtype=torch.int32, device=device)
+        masks = torch.empty(capacity, -(-volume // WORD), dtype=torch.int32, device=device)
+        if mirrored:
+            rows.fill_(-1)
+        lanes = lanes_of(volume // 2 if mirrored else volume)
+        block = max(1, BLOCKS[self._kind] // lanes)
+        reach = self._reach(outputs, relation)
+        constants = {"D": outputs.dim, "K": volume, "KIND": self._kind, "EACH": reach is None, "MIRROR": mirrored}
+        constants |= {"ROWS": block, "LANES": lanes}
+        box = _box(self._bounds, relation.stride)
+        numbers = (*box, self._margin, reach or 0, self._bits, self._last, capacity)
+        offsets = offset_table(relation.offsets, device)
+        held = (self._table, self._values, self._cloud.coords)
+        tensors = (outputs.coords, outputs.count, offsets, *held, rows, masks)
+        kernel("lookup_kernels.neighbours")(-(-capacity // block), tensors, numbers, constants, WARPS)
+        return Neighbours(rows, None if mirrored else masks)
+
+    def _reach(self, outputs: CoordBuffer, relation: Relation) -> int | None:
+        """Distance from the box within which rows may have neighbours; None: margin too narrow, check each cell."""
+        most = relation.reach
+        if self._kind == "wide":
+            return None
+        if outputs.coords is self._cloud.coords and all(s == 1 for s in relation.stride):
+            # Its own rows are inside the box.
+            return 0 if most <= self._margin else None
+        return most if 2 * most <= self._margin else None
+
+
+class HashTable(Table):
+    """Open addressing with double hashing: one int64 per slot, key << bits | row, if this fits into 63 bits.
+    Else a slot holds only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 are adjacent."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(
+            cloud, schedule, "hash" if _key_bounds(cloud, "hash").cells << _row_bits(cloud) < 2**63 else "wide"
+        )
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return triton_unavailable_reason(cloud.coords)
+
+
+class DenseGrid(Table):
+    """One int32 per cell of the box (TorchSparse, MLSys 2022, section 4.4)."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "grid")
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return _too_many(cloud, "grid", schedule.cells)
+
+
+class Bitmap(Table):
+    """One bit per cell of the box, prefix counts, and the row of each set bit."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        super().__init__(cloud, schedule, "bitmap")
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return _too_many(cloud, "bitmap", 16 * schedule.cells)
+
+
+def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
+    """Reason why an entry per cell of the box is not supported, or None."""
+    cells = _key_bounds(cloud, kind).cells
+    return triton_unavailable_reason(cloud.coords) or (
+        f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
+    )
+
+
+def _key_bounds(cloud: CoordBuffer, kind: str) -> Bounds:
+    """The box with its margin."""
+    return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
+
+
+def table_bits(capacity: int, load: float) -> int:
+    """log2 of the number of slots for `capacity` rows at a load factor of at most `load`."""
+    return max(6, math.ceil(math.log2(max(1, capacity) / load)))
+
+
+def _row_bits(cloud: CoordBuffer) -> int:
+    return max(1, (cloud.capacity - 1).bit_length())
+
+
+def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
+    """A box as kernel arguments: batch, four lows, four extents, four steps."""
+    return (bounds.batch, *padded(bounds.low, 0), *padded(bounds.extents, 1), *padded(steps, 1))
+
+
+# Sorted keys
+_DEAD = 2**63 - 1  # The key of padding rows; no cell has it
+
+
+class SortedKeys:
+    """Row-major keys of a box, sorted, with their rows.
+    In a box grown by a relation's reach every kernel offset is a constant key difference, and offsets of consecutive
+    differences share one search. If the box has 2**63 cells or more, keys are built axis by axis from ranks among the
+    keys so far (the wide path: any extents)."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        self._cloud = cloud
+        self._table: _Narrow | _Wide = _table_of(cloud, (1,) * cloud.dim)
+        live = cloud.valid_mask()
+        set_status(cloud.status, RANGE, (live & ~_inside(cloud.coords, cloud.bounds)).any())
+        keys = self._table.keys
+        twice = (keys[1:] == keys[:-1]) & (keys[1:] != _DEAD)
+        set_status(cloud.status, DUPLICATE, twice.any())
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
+
+    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
+        """See Lookup. rows is stored offset by offset."""
+        volume, device = len(relation.offsets), outputs.device
+        if self._cloud.capacity == 0 or outputs.capacity == 0 or volume == 0:
+            return Neighbours(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
+        reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
+        # Outputs within reach of the box query up to twice as far; others have no neighbours.
+        table = self._table  # read once: other threads may put another one there
+        if isinstance(table, _Narrow) and not table.reaches([2 * r for r in reach]):
+            table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
+        met = table.search(outputs, relation, reach)
+        if not outputs.exact:
+            met = torch.where(outputs.valid_mask(), met, -1)
+        return Neighbours(met.t(), None)
+
+
+def _table_of(cloud: CoordBuffer, reach: Sequence[int]) -> _Narrow | _Wide:
+    try:
+        return _Narrow(cloud, KeySpace(cloud.bounds.grown(reach)))
+    except CoordinateError:
+        return _Wide(cloud)
+
+
+class _Narrow:
+    """Sorted keys of a box of less than 2**63 cells."""
+
+    def __init__(self, cloud: CoordBuffer, space: KeySpace) -> None:
+        self._bounds, self._space = cloud.bounds, space
+        keys = space.keys(cloud.coords)
+        if not cloud.exact:
+            keys = torch.where(cloud.valid_mask(), keys, _DEAD)
+        self.keys, self._rows = torch.sort(keys, stable=True)
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.keys)
+
+    def reaches(self, reach: Sequence[int]) -> bool:
+        grown = self._space.bounds
+        return all(a - low >= r for a, low, r in zip(self._bounds.low, grown.low, reach, strict=True))
+
+    def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
+        """int32 [K, capacity]"""
+        space, steps = self._space, [self._space.step(o) for o in relation.offsets]
+        near = _inside(outputs.coords, self._bounds.grown(reach), relation.stride)
+        base = torch.where(near, space.keys(outputs.coords, relation.stride), min(-max(steps), 0) - 1)
+        found: list[Tensor] = [base] * len(steps)
+        for taps in _runs(steps):
+            self._find_run(base + steps[taps[0]], taps, found)
+        return torch.stack(found)
+
+    def _find_run(self, wanted: Tensor, taps: list[int], found: list[Tensor]) -> None:
+        """Store the rows of the keys wanted, wanted + 1, ... in `found[tap]`, -1 if absent."""
+        last = len(self.keys) - 1
+        at = torch.searchsorted(self.keys, wanted)
+        for distance, tap in enumerate(taps):
+            place = at.clamp(max=last)
+            hit = self.keys[place] == wanted + distance
+            found[tap] = torch.where(hit, self._rows[place], -1).int()
+            at += hit
+
+
+class _Wide:
+    """Sorted keys of a box of any extents: if the next axis would exceed 63 bits, keys become ranks first."""
+
+    def __init__(self, cloud: CoordBuffer) -> None:
+        self._bounds = cloud.bounds
+        self._levels: list[Tensor | None] = []
+        keys, cells = cloud.coords[:, 0].long(), max(cloud.bounds.batch, 1)
+        known = cloud.valid_mask() & _inside(cloud.coords, cloud.bounds)
+        for axis, (low, high) in enumerate(zip(cloud.bounds.low, cloud.bounds.high, strict=True)):
+            level = None
+            if cells * (high - low + 1) >= _DEAD:
+                level = torch.sort(torch.where(known, keys, _DEAD))[0]
+                keys, cells = torch.searchsorted(level, keys), len(level)
+            self._levels.append(level)
+            keys = keys * (high - low + 1) + cloud.coords[:, axis + 1].long() - low
+            cells *= high - low + 1
+        self.keys, self._rows = torch.sort(torch.where(known, keys, _DEAD), stable=True)
+
+    @property
+    def nbytes(self) -> int:
+        return 16 * len(self.keys) + 8 * sum(len(level) for level in self._levels if level is not None)
+
+    def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
+        """int32 [K, capacity]"""
+        scaled = outputs.coords.long() * torch.tensor((1, *relation.stride), device=outputs.device)
+        offsets = (torch.tensor((0, *o), device=outputs.device) for o in relation.offsets)
+        return torch.stack([self._rows_of(scaled + offset) for offset in offsets])
+
+    def _rows_of(self, coords: Tensor) -> Tensor:
+        known, keys = _inside(coords, self._bounds), coords[:, 0]
+        axes = zip(self._levels, self._bounds.low, self._bounds.high, strict=True)
+        for axis, (level, low, high) in enumerate(axes):
+            if level is not None:
+                keys, hit = _bisect(level, keys)
+                known &= hit
+            keys = keys * (high - low + 1) + coords[:, axis + 1] - low
+        at, hit = _bisect(self.keys, torch.where(known, keys, -1))
+        return torch.where(hit, self._rows[at], -1).int()
+
+
+def _bisect(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """(index of each wanted key in a sorted list, True if present)."""
+    at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+    return at, keys[at] == wanted
+
+
+def _inside(coords: Tensor, bounds: Bounds, scale: Sequence[int] | None = None) -> Tensor:
+    inside = (coords[:, 0] >= 0) & (coords[:, 0] < bounds.batch)
+    for axis, (low, high) in enumerate(zip(bounds.low, bounds.high, strict=True)):
+        value = coords[:, axis + 1].long() * (scale[axis] if scale else 1)
+        inside &= (value >= low) & (value <= high)
+    return inside
+
+
+def _runs(steps: Sequence[int]) -> list[list[int]]:
+    """Kernel offsets grouped by consecutive key differences: one search serves a group."""
+    runs: list[list[int]] = []
+    for tap in sorted(range(len(steps)), key=lambda t: steps[t]):
+        if runs and steps[tap] == steps[runs[-1][-1]] + 1:
+            runs[-1].append(tap)
+        else:
+            runs.append([tap])
+    return runs
+
+
+# The choice
+class Structure(Protocol):
+    """Factory of a Lookup over a buffer."""
+
+    def __call__(self, cloud: CoordBuffer, schedule: MapSchedule) -> Lookup: ...
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        """Reason why the structure is not available, or None."""
+        ...
+
+
+STRUCTURES: Mapping[str, Structure] = {
+    "sorted": SortedKeys,
+    "hash": HashTable,
+    "grid": DenseGrid,
+    "bitmap": Bitmap,
+}
+
+
+def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup:
+    """The structure named by the schedule (None: the cost model's choice), built over the buffer.
+
+    Duplicates and coordinates out of bounds are reported in the buffer's status. Raises OptionError if the structure is
+    not available, with the reason."""
+    schedule = schedule or default(cloud)
+    reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
+    if reason is not None:
+        raise OptionError(f"structure={schedule.structure!r} is not available: {reason}")
+    return STRUCTURES[schedule.structure](cloud, schedule)
+
+
+def default(cloud: CoordBuffer) -> MapSchedule:
+    """The available structure of the least estimated cost; sorted keys where kernels do not run."""
+    estimates = costs(cloud.capacity, cloud.bounds.cells)
+    for name in sorted(estimates, key=estimates.__getitem__):
+        schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
+        if STRUCTURES[name].refusal(cloud, schedule) is None:
+            return schedule
+    return MapSchedule("sorted")
+
+
+def explain(cloud: CoordBuffer) -> str:
+    """Estimated cost of each structure for 27 kernel offsets on these coordinates, and the structure chosen."""
+    chosen = default(cloud).structure
+    estimates = costs(cloud.capacity, cloud.bounds.cells)
+    lines = [f"{cloud.capacity} rows in a box of {cloud.bounds.cells} cells, {cloud.bounds.batch} batch items"]
+    for name, structure in STRUCTURES.items():
+        reason = structure.refusal(cloud, MapSchedule(name))
+        cost = f"{1e3 * estimates[name]:.3f} ms estimated" if name in estimates else "without kernels"
+        lines.append(f"{'->' if name == chosen else '  '} {name:7} {cost if reason is None else reason}")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Triton kernels that build and query the neighbour search structures: hash table, dense grid, bitmap, bricks.
+"""Triton kernels that build and query the neighbour search structures: hash table, dense grid, bitmap; and bricks.
 
 Requires Triton. Integer arguments are int64; per-axis ones are numbered 0 to 3, those from D on are ignored."""
 
@@ -555,13 +555,6 @@ def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constex
 
 
 @triton.jit
-def _found(directory, cells, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
-    """(True if a code's cell exists, its rank among all cells)."""
-    hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
-    return _paired(cells, cell, hit)
-
-
-@triton.jit
 def _set(words, index, mask):
     """Set bits that are not set yet: many lanes hit the same bit, and a load is cheaper than a contended atomic."""
     bit = (tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32)).to(tl.int32)
@@ -571,14 +564,14 @@ def _set(words, index, mask):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def mark(
-    coords, count, taps, tables, directory, status,
+    coords, count, taps, tables, directory,
     batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64",
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Set the byte of every reached cell's brick (bits would need contended atomics). STRICT: report cells outside."""
+    """Set the byte of every reached cell's brick (bits would need contended atomics)."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -589,8 +582,6 @@ def mark(
             D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
         tl.store(directory + (code >> LOW), tl.full(code.shape, 1, tl.int8), mask=inside)
-        if STRICT:
-            _report(status, RANGE, live & (lane < PER) & (inside == 0))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -600,11 +591,9 @@ def occupy(
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64",
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STRICT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of every reached cell in its brick. limit: capacity in bricks.
-    STRICT: report cells that are reached twice and, if WHOLE (mark() did not run), cells outside the box."""
+    """Set the bit of every reached cell in its brick. limit: capacity in bricks."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -617,14 +606,7 @@ def occupy(
         hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
         if not WHOLE:
             _report(status, OVERFLOW, inside & (hit == 0))
-        if STRICT:
-            bit = (tl.full(cell.shape, 1, tl.int32) << (cell & 31).to(tl.int32)).to(tl.int32)
-            old = tl.atomic_or(cells + (cell >> 5), bit, mask=hit, sem="relaxed")
-            _report(status, DUPLICATE, hit & ((old & bit) != 0))
-            if WHOLE:
-                _report(status, RANGE, live & (lane < PER) & (inside == 0))
-        else:
-            _set(cells, cell, hit)
+        _set(cells, cell, hit)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -651,7 +633,8 @@ def search_neighbours(
             batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
             D, PER, S0, S1, S2, S3, FORM,
         )  # fmt: skip
-        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
+        hit, cell = _placed(directory, code, inside, limit, WHOLE, LOW)
+        hit, rank = _paired(cells, cell, hit)
         o = rank.to(tl.int64)
         _report(status, OVERFLOW, hit & (o >= capacity))
         hit = hit & (o < capacity)
@@ -681,31 +664,3 @@ def search_neighbours(
             inner = start + tl.arange(0, 128)
             left = (inner < part) & (begin + inner < most)
             tl.store(outputs + begin + inner, tl.full([128], -1, tl.int32), mask=left)
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def brick_neighbours(
-    coords, count, taps, tables, directory, cells, values, rows, masks,
-    batch: "i64", from0: "i64", from1: "i64", from2: "i64", from3: "i64",
-    size0: "i64", size1: "i64", size2: "i64", size3: "i64",
-    begin0: "i64", begin1: "i64", begin2: "i64", begin3: "i64", bits: "i64", limit: "i64", capacity: "i64",
-    D: tl.constexpr, K: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
-    LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """As `neighbours`, for bricks: values[rank] is the row."""
-    PER: tl.constexpr = 31 if LANES == 32 else LANES
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    lane = tl.arange(0, LANES)[None, :]
-    live = r < tl.load(count)
-    there = r < capacity
-    for word in range(0, (K + PER - 1) // PER):
-        k = word * PER + lane
-        code, inside, _, _, _, _, _ = _code(
-            coords, taps, tables, r, k, live & (lane < PER),
-            batch, from0, from1, from2, from3, size0, size1, size2, size3, begin0, begin1, begin2, begin3, bits,
-            D, K, S0, S1, S2, S3, "times",
-        )  # fmt: skip
-        hit, rank = _found(directory, cells, code, inside, limit, WHOLE, LOW)
-        found = tl.load(values + rank, mask=hit, other=-1)
-        tl.store(rows + r * K + k, found, mask=there & (lane < PER) & (k < K))
-        _note(masks, found, r, lane, there, word, K)

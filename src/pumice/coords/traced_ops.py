@@ -159,7 +159,7 @@ def _kept(coords: Tensor, mask: Tensor) -> Tensor:
     return own([rows[morton_argsort(there, Bounds.of(there))]], mask)[0]
 
 
-def _kept_fake(coords: Tensor, mask: Tensor) -> Tensor:
+def _counted_fake(coords: Tensor, *_: Tensor) -> Tensor:
     return coords.new_empty(dynamic(), dtype=torch.int64)
 
 
@@ -178,14 +178,6 @@ def _items(coords: Tensor) -> Tensor:
     return torch.bincount(coords[:, 0])
 
 
-def _items_fake(coords: Tensor) -> Tensor:
-    return coords.new_empty(dynamic(), dtype=torch.int64)
-
-
-def _places(coords: Tensor, shape: list[int], origin: list[int], items: int) -> Tensor:
-    return places_in(coords, shape, origin, items)
-
-
 def _places_fake(coords: Tensor, shape: list[int], origin: list[int], items: int) -> Tensor:
     return coords.new_empty(coords.shape[0], dtype=torch.int64)
 
@@ -198,7 +190,7 @@ register(
     f"meet(Tensor inputs, Tensor box, Tensor outputs, Tensor outputs_box, {RELATION}) -> Tensor", _meet, _meet_fake
 )
 register("pairs(Tensor table) -> (Tensor, Tensor, Tensor, Tensor)", _pairs, _pairs_fake)
-register("kept(Tensor coords, Tensor mask) -> Tensor", _kept, _kept_fake)
+register("kept(Tensor coords, Tensor mask) -> Tensor", _kept, _counted_fake)
 register("united(Tensor one, Tensor two) -> (Tensor, Tensor, Tensor)", _united, _united_fake)
-register("items(Tensor coords) -> Tensor", _items, _items_fake)
-register("places(Tensor coords, SymInt[] shape, SymInt[] origin, SymInt items) -> Tensor", _places, _places_fake)
+register("items(Tensor coords) -> Tensor", _items, _counted_fake)
+register("places(Tensor coords, SymInt[] shape, SymInt[] origin, SymInt items) -> Tensor", places_in, _places_fake)

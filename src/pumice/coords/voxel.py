@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.box import INT32_MAX, Bounds
+from pumice.coords.box import INT32_MAX, Bounds, check_form
 from pumice.coords.codes import morton_unique
-from pumice.coords.geometry import Geometry, check_form
+from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec, VoxelFrame
 from pumice.coords.relation import as_axes
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError

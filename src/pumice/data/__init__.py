@@ -3,7 +3,7 @@
 from pumice.data.labels import ASPRS, NUSCENES, SEMANTIC_KITTI, STREET, LabelSet, generic_labels
 from pumice.data.readers import READERS, find_scans, read_labels, read_scan
 from pumice.data.scan import Scan, align_labels
-from pumice.data.synthetic import street_scene
+from pumice.data.street import street_scene
 
 __all__ = [
     "ASPRS",

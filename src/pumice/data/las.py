@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pumice.data.labels import ASPRS, known_or_generic
-from pumice.data.point_file import PointFile, bad_file, optional_package, unit_scale
+from pumice.data.scan import PointFile, bad_file, optional_package, unit_scale
 
 __all__ = ["read_las"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pumice.data.point_file import PointFile, bad_file, from_fields
+from pumice.data.scan import PointFile, bad_file, from_fields
 
 __all__ = ["read_ply"]
 

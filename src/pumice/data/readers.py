@@ -1,7 +1,12 @@
-"""Reading of scans: a table of readers by suffix, and the search for scans and their labels."""
+"""Reading of scans: a table of readers by suffix, and the search for scans and their labels.
+
+Here are the readers of arrays (.npy .npz), of tables of columns as text (.xyz .txt .csv .tns .obj), of Arrow files
+(.feather .parquet, as in Argoverse 2), and of raw binary scans: rows of float32 or float16 without a header, so the
+column count must be inferred.
+"""
 
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -9,14 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from pumice.data.bins import read_bin
 from pumice.data.labels import NUSCENES, SEMANTIC_KITTI, LabelSet, generic_labels, known_or_generic
 from pumice.data.las import read_las
 from pumice.data.pcd import read_pcd
 from pumice.data.ply import read_ply
-from pumice.data.point_file import PointFile, bad_file, from_columns, unit_scale
-from pumice.data.scan import Scan
-from pumice.data.tables import arrow_holds_points, read_arrow, read_obj, read_text, read_tns, text_holds_points
+from pumice.data.scan import PointFile, Scan, bad_file, from_columns, from_fields, optional_package, unit_scale
 from pumice.errors import FileError, OptionError, PumiceError
 
 __all__ = ["READERS", "find_scans", "read_labels", "read_scan"]
@@ -245,6 +247,190 @@ def _npz_holds_points(path: Path) -> bool:
         return any(f"{k}.npy" in archive.namelist() for k in _POINT_KEYS)
 
 
+# Text and tables
+_SPACED = bytes.maketrans(b",;\t\r", b"    ")
+_HEAD_BYTES = 4096
+# Longer rows are hardly points: the poses of KITTI have 12 numbers.
+_WIDEST = 10
+
+
+def read_text(path: Path, columns: int | None = None) -> PointFile:
+    """Points of lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //. A first line
+    of words names the columns (as in PLY and PCD); without one `from_columns` interprets them."""
+    lines = _lines(path.read_bytes())
+    names = _names(lines)
+    if not names:
+        return from_columns(_numbers(path, lines))
+    table = _numbers(path, lines[1:], len(names))
+    return from_fields(path, dict(zip(names, table.T, strict=True)))
+
+
+def read_obj(path: Path, columns: int | None = None) -> PointFile:
+    """The vertices of a Wavefront OBJ file: `v x y z`, or `v x y z r g b`."""
+    lines = [line[2:] for line in _lines(path.read_bytes()) if line.startswith(b"v ")]
+    if not lines:
+        raise bad_file(path, "vertices (lines that begin with v)", "none")
+    table = _numbers(path, lines)
+    return PointFile(table[:, :3], unit_scale(table[:, 3:6]) if table.shape[1] == 6 else table[:, :0])
+
+
+def read_tns(path: Path, columns: int | None = None) -> PointFile:
+    """Voxel text: i j k (and optional values, kept unchanged) per line."""
+    table = _numbers(path, _lines(path.read_bytes()))
+    return PointFile(table[:, :3], table[:, 3:])
+
+
+def read_arrow(path: Path, columns: int | None = None) -> PointFile:
+    """Points from the columns of a Feather or Parquet file, by name as in PLY and PCD."""
+    table = _dataset(path).to_table()
+    return from_fields(path, {name: column.to_numpy() for name, column in zip(table.column_names, table, strict=True)})
+
+
+def text_holds_points(path: Path) -> bool:
+    """True if the first line of a text file names x, y, z or is a row of 3 to 10 numbers."""
+    with path.open("rb") as file:
+        lines = _lines(file.read(_HEAD_BYTES))
+    names = _names(lines)
+    return set("xyz") <= set(names) if names else bool(lines) and 3 <= len(lines[0].split()) <= _WIDEST
+
+
+def arrow_holds_points(path: Path) -> bool:
+    """True if the columns of a Feather or Parquet file include x, y and z."""
+    return set("xyz") <= {name.lower() for name in _dataset(path).schema.names}
+
+
+def _dataset(path: Path) -> Any:
+    dataset = optional_package(path, "pyarrow.dataset")
+    return dataset.dataset(path, format=path.suffix[1:].lower())
+
+
+def _lines(data: bytes) -> list[bytes]:
+    lines = (line.strip() for line in data.translate(_SPACED, delete=b'"').split(b"\n"))
+    return [line for line in lines if line and not line.startswith((b"#", b"//"))]
+
+
+def _names(lines: list[bytes]) -> list[str]:
+    """The column names in the first line, in lower case; none if it holds numbers."""
+    words = lines[0].decode("utf-8", "replace").lower().split() if lines else []
+    try:
+        return [] if [float(word) for word in words] else words
+    except ValueError:
+        return words
+
+
+def _numbers(path: Path, lines: list[bytes], width: int | None = None) -> np.ndarray:
+    """The numbers of lines [P, width]; width: that of the first line by default, at least 3."""
+    width = width or (len(lines[0].split()) if lines else 0)
+    words = b" ".join(lines).split()
+    if width < 3 or len(words) != width * len(lines):
+        raise bad_file(
+            path,
+            "lines of equally many numbers, 3 or more",
+            f"{len(lines)} lines, {width} numbers in the first, {len(words)} in all",
+        )
+    try:
+        return np.array(words, np.float64).reshape(-1, width)
+    except ValueError as error:
+        raise bad_file(path, "numbers", str(error)) from None
+
+
+# Raw binary scans
+Layout = tuple[int, str]
+_FAR = 1e4
+_OUTLIERS = 0.01
+_SAMPLE = 200_000
+# File size in bytes from which small differences between layouts are significant.
+_MANY = 20_000
+# In order of preference; a later one must fit clearly better.
+_LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    ".bin": ((4, "<f4"), (5, "<f4"), (3, "<f4"), (6, "<f4"), (4, "<f2"), (5, "<f2")),
+    ".pcd.bin": ((5, "<f4"), (4, "<f4"), (5, "<f2"), (4, "<f2")),
+}
+
+
+def read_bin(path: Path, columns: int | None = None) -> PointFile:
+    """Points of a headerless file of float32 (or float16) rows. Rows are x, y, z, then intensity (KITTI), intensity and
+    ring (nuScenes), intensity and elongation (Waymo), r, g, b (ScanNet), or nothing. Without `columns` the layout is
+    the one that divides the file, gives plausible numbers (finite, within 10 km), and has the smoothest sequence of
+    rows; the few rows beyond 10 km become NaN, which a scan drops."""
+    data = path.read_bytes()
+    if columns is not None:
+        return from_columns(_given(path, data, columns))
+    suffix = ".pcd.bin" if path.name.lower().endswith(".pcd.bin") else ".bin"
+    layouts = _LAYOUTS[suffix]
+    fitting = [one for one in layouts if len(data) % _row(one) == 0]
+    sane = [one for one in fitting if _sane(_rows(data, one))]
+    if not sane:
+        raise bad_file(
+            path,
+            _sizes(layouts) + ", with finite coordinates within 10 km",
+            f"{len(data)} bytes" + (" of implausible coordinates (columns= accepts any)" if fitting else ""),
+        )
+    # Round float32 numbers read as plausible float16, hardly ever the other way.
+    sane = [one for one in sane if one[1] == sane[0][1]]
+    scores = {one: _roughness(data, one) for one in sane}
+    best = min(scores.values())
+    margin = 1.15 if len(data) > _MANY else 1.3
+    chosen = next(one for one in sane if scores[one] <= margin * best)
+    _refuse_truncated(path, data, chosen, scores[chosen])
+    table = _rows(data, chosen)
+    table[_far(table)] = np.nan
+    return from_columns(table)
+
+
+def _row(layout: Layout) -> int:
+    return layout[0] * np.dtype(layout[1]).itemsize
+
+
+def _rows(data: bytes, layout: Layout) -> np.ndarray:
+    return np.frombuffer(data, layout[1]).astype(np.float32).reshape(-1, layout[0])
+
+
+def _sizes(layouts: Iterable[Layout]) -> str:
+    sizes = ", ".join(f"{_row(one)} ({one[0]} x float{8 * np.dtype(one[1]).itemsize})" for one in layouts)
+    return f"a size that is a multiple of one of {sizes}"
+
+
+def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
+    if columns < 3:
+        raise OptionError(f"columns= is 3 or more (x, y, z, ...), found {columns}")
+    layouts = [(columns, "<f4"), (columns, "<f2")]
+    fitting = [one for one in layouts if len(data) % _row(one) == 0]
+    if not fitting:
+        raise bad_file(path, _sizes(layouts), f"{len(data)} bytes")
+    return _rows(data, next((one for one in fitting if _sane(_rows(data, one))), fitting[0]))
+
+
+def _sane(table: np.ndarray) -> bool:
+    """True if half of the rows are finite (sensors mark lost returns as NaN), and hardly any is beyond 10 km."""
+    return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
+
+
+def _far(table: np.ndarray) -> np.ndarray:
+    """bool [P]: the row is finite and beyond 10 km."""
+    return np.logical_and(np.isfinite(table).all(1), (np.abs(table[:, :3]) >= _FAR).any(1))
+
+
+def _roughness(data: bytes, layout: Layout) -> float:
+    """Mean step between rows; a wrong column count compares x with y or z, and is rougher."""
+    flat = np.frombuffer(data, layout[1], count=min(_SAMPLE, len(data) // np.dtype(layout[1]).itemsize))
+    with np.errstate(all="ignore"):
+        flat = np.arcsinh(np.nan_to_num(flat.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0))
+    step = np.abs(flat[layout[0] :] - flat[: -layout[0]])
+    return float(step.mean()) if step.size else 0.0
+
+
+def _refuse_truncated(path: Path, data: bytes, chosen: Layout, score: float) -> None:
+    """FileError for a truncated file, which may divide by a wrong row size while another fits far better."""
+    limit = score * (0.85 if len(data) > _MANY else 0.6)
+    for columns in (3, 4, 5, 6):
+        other = (columns, chosen[1])
+        if len(data) % _row(other) and _roughness(data, other) < limit:
+            period = f"a multiple of {_row(other)} bytes, as the values repeat every {columns} numbers"
+            raise bad_file(path, period, f"{len(data)} bytes (truncated?)")
+
+
+# Readers by suffix
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
         ".bin": read_bin,

@@ -162,6 +162,8 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._warned = set[str]()
+        # Shape of the status words, once a capacity was captured.
+        self._words: torch.Size | None = None
         self._stream: torch.cuda.Stream | None = None
         self._pending: dict[int, CompilationPending] = {}
         # Capacities that cannot be captured.
@@ -353,12 +355,16 @@ class GraphRunner:
     def _build_bucket(
         self, capacity: int, scene: ModelInput | None = None, least: Mapping[Any, int] | None = None
     ) -> CapacityBucket:
-        """Build a bucket, planned for `scene` or the part of the example that fits; least: lower bounds by buffer."""
-        buffers, scene = self._buffers.first(capacity), scene or self.example.sample(capacity)
-        scene.fill(buffers)
-        planner = CapacityPlanner(capacity, scene.count, self._margins.margin, self._margins.shares, least)
+        """Build a bucket, planned for `scene` or parts of the example that fit; least: lower bounds by buffer."""
+        buffers = self._buffers.first(capacity)
         try:
-            bucket = self._plan_bucket(buffers, planner)
+            bucket = None
+            for each in self._examples(capacity) if scene is None else [scene]:
+                least = least if bucket is None else bucket.capacities.capacities
+                each.fill(buffers)
+                planner = CapacityPlanner(capacity, each.count, self._margins.margin, self._margins.shares, least)
+                bucket, scene = self._plan_bucket(buffers, planner), each
+            assert bucket is not None and scene is not None
             self._check(bucket, scene)
             if self._pool is not None:
                 self._capture(bucket)
@@ -369,6 +375,12 @@ class GraphRunner:
                 f"the network cannot be captured for {capacity} {self.limits.what}: {problem}"
             ) from problem
         return bucket
+
+    def _examples(self, capacity: int) -> list[ModelInput]:
+        """Parts of the example that fit: a dense one, which has most neighbours, and a thin one, which has most voxels
+        on coarser levels; the whole where it fits."""
+        dense = self.example.sample(capacity, near=True)
+        return [dense] if dense is self.example else [dense, self.example.sample(capacity)]
 
     def _plan_bucket(self, buffers: Buffers, planner: CapacityPlanner) -> CapacityBucket:
         """Bucket with the buffer capacities that a first pass requests."""
@@ -406,21 +418,25 @@ class GraphRunner:
         return self._gathered_to_points(leaves, x)
 
     def _capture(self, bucket: CapacityBucket) -> None:
-        """Capture the graph, after a pass that forbids host synchronisation."""
+        """Capture the graph; the first one after a pass that forbids host synchronisation."""
         side = self._side
         assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side), _forbid_synchronisation():
-            ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        host = torch.zeros(ran.status_words.shape, dtype=torch.int32, pin_memory=True) if self.early_status else None
+        if self._words is None:
+            with torch.cuda.stream(side), _forbid_synchronisation():
+                ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
+            self._words = ran.status_words.shape
+        host = torch.zeros(self._words, dtype=torch.int32, pin_memory=True) if self.early_status else None
         graph = torch.cuda.CUDAGraph()
-        with (
-            recording_constants() as constants,
-            torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"),
-        ):
-            more = {} if host is None else {"host_words": host}
-            bucket.results = self.program.run(bucket.buffers, bucket.capacities, **more)
+        # torch.cuda.graph would wait for the device and give back all cached memory, for tens of milliseconds.
+        with recording_constants() as constants, torch.cuda.stream(side):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                more = {} if host is None else {"host_words": host}
+                bucket.results = self.program.run(bucket.buffers, bucket.capacities, **more)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self.device).wait_stream(side)
         bucket.host_words = host
         model = self.program.model
         bucket.graph = graph

@@ -85,16 +85,21 @@ class ModelInput(Protocol):
         """Geometry of the scene, None for points; site: the program's grid, which has checked the coordinates."""
         ...
 
-    def sample(self, most: int) -> ModelInput:
-        """The scene, or a random subset of `most` rows in their order if it has more."""
+    def sample(self, most: int, near: bool = False) -> ModelInput:
+        """The scene, or `most` of its rows in their order if it has more: random ones, as thin scenes have them, or
+        those nearest to the middle, as dense ones do."""
         ...
 
 
-def sample_rows(count: int, most: int, device: torch.device) -> Tensor | None:
-    """Ascending indices of `most` random rows of `count`; None for all."""
+def sample_rows(places: Tensor, most: int, near: bool = False) -> Tensor | None:
+    """Ascending indices of `most` rows of places [N, D], at random or nearest to the middle; None for all."""
+    count = places.shape[0]
     if count <= most:
         return None
-    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort()[0].to(device)
+    if near:
+        away = (places.double() - places.double().nanmedian(0).values).abs().amax(1)
+        return away.nan_to_num(torch.inf).topk(most, largest=False).indices.sort()[0]
+    return torch.randperm(count, generator=torch.Generator().manual_seed(0))[:most].sort()[0].to(places.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +176,8 @@ class VoxelScene:
     def geometry(self, site: GridSpec) -> Geometry:
         return Geometry(self.coords.contiguous(), site) if self.own is None else self.own
 
-    def sample(self, most: int) -> VoxelScene:
-        chosen = sample_rows(self.count, most, self.coords.device)
+    def sample(self, most: int, near: bool = False) -> VoxelScene:
+        chosen = sample_rows(self.coords[:, 1:], most, near)
         if chosen is None:
             return self
         coords = self.coords[chosen]
@@ -319,8 +324,8 @@ class PointScene:
     def geometry(self, site: GridSpec) -> None:
         return None
 
-    def sample(self, most: int) -> PointScene:
-        chosen = sample_rows(self.count, most, self.points.device)
+    def sample(self, most: int, near: bool = False) -> PointScene:
+        chosen = sample_rows(self.points, most, near)
         if chosen is None:
             return self
         feats, items = (None if t is None else t[chosen] for t in (self.feats, self.items))

@@ -18,7 +18,6 @@ from pumice.engine.stretch import Env, Stretch, run_product, stretches
 from pumice.engine.trace import CallStep, Graph, Product, Snapshot, Step, nodes_in, own_ways, trace
 from pumice.engine.train_stretch import TrainStretch, train_stretches
 from pumice.errors import OptionError
-from pumice.lower import direct
 from pumice.nn.conv import Convolution, InverseConv
 from pumice.nn.hooks import REQUIRES_GRAD, has_no_backward_hooks, has_no_forward_hooks
 from pumice.ops import MapConsumers, SparseTensor, autograd
@@ -49,11 +48,11 @@ def compile(net: nn.Module) -> Program:  # noqa: A001
 
     net: any torch.nn.Module. The program has its parameters, buffers, submodules and mode, by the same names: both see
     every change of the other. A part with hooks, with control flow that depends on values, or that torch.fx cannot
-    trace for another reason is called as it is; `explain()` names it and the line. Under autocast on a CPU, in captured
-    training steps, and while torch.compile, torch.export or transforms of torch.func trace, the program calls net.
-    Changed modules, options, hooks and modes are noticed at the next call. Not noticed are changes of globals, and of
-    objects other than lists, dicts and sets that modules hold; of what a forward does beside its result, what it
-    changes in modules and tensors is noticed, and calls of print.
+    trace for another reason is called as it is; `explain()` names it and the line. Under autocast on a CPU, and while
+    torch.compile, torch.export or transforms of torch.func trace, the program calls net. Changed modules, options,
+    hooks and modes are noticed at the next call. Not noticed are changes of globals, and of objects other than lists,
+    dicts and sets that modules hold; of what a forward does beside its result, what it changes in modules and tensors
+    is noticed, and calls of print.
 
     Raises OptionError if net is not a torch.nn.Module, and what net raises.
     """
@@ -174,11 +173,10 @@ def _kind_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _alone(given: Sequence[Any]) -> bool:
-    """True if no module of this process is listened to, and no coordinates are those of a captured training step."""
+    """True if no module of this process is listened to, and there is something sparse."""
     if not (has_no_forward_hooks(()) and has_no_backward_hooks(())):
         return False
-    sparse = [value for value in given if isinstance(value, SparseTensor)]
-    return bool(sparse) and not any(x.geometry.trains for x in sparse)
+    return any([isinstance(value, SparseTensor) for value in given])
 
 
 class _Unseen(Exception):
@@ -238,7 +236,7 @@ class _Traced:
             every = [p for own in self._parameters for p in own.values() if p is not None]
             trains = any(map(REQUIRES_GRAD, (*every, *tensors)))
         check = autograd.is_plain_call if not trains else autograd.only_reverse_mode_active
-        on_gpu = direct.starts_kernels(tensors[0])
+        on_gpu = autograd.uses_gpu(tensors[0])
         if trains and (torch._C._len_torch_function_stack() or (not on_gpu and torch.is_autocast_enabled("cpu"))):
             return None
         # On a CPU autocast is for the modules; of products on a GPU it casts what they take.
@@ -251,7 +249,7 @@ class _Traced:
         assert graph is not None
         env: Env = dict(zip(graph.placeholders, given, strict=True))
         first = next(raw_feats(x) for x in given if isinstance(x, SparseTensor))
-        on_gpu = direct.starts_kernels(first) and _is_current(first)
+        on_gpu = autograd.uses_gpu(first) and _is_current(first)
         if on_gpu and self._pyramid is not None:
             self._pyramid.prepare(env)
         key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None

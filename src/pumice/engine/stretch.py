@@ -14,20 +14,19 @@ from torch.nn import functional
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.engine.trace import CallStep, Graph, Product, Step, nodes_in, reads_of
 from pumice.errors import GeometryError
-from pumice.lower import direct
 from pumice.lower import kernel as kernels
+from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
 from pumice.lower.epilogue import Epilogue
+from pumice.lower.maps import bound_map, no_map
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, cat
-from pumice.ops.conv import autocast_dtype, bound_map, convolve, instantiate_over
+from pumice.ops.conv import autocast_dtype, convolve
 from pumice.ops.conv import compilation as compilation_of_conv
-from pumice.ops.conv import key_of as key_of_conv
-from pumice.ops.linear import NO_MAP, cached_call, linear_features
+from pumice.ops.layer_maps import layer_map
 from pumice.ops.linear import compilation as compilation_of_linear
-from pumice.ops.linear import key_of as key_of_linear
-from pumice.ops.prepare import layer_map
+from pumice.ops.linear import linear_features
 from pumice.ops.sets import same_geometry
 from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND, Task
@@ -118,9 +117,9 @@ class Wired:
 
 @dataclass(eq=False)
 class Launch:
-    """A product as one kernel, but for its map and addresses. runner: of calls that are known to fit.
+    """A product as one kernel, but for its map and addresses. executor: of calls that are known to fit.
 
-    key: what its calls are cached under. addresses: of its tensors in the order of the call, but for features and
+    key: signature of its calls. addresses: of its tensors in the order of the call, but for features and
     residual. lead, residual_lead: how far rows of these are apart, the latter 0 without one. dtype: of the result.
     """
 
@@ -130,16 +129,16 @@ class Launch:
     lead: int
     residual_lead: int
     dtype: torch.dtype
-    runner: Any = None
+    executor: Any = None
 
-    def takes(self, call: direct.Direct) -> bool:
+    def takes(self, call: BoundCall) -> bool:
         """True if the kernel of a call writes all of the result, in its dtype."""
-        fits = call.runner.writes_result_dtype is self.dtype
-        self.runner = call.runner if fits else None
+        fits = call.executor.writes_result_dtype is self.dtype
+        self.executor = call.executor if fits else None
         return fits
 
-    def counted(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
-        """As direct.counted tells the rows of its tensors."""
+    def row_shapes(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
+        """As call.row_shapes of its tensors."""
         own = [(inputs, self.lead)] + [(self.columns, 0)] * len(self.addresses)
         return [*own, (outputs, self.residual_lead)] if self.residual_lead else own
 
@@ -176,6 +175,8 @@ class Stretch:
         self.wired = [self._wired(number, step) for number, step in enumerate(self.products)]
         self.sources = [each for step in self.products for each in _sources(step)]
         self._known: tuple[list[Any], list[Launch | None] | None] = [], None
+        # Products without a kernel that were compiled ahead, with what kind of map.
+        self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
 
@@ -249,10 +250,7 @@ class Stretch:
             launches = self._launches(tensors, given)
             if launches is not None:
                 going = _Run(self, own, launches, tensors)
-                if going.buffered:
-                    going.all_in_buffers()
-                else:
-                    going.all()
+                going.all()
                 for node in self.outputs:
                     env[node] = going.result(node) if going.buffered else going.value(node)
                 return
@@ -317,7 +315,7 @@ class Stretch:
         tensors: of `sources`; given: features of `inputs`."""
         there = [t for t in tensors if t is not None]
         facts: list[Any] = [
-            direct.settings(),
+            global_settings(),
             kernels.float32_precision(),
             [n for n, t in enumerate(tensors) if t is None],
         ]
@@ -328,6 +326,7 @@ class Stretch:
         # Options of layers are among the guards of the program.
         if facts != self._known[0]:
             self._known = facts, self._made(there, tensors, given)
+            self.compiled.clear()
         return self._known[1]
 
     def _made(
@@ -353,7 +352,7 @@ class Stretch:
 
     def _launch(self, step: Product, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
         layer: Any = step.layer
-        weight, x, is_conv = own[0], known[step.x], isinstance(layer, Convolution)
+        weight, x = own[0], known[step.x]
         if not is_one_kernel(layer):
             return None
         residual = None if step.residual is None else known[step.residual]
@@ -363,7 +362,7 @@ class Stretch:
         column = self.places[step.node].column * x.element_size()
         if column % _ADDRESS or any(address % _ADDRESS for address in addresses):
             return None
-        key = (key_of_conv if is_conv else key_of_linear)((x, weight, *operands), epilogue.signature)
+        key = product_signature((x, weight, *operands), epilogue.signature)
         lead = 0 if residual is None else residual.stride(0)
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
 
@@ -442,14 +441,21 @@ class _Run:
             rows, count = self._rows[one.at_x], self._rows[one.at_y]
             if launch is None or not rows or not count:
                 continue
-            held = NO_MAP if found is None else bound_map(found, False)
+            on = bound_map(found or no_map(rows))
             # In buffers no kernel of another size serves until this one is there.
-            template = direct.TEMPLATES.get((launch.key, held.kind) if found else launch.key) if self.buffered else None
+            template = find_template(launch.key, on) if self.buffered else None
             if template is None:
                 tasks.append(self._compilation(number, launch, found, (rows, count)))
             else:
-                tasks.append(template.compilation(held, launch.counted(rows, count), (count, launch.columns)))
+                tasks.append(template.compilation(on, launch.row_shapes(rows, count), (count, launch.columns)))
         BACKGROUND.run([task for task in tasks if task is not None])
+
+    def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
+        """`_compile`, for a product without a kernel; once for its launch and maps like this: some have none."""
+        kind = number, None if found is None else bound_map(found).signature
+        if not self._is_compiled and kind not in self._stretch.compiled:
+            self._stretch.compiled.add(kind)
+            self._compile(maps)
 
     def _maps(self) -> list[KernelMap | None]:
         """The kernel maps of all products, None of linear maps; sets the coordinates and rows of all values."""
@@ -458,7 +464,9 @@ class _Run:
             inputs = outputs = geometries[one.at_x]
             found, count = None, counts[one.at_x]
             if one.relation is not None:
-                found, outputs = self._map(one, inputs, [])
+                kept = inputs.maps.get((one.relation, None)) if one.target < 0 else None
+                found, outputs = kept or self._map(one, inputs)
+                outputs = inputs if outputs is None else outputs
                 count = found.num_outputs
             geometries[one.at_y], counts[one.at_y] = outputs, count
             if one.beside >= 0 and geometries[one.beside] is not outputs:
@@ -484,99 +492,42 @@ class _Run:
         """The tensors of a product."""
         return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
 
-    def all_in_buffers(self) -> None:
-        """All products on coordinates in buffers. All maps come first, which other streams may still be building; each
-        product waits for its own alone."""
+    def all(self) -> None:
+        """All products, each started as soon as its kernel is known. All maps come first: in buffers other streams may
+        still be building them, and each product waits for its own alone."""
         maps = self._maps()
-        if not is_capturing(self._like.device):
+        if self.buffered and not is_capturing(self._like.device):
             self._compile(maps)
         self._allocate([one for one in self._stretch.wired if one.starts is not None])
-        at = self._addresses
-        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
-            rows, outputs, call = self._rows[one.at_x], self._geometries[one.at_y], None
-            fits = one.residual < 0 or self._geometries[one.at_residual] is outputs
-            if launch is not None and fits and not (at[one.x] | at[one.residual]) % _ADDRESS:
-                call = self._call(launch, found, (rows, self._rows[one.at_y]))
-            if call is None or launch is None or not launch.takes(call):
-                self._do(number, outputs)
-            else:
-                self._begin([(one, launch, call)])
-
-    @staticmethod
-    def _call(launch: Launch, found: KernelMap | None, rows: tuple[int, int]) -> direct.Direct | None:
-        """The call of a product as calls before have left it. rows: of its features, and of its result."""
-        if found is None:
-            return cached_call(launch.key, launch.counted(*rows), launch.columns)
-        if rows[0] != found.num_inputs:
-            return None
-        call = found.get_cached(launch.key)
-        return call or instantiate_over(found, launch.key, launch.counted(*rows), launch.columns)
-
-    def all(self) -> None:
-        """All products: found first as far as they are kernels that calls before have left, and started then."""
-        geometries, counts, at = self._geometries, self._rows, self._addresses
-        pending: list[tuple[Wired, Launch, Any]] = []
+        at, geometries, counts = self._addresses, self._geometries, self._rows
+        call: BoundCall | None
         # Inlined: a function call takes as long as the rest of a step.
-        for number, (one, launch) in enumerate(zip(self._stretch.wired, self._launches, strict=True)):
-            inputs = outputs = geometries[one.at_x]
-            rows = count = counts[one.at_x]
-            found = call = None
-            if one.relation is not None:
-                kept = inputs.maps.get((one.relation, None)) if one.target < 0 else None
-                if kept is None:
-                    kept = self._map(one, inputs, pending)
-                found, outputs = kept[0], inputs if kept[1] is None else kept[1]
-                count = found.num_outputs
-            geometries[one.at_y], counts[one.at_y] = outputs, count
-            if one.beside >= 0 and geometries[one.beside] is not outputs:
-                _check_beside(one, geometries[one.beside], outputs)
+        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
+            rows, outputs, call = counts[one.at_x], geometries[one.at_y], None
+            count = counts[one.at_y]
             # A residual of other coordinates is added apart; what comes from outside may not be aligned.
             fits = one.residual < 0 or geometries[one.at_residual] is outputs
             if launch is not None and fits and not (at[one.x] | at[one.residual]) % _ADDRESS and rows and count:
-                if found is None:
-                    call = cached_call(launch.key, launch.counted(rows, rows), launch.columns)
-                elif rows == found.num_inputs:
-                    call = found.get_cached(launch.key)
+                on = found or no_map(rows)
+                if rows == on.num_inputs:
+                    call = None if self.buffered else on.calls.get(launch.key)
                     if call is None:
-                        call = instantiate_over(found, launch.key, launch.counted(rows, count), launch.columns)
-            if call is not None and launch is not None and (call.runner is launch.runner or launch.takes(call)):
-                pending.append((one, launch, call))
+                        call = call_over(on, launch.key, launch.row_shapes(rows, count), launch.columns)
+            if call is not None and launch is not None and (call.executor is launch.executor or launch.takes(call)):
+                # Held until the kernel is under way, as the memory is.
+                own = None if call.needs is None else workspace(call.needs[0], call.needs[1], self._like.device)
+                call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], own)
             else:
-                if call is None and launch is not None and not self._is_compiled:
-                    self._compile(self._maps())
-                self._start(pending)
+                if call is None and launch is not None:
+                    self._compile_once(number, found, maps)
                 self._do(number, outputs)
-        self._start(pending)
 
-    def _map(
-        self, one: Wired, inputs: Geometry, pending: list[tuple[Wired, Launch, Any]]
-    ) -> tuple[KernelMap, Geometry]:
+    def _map(self, one: Wired, inputs: Geometry) -> tuple[KernelMap, Geometry]:
         layer: Any = one.step.layer
         relation, target = layer.relation, None
         if one.target >= 0:
             relation, target = layer.map_request(self._geometries[one.target])
-        if relation.policy != "cached_inverse" and (relation, target) not in inputs.maps:
-            # The device has these to run while a map is found.
-            self._start(pending)
         return (layer_map if target is None and layer.dataflow is None else kernel_map)(inputs, relation, target)
-
-    def _start(self, pending: list[tuple[Wired, Launch, Any]]) -> None:
-        """Start these kernels, and leave none pending."""
-        if not pending:
-            return
-        self._allocate([one for one, _, _ in pending if one.starts is not None])
-        self._begin(pending)
-        pending.clear()
-
-    def _begin(self, pending: Sequence[tuple[Wired, Launch, Any]]) -> None:
-        """Start these kernels, for which there is memory."""
-        needs = [call.aimed.needs for _, _, call in pending if call.aimed.slots.scratch is not None]
-        # Held until the kernels are under way, as the memory is.
-        own = workspace(max(n for n, _ in needs), max(n for _, n in needs), self._like.device) if needs else None
-        at = self._addresses
-        for one, launch, call in pending:
-            addresses = at[one.x], *launch.addresses, at[one.residual]
-            call.aimed.begin(addresses, call.places, at[one.y], own)
 
     def _allocate(self, starting: Sequence[Wired]) -> None:
         """Memory of the buffers that these begin: one arena, and tensors for what is read outside."""
@@ -592,7 +543,8 @@ class _Run:
         begins, total = {}, 0
         for slot, needed in slots.items():
             begins[slot], total = total, total + -(-needed // _ALIGNED) * _ALIGNED
-        arena = like.new_empty(total, dtype=torch.uint8) if total else None
+        # Of no rows too: their values have places.
+        arena = like.new_empty(total, dtype=torch.uint8) if slots else None
         for one in starting:
             buffer = one.starts
             if arena is not None and buffer is not None and not buffer.own:

@@ -322,7 +322,7 @@ def _operations(module: nn.Module) -> set[str]:
 _CATCHES = {"CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
 _IDENTITY = {"IS_OP", *(f"POP_JUMP{way}_IF{no}_NONE" for way in ("", "_FORWARD", "_BACKWARD") for no in ("", "_NOT"))}
 """What may branch on whether a value is None: a proxy of it never is."""
-_METHODS = frozenset(("forward", "forward_with_epilogue", "map_request"))
+_METHODS = frozenset(("forward", "map_request"))
 """Methods that a layer's result depends on."""
 _SEEN_OUTSIDE = frozenset(("print", "breakpoint", "open", "random", "manual_seed"))
 """Names whose calls are seen outside, or differ from call to call."""

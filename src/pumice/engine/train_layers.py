@@ -11,22 +11,23 @@ from torch import Tensor
 
 from pumice.coords import KernelMap, Relation
 from pumice.engine.trace import Product, Step
-from pumice.lower import direct
-from pumice.lower import kernel as kernels
-from pumice.lower.direct import Direct
+from pumice.lower.call import (
+    ARRAYS_READ,
+    BoundCall,
+    MapCall,
+    call_over,
+    call_signature,
+    find_arrays_read,
+    find_template,
+    product_signature,
+)
+from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import NO_EPILOGUE
+from pumice.lower.maps import BoundMap, MapArrays, bound_map
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn.conv import Convolution
-from pumice.ops.conv import (
-    MapArrays,
-    autocast_dtype,
-    bound_map,
-    compilation,
-    differentiable_call,
-    instantiate_over,
-    key_of,
-)
-from pumice.runtime.cache import BoundedCache
+from pumice.ops.conv import autocast_dtype, compilation, differentiable_call
+from pumice.runtime.cache import intern_key
 
 NONE = -1
 ALIGNED = 128
@@ -89,7 +90,8 @@ class Layer:
     which has memory of its own. narrow: the weight is cast to the features' dtype. inner: the gradient of the product
     is needed. keeps: the backward pass reads the result. steps: row strides, other than its own, that the gradient of
     the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. key, forward:
-    what its kernels over a map, and that of the result, are cached under.
+    what its kernels over a map are cached under, and the signature of that of the result. gradients: the signatures of
+    those of the features and the weight.
     """
 
     wired: WiredStep
@@ -114,76 +116,64 @@ class Layer:
     vectors: int
     key: Hashable
     forward: Hashable
+    gradients: tuple[Hashable, Hashable]
 
     def wanted(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Dtypes of the gradients of features and weight; that of the weight is summed in float32."""
         return self.dtype if self.wants.x else None, torch.float32 if self.wants.weight else None
 
-    def gradient(self, found: KernelMap, number: int) -> Direct | None:
+    def gradient(self, found: KernelMap, number: int) -> BoundCall | None:
         """The kernel of the gradient of the features (0) or the weight (1), if one like it is known."""
-        held, template = self._template(found, number)
+        on = find_arrays_read(self.gradients[number], MapArrays.of(found))
+        return None if on is None else self._gradient_call(found, number, on).instantiate()
+
+    def _gradient_call(self, found: KernelMap, number: int, on: BoundMap) -> MapCall:
+        """The gradient of the features (0) or the weight (1) over the arrays of a map that it reads."""
         outputs, _, channels = self.shape
         rows = (found.num_inputs, channels), (outputs, 0), (found.num_outputs, outputs)
-        if held is None or template is None:
-            return None
-        return template.over(held, rows, self.shape if number else rows[0])
-
-    def _template(self, found: KernelMap, number: int) -> tuple[direct.Held | None, direct.Template | None]:
-        """The arrays that the kernel of a gradient holds, and its template; None for several kernels."""
-        arrays = MapArrays.of(found)
-        places = _READ.get((self.key, number, arrays.kind))
-        if not places:
-            return None, None
-        held = arrays.held(found, places)
-        return held, direct.TEMPLATES.get((self.key, number, held.kind))
+        return MapCall(self.gradients[number], on, rows, self.shape if number else rows[0])
 
     def is_known(self, found: KernelMap) -> bool:
         """True if the kernels of both passes over a map are known, or were looked for."""
-        if direct.TEMPLATES.get((self.forward, bound_map(found, False).kind)) is None:
+        if find_template(self.forward, bound_map(found)) is None:
             return False
         return all([dtype is None or self._knows(found, number) for number, dtype in enumerate(self.wanted())])
 
     def _knows(self, found: KernelMap, number: int) -> bool:
-        several = _READ.get((self.key, number, MapArrays.of(found).kind)) == ()
-        return several or self._template(found, number)[1] is not None
+        signature, arrays = self.gradients[number], MapArrays.of(found)
+        on = find_arrays_read(signature, arrays)
+        # Of several kernels nothing can be known.
+        return (signature, arrays.key) in ARRAYS_READ if on is None else find_template(signature, on) is not None
 
     def compilations(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
-        """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known.
-        like: features of any shape."""
+        """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known,
+        and in buffers those that are not compiled for the map's own sizes. like: features of any shape."""
         outputs, _, channels = self.shape
         x, weight = like.new_empty((found.num_inputs, channels)), like.new_empty(self.shape)
-        everything = x, weight, like.new_empty((found.num_outputs, outputs))
-        tasks = [compilation(x, weight, found, None)]
+        grad = like.new_empty((found.num_outputs, outputs))
+        tasks = [] if found.buffered is None else self._known_compilations(found)
+        tasks.append(compilation(x, weight, found, None))
         for number, dtype in enumerate(self.wanted()):
             if dtype is not None and not self._knows(found, number):
-                tasks.append(self._gradient_ahead(found, everything, number, dtype))
+                call = differentiable_call(x, weight, found, found.num_outputs)
+                tasks.append(call.compilation((x, weight, grad), (number, dtype)))
         return [task for task in tasks if task is not None]
 
-    def _gradient_ahead(
-        self, found: KernelMap, everything: tuple[Tensor, Tensor, Tensor], number: int, dtype: torch.dtype
-    ) -> Callable[[], object] | None:
-        x, weight, grad = everything
-        all_arrays = MapArrays.of(found)
-        call = differentiable_call(x, weight, found, found.num_outputs)
-        ready = call.gradient_plan(number, (x, weight), grad, dtype)
-        places = () if ready is None else all_arrays.read_by(ready[0])
-        _READ.keep((self.key, number, all_arrays.kind), places or ())
-        if ready is None or not places:
-            return None
-        held = all_arrays.held(found, places)
-        kind = self.key, number, held.kind
-        shape = self.shape if number else tuple(x.shape)
-        return direct.Call(everything, (True, False, True), shape, kind).ahead(ready[0], held, everything, ready[1])
+    def _known_compilations(self, found: KernelMap) -> list[Callable[[], object] | None]:
+        """What compiles the kernels over a map whose templates are known."""
+        outputs, _, channels = self.shape
+        rows = (found.num_inputs, channels), (outputs, 0)
+        known = [MapCall(self.forward, bound_map(found), rows, (found.num_outputs, outputs))]
+        for number, dtype in enumerate(self.wanted()):
+            on = None if dtype is None else find_arrays_read(self.gradients[number], MapArrays.of(found))
+            if on is not None:
+                known.append(self._gradient_call(found, number, on))
+        return [c.template.compilation(c.on, c.rows, c.shape) for c in known if c.template is not None]
 
     def calls(self, found: KernelMap) -> MapCalls:
         """The kernels over a map, kept with it once they are known."""
         calls = MapCalls(self, found)
         return found.keep(self.key, calls) if calls.known else calls
-
-
-_READ: BoundedCache[tuple[int, ...]] = BoundedCache(1024)
-"""Which arrays of a map the kernel of a gradient reads: others do not matter for it. None of them: it is several
-kernels."""
 
 
 class MapCalls:
@@ -196,12 +186,12 @@ class MapCalls:
         self._layer = layer
         outputs, _, channels = layer.shape
         rows = (found.num_inputs, channels), (outputs, 0)
-        self._gradients: tuple[Direct | None, Direct | None] | None = None
-        self.result = found.get_cached(layer.forward) or instantiate_over(found, layer.forward, rows, outputs)
+        self._gradients: tuple[BoundCall | None, BoundCall | None] | None = None
+        self.result = call_over(found, layer.forward, rows, outputs)
         self.known = layer.is_known(found)
-        self.whole = self.result is not None and self.result.runner.writes_result_dtype is layer.dtype
+        self.whole = self.result is not None and self.result.executor.writes_result_dtype is layer.dtype
 
-    def gradients(self, found: KernelMap) -> tuple[Direct | None, Direct | None] | None:
+    def gradients(self, found: KernelMap) -> tuple[BoundCall | None, BoundCall | None] | None:
         """The kernels of the gradients of weight and features, None of one that is not needed; None while one of them
         is not compiled. They are looked for in the backward pass: until then the device has others to run."""
         if self._gradients is None:
@@ -210,7 +200,7 @@ class MapCalls:
             features = layer.gradient(found, 0) if layer.wants.x else None
             if (weight is None and layer.wants.weight) or (features is None and layer.wants.x):
                 return None
-            if weight is not None and weight.runner.writes is not torch.float32:
+            if weight is not None and weight.executor.writes is not torch.float32:
                 return None
             self._gradients = weight, features
         return self._gradients
@@ -369,6 +359,7 @@ class Planner:
         counts = statistics is not None and statistics.momentum is None and statistics.update_running_stats
         reads_result = (relu and one.residual != NONE) or apart == "relu"
         widths = {sum(self._channels[p] for p in each.parts) for each in self._wired if one.y in each.parts}
+        forward, gradients = self._signatures(shape)
         found = Layer(
             wired=one,
             number=self._count,
@@ -390,8 +381,9 @@ class Planner:
             steps=tuple(sorted(widths)),
             weights=self._weights,
             vectors=self._vectors,
-            key=self._key(shape, wants),
-            forward=key_of((self._like.new_empty((0, shape[2])), self._like.new_empty(shape)), NO_EPILOGUE),
+            key=intern_key((forward, gradients, wants.x, wants.weight)),
+            forward=forward,
+            gradients=gradients,
         )
         self._count += 1
         self._weights += aligned(weight.numel())
@@ -409,10 +401,15 @@ class Planner:
         facts = affine[0] is not None, affine[1] is not None, *behind
         return NormKernels(statistics, facts, self._like.new_empty((0, channels)), (weight, bias))
 
-    def _key(self, shape: tuple[int, int, int], wants: Wants) -> Hashable:
-        dtype = self._like.dtype
-        precision = kernels.float32_precision() if dtype is torch.float32 else ""
-        return direct.interned(("trained", shape, dtype, wants.x, wants.weight, precision, *direct.settings()))
+    def _signatures(self, shape: tuple[int, int, int]) -> tuple[Hashable, tuple[Hashable, Hashable]]:
+        """Of the result, and of the gradients of features and weight."""
+        sizes = (0, shape[2]), shape, (0, shape[0])
+        x, weight, grad = map(self._like.new_empty, sizes)
+        everything, dynamic = (x, weight, grad), (True, False, True)
+        # As those of a DifferentiableCall.
+        of_x = call_signature(everything, dynamic, CONV, (0, x.dtype))
+        of_weight = call_signature(everything, dynamic, CONV, (1, torch.float32))
+        return product_signature((x, weight), NO_EPILOGUE), (of_x, of_weight)
 
 
 def tensors_of(step: Product) -> list[tuple[Any, str]]:

@@ -3,7 +3,8 @@
     h = conv(x, weight)        z = norm(h) + residual        y = activation(z)
 
 for each product. Products, results and what norms are scaled by lie in one piece of memory each; weights are cast by
-one kernel; gradients of weights are summed in one piece of zeros.
+one kernel; gradients of weights are summed in one piece of zeros. In buffers padding rows hold anything: kernels do not
+read them, and they are set to 0 before torch sums over rows, as the gradients of linear maps and of biases do.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from pumice.engine.train_layers import (
 )
 from pumice.lower import kernel as kernels
 from pumice.lower import norm as norms
-from pumice.lower.direct import Direct
+from pumice.lower.call import BoundCall
+from pumice.lower.rows import zero_padding_rows
 from pumice.ops import autograd
 from pumice.ops.conv import conv_features, differentiable_call
 from pumice.runtime.launch import integers
@@ -49,7 +51,8 @@ _silu_gradient = torch.ops.aten.silu_backward
 
 class StepCall(NamedTuple):
     """A step on its coordinates. rows: of the result; inputs: of the features; found: the map, and calls: the kernels
-    over it, None of a linear map; level: place of the number of rows among those of all."""
+    over it, None of a linear map (in buffers calls are looked for in the forward pass); level: place of the number of
+    rows among those of all."""
 
     rows: int
     inputs: int
@@ -92,22 +95,23 @@ class Layout(NamedTuple):
 
 class Memory(NamedTuple):
     """Of a pass. pairs: what norms subtract and multiply by; narrow: the weights that are cast; counts: the numbers of
-    rows; outs: results that are read outside, by value. spare is None in the backward pass."""
+    rows, None in buffers; outs: results that are read outside, by value. spare is None in the backward pass."""
 
     kept: Tensor
     spare: Tensor | None
     pairs: Tensor
     narrow: Tensor | None
-    counts: Tensor
+    counts: Tensor | None
     outs: Mapping[int, Tensor | None]
 
 
 class Started(NamedTuple):
-    """A stretch with its maps, before the forward pass. tensors: TENSORS of each product."""
+    """A stretch with its maps, before the forward pass. tensors: TENSORS of each product; padded: in buffers."""
 
     plan: TrainPlan
-    calls: Sequence[StepCall]
+    calls: list[StepCall]
     tensors: Sequence[Tensor | None]
+    padded: bool
 
     def run(self, feats: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results that are read outside, recorded by autograd."""
@@ -121,7 +125,7 @@ class Started(NamedTuple):
 class _Stretch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begun: Started, count: int, *given: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        plan, calls, tensors = begun
+        plan, calls, tensors, _ = begun
         feats = given[:count]
         with autograd.autocast_disabled(feats):
             layout = Layout.of(plan, calls)
@@ -147,7 +151,7 @@ class _Stretch(torch.autograd.Function):
         feats, left = saved[: ctx.count], iter(saved[ctx.count :])
         kept, pairs, narrow = next(left), next(left), next(left)
         outs = {y: next(left) for y in plan.outputs}
-        begun = Started(plan, ctx.calls, [*left])
+        begun = Started(plan, ctx.calls, [*left], ctx.counts is None)
         given = {y: grad for y, grad in zip(plan.outputs, grads, strict=True) if grad is not None and y in plan.needs}
         # Whoever calls backward within autocast has every dtype as it was in the forward pass.
         with autograd.autocast_disabled(feats), kernels.tiles_of(ctx.tiles):
@@ -162,23 +166,33 @@ _OWN = (WEIGHT, BIAS, SCALE, SHIFT)
 
 def _allocated(begun: Started, layout: Layout, like: Tensor) -> Memory:
     """Memory of a forward pass, with the weights that are cast."""
-    plan, calls, tensors = begun
+    plan, calls, tensors, padded = begun
     narrow, cast = None, [one for one in plan.layers if one.narrow]
     if cast:
         narrow = like.new_empty(plan.weights)
         own: list[Any] = [tensors[TENSORS * one.number].detach() for one in cast]  # pyright: ignore[reportOptionalMemberAccess]
         _copy_each([_like(w, narrow, one) for w, one in zip(own, cast, strict=True)], own)
-    rows = {call.level: call.rows for call in calls}
-    # One number in 16 bytes: kernels take aligned addresses.
-    words = [n for level in range(len(rows)) for n in (rows[level], 0)]
     outs = {
         step.wired.y: like.new_empty((call.rows, step.channels))
         for step, call in zip(plan.steps, calls, strict=True)
         if step.wired.y in plan.outputs
     }
     pairs = like.new_empty(plan.vectors, dtype=torch.float32)
-    counts = integers(words, like.device)
-    return Memory(like.new_empty(layout.kept), like.new_empty(layout.spare), pairs, narrow, counts, outs)
+    kept, spare, counts = like.new_empty(layout.kept), like.new_empty(layout.spare), None
+    if padded:
+        _poison(calls[0].outputs, (kept, spare, *outs.values()))
+    else:
+        rows = {call.level: call.rows for call in calls}
+        # One number in 16 bytes: kernels take aligned addresses.
+        counts = integers([n for level in range(len(rows)) for n in (rows[level], 0)], like.device)
+    return Memory(kept, spare, pairs, narrow, counts, outs)
+
+
+def _poison(geometry: Geometry, tensors: Sequence[Tensor]) -> None:
+    """Fill memory with NaN where reads of padding rows are to be seen."""
+    if geometry.buffered is not None and geometry.buffered.poison:
+        for one in tensors:
+            one.fill_(torch.nan)
 
 
 def _like(weight: Tensor, whole: Tensor, layer: Layer) -> Tensor:
@@ -190,7 +204,7 @@ class _Pass:
     """What both passes know: addresses, and tensors over them."""
 
     def __init__(self, begun: Started, layout: Layout, feats: Sequence[Tensor], memory: Memory) -> None:
-        self.plan, self.calls, self.tensors = begun
+        self.plan, self.calls, self.tensors, self.padded = begun
         self.layout, self.feats, self.memory, self.like = layout, feats, memory, feats[0]
         kept, spare, pairs, narrow, counts, outs = memory
         size, self.index = self.like.element_size(), self.like.device.index or 0
@@ -205,18 +219,29 @@ class _Pass:
             self.at.append(bases[not step.keeps] + size * y if y >= 0 else 0 if out is None else out.data_ptr())
         own = self.tensors
         self.addresses = [0 if t is None else t.data_ptr() for t in own]
-        self.pairs, self.counts, narrowed = pairs.data_ptr(), counts.data_ptr(), narrow
+        self.pairs, self.counts, narrowed = pairs.data_ptr(), 0 if counts is None else counts.data_ptr(), narrow
         if narrowed is not None:
             begin = narrowed.data_ptr()
             for one in self.plan.layers:
                 if one.narrow:
                     self.addresses[TENSORS * one.number] = begin + size * one.weights
 
-    def _workspace(self, calls: Sequence[Direct | None]) -> Workspace | None:
+    def _workspace(self, calls: Sequence[BoundCall | None]) -> Workspace | None:
         """What the programs of each kernel of a pass share."""
         needs = [call.norm.needs for call in self.calls if call.norm is not None]
-        needs += [call.aimed.needs for call in calls if call is not None and call.aimed.slots.scratch is not None]
+        needs += [call.needs for call in calls if call is not None and call.needs is not None]
         return workspace(max([n for n, _ in needs]), max([n for _, n in needs]), self.like.device) if needs else None
+
+    def _count(self, n: int) -> int:
+        """Address of the number of valid rows of a step in buffers."""
+        count = self.calls[n].outputs.cloud.count
+        assert not count.data_ptr() & 15, "kernels take aligned addresses"
+        return count.data_ptr()
+
+    def _clear(self, n: int, values: Tensor) -> None:
+        """Set padding rows of contiguous values of a step to 0, if it is in buffers."""
+        if self.padded:
+            zero_padding_rows(values, self.calls[n].outputs.cloud.count)
 
     def value(self, number: int) -> Tensor:
         """The features of a value."""
@@ -304,22 +329,39 @@ class _Forward(_Pass):
 
     def _multiply(self, n: int, layer: Layer, address: int) -> None:
         """The product, put at this address."""
-        call = self.calls[n]
-        if call.calls is None or call.found is None:
-            torch.mm(self.value(layer.wired.x), self.matrix(layer).t(), out=self._at(n, layer))
+        call, shared = self.calls[n], self.shared
+        found, calls = call.found, call.calls
+        if found is None:
+            x = self.value(layer.wired.x)
+            # Features from outside are without padding.
+            if self.padded and layer.wants.weight and layer.wired.x >= len(self.feats):
+                self._clear(n, x)
+            torch.mm(x, self.matrix(layer).t(), out=self._at(n, layer))
             return
-        own = call.calls.result
+        if calls is None:
+            calls, shared = self._looked_up(n, layer, found)
+        own = calls.result
         if own is None:
             x, weight = self.value(layer.wired.x).detach(), self.weight(layer)
-            self._at(n, layer).copy_(differentiable_call(x, weight, call.found, call.rows).result((x, weight)))
+            self._at(n, layer).copy_(differentiable_call(x, weight, found, call.rows).compute((x, weight)))
             return
         given = self.at[layer.wired.x], self.addresses[TENSORS * layer.number]
-        if call.calls.whole:
-            own.aimed.begin(given, own.places, address, self.shared)
+        if calls.whole:
+            own.launch(given, address, shared)
             return
-        summed = own.runner.allocate_output(self.like, (call.rows, layer.channels))
-        own.aimed.begin(given, own.places, summed.data_ptr(), self.shared)
+        summed = own.executor.allocate_output(self.like, (call.rows, layer.channels))
+        own.launch(given, summed.data_ptr(), shared)
         self._at(n, layer).copy_(summed)
+
+    def _looked_up(self, n: int, layer: Layer, found: KernelMap) -> tuple[MapCalls, Workspace | None]:
+        """The kernels of a step in buffers, before which the current stream waits for the map, and what programs of the
+        result's share."""
+        calls: MapCalls = found.get_cached(layer.key) or layer.calls(found)
+        self.calls[n] = self.calls[n]._replace(calls=calls)
+        own = calls.result
+        if own is None or own.needs is None:
+            return calls, None
+        return calls, workspace(own.needs[0], own.needs[1], self.like.device)
 
     def _at(self, n: int, layer: Layer) -> Tensor:
         """Where the product is put."""
@@ -331,10 +373,12 @@ class _Forward(_Pass):
         call, first, shared = self.calls[n], TENSORS * layer.number, self.shared
         launches, own, h = call.norm, self.addresses, self.products[n]
         assert launches is not None and shared is not None
-        count, pair = self.counts + 16 * call.level, self.pairs + 4 * layer.vectors
+        count = self._count(n) if self.padded else self.counts + 16 * call.level
+        pair = self.pairs + 4 * layer.vectors
         if launches.moments is not None:
             if layer.counts:
-                self.tensors[first + TRACKED].add_(1)  # pyright: ignore[reportOptionalMemberAccess]
+                several = (call.outputs.cloud.count > 1)[0] if self.padded else 1
+                self.tensors[first + TRACKED].add_(several)  # pyright: ignore[reportOptionalMemberAccess]
             _, bias, mean, variance, tracked, _, _ = own[first : first + TENSORS]
             given = h, count, mean or pair, variance or pair, tracked or pair, bias or pair, pair
             kernel, programs, more = launches.moments
@@ -369,6 +413,8 @@ class _Backward(_Pass):
         self.sums = like.new_zeros(plan.vectors + 2 * plan.widest, dtype=torch.float32)
         most = max([call.rows * step.channels for step, call in zip(plan.steps, self.calls, strict=True)])
         self.room = like.new_empty(most)
+        if self.padded:
+            _poison(self.calls[0].outputs, (self.room,))
         self.apart: dict[int, Tensor] = {}
         reached = set[int]()
         for n in range(len(plan.steps) - 1, -1, -1):
@@ -414,6 +460,8 @@ class _Backward(_Pass):
         elif layer.apart:
             grad, owned = _relu_gradient(grad, self.value(layer.wired.y), 0), True
         if layer.norm is None:
+            if self.padded and (wants.bias or (wants.weight and self.calls[n].found is None)):
+                grad, owned = self._cleared(n, grad, owned), True
             if wants.bias:
                 self.apart[TENSORS * layer.number + BIAS] = grad.sum(0, dtype=torch.float32)
             dh = grad if grad.is_contiguous() and not grad.data_ptr() & 15 else grad.contiguous().clone()
@@ -424,11 +472,21 @@ class _Backward(_Pass):
         dresidual = self._through_norm(n, layer, grad)
         if layer.inner or (wants.residual and layer.relu):
             rows, channels = self.calls[n].rows, layer.channels
-            self._product(n, layer, self.room[: rows * channels].view(rows, channels), calls)
-        if wants.bias and not layer.by_batch:
-            self.apart[TENSORS * layer.number + BIAS] = self._bias(layer)
+            dh = self.room[: rows * channels].view(rows, channels)
+            if self.padded and wants.weight and self.calls[n].found is None:
+                self._clear(n, dh)
+            self._product(n, layer, dh, calls)
+        if wants.bias and (self.padded or not layer.by_batch):
+            self.apart[TENSORS * layer.number + BIAS] = self._bias(n, layer)
         if wants.residual:
             self._add(residual, grad if dresidual is None else dresidual, owned or dresidual is not None)
+
+    def _cleared(self, n: int, grad: Tensor, owned: bool) -> Tensor:
+        """A gradient in buffers, with 0 in padding rows."""
+        if not owned or not grad.is_contiguous():
+            return torch.where(self.calls[n].outputs.valid_mask, grad, 0)
+        self._clear(n, grad)
+        return grad
 
     def _through_norm(self, n: int, layer: Layer, grad: Tensor) -> Tensor | None:
         """Puts the gradient of the product into `room`, and the sums where they belong; the gradient of what is added,
@@ -441,7 +499,8 @@ class _Backward(_Pass):
             grad = grad.contiguous() if grad.stride(1) != 1 or step != layer.channels else grad.clone()
         elif step != layer.channels:
             launches = layer.norm.launches(call.rows, step)
-        count, pair = self.counts + 16 * call.level, self.pairs + 4 * layer.vectors
+        count = self._count(n) if self.padded else self.counts + 16 * call.level
+        pair = self.pairs + 4 * layer.vectors
         adds = layer.wired.residual != NONE
         read = self.at[layer.wired.y] if adds and layer.relu else h
         affine = own[first + SCALE] or pair, own[first + SHIFT] or pair
@@ -472,10 +531,10 @@ class _Backward(_Pass):
         (weight, features), shared = calls, self.shared
         given = self.at[x], self.addresses[TENSORS * layer.number], dh.data_ptr()
         if weight is not None:
-            weight.aimed.begin(given, weight.places, self.dweights.data_ptr() + 4 * layer.weights, shared)
+            weight.launch(given, self.dweights.data_ptr() + 4 * layer.weights, shared)
         if features is not None:
-            dx = features.runner.allocate_output(self.like, (call.inputs, layer.shape[2]))
-            features.aimed.begin(given, features.places, dx.data_ptr(), shared)
+            dx = features.executor.allocate_output(self.like, (call.inputs, layer.shape[2]))
+            features.launch(given, dx.data_ptr(), shared)
             self._add(x, dx if dx.dtype is layer.dtype else dx.to(layer.dtype))
 
     def _unprepared(self, n: int, layer: Layer, dh: Tensor) -> None:
@@ -498,10 +557,13 @@ class _Backward(_Pass):
     def _dweight(self, layer: Layer) -> Tensor:
         return self.dweights.as_strided(layer.shape, _strides(layer.shape), layer.weights)
 
-    def _bias(self, layer: Layer) -> Tensor:
-        """The gradient of a bias before a norm by running statistics."""
+    def _bias(self, n: int, layer: Layer) -> Tensor:
+        """The gradient of a bias before a norm by running statistics, as fewer than two rows in a buffer have them;
+        statistics of more rows take the bias away again."""
         sums, scale = self.sums.narrow(0, layer.vectors, layer.channels), self.tensors[TENSORS * layer.number + SCALE]
         found = sums * self.pair(layer)[1]
+        if layer.by_batch:
+            found = found * (self.calls[n].outputs.cloud.count < 2)
         return found if scale is None else found * scale.detach()
 
     def _trained(self, reached: set[int]) -> list[Tensor | None]:
@@ -536,7 +598,7 @@ def _recorded(
     begun: Started, feats: Sequence[Tensor], pairs: Tensor, given: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
     """The gradients, for gradients of gradients: each is recorded in turn."""
-    plan, calls, own = begun
+    plan, calls, own, _ = begun
     values: list[Tensor] = [*feats]
     for step, call in zip(plan.steps, calls, strict=True):
         if isinstance(step, Joined):
@@ -559,20 +621,25 @@ def _composed(
     assert weight is not None
     x, flat = values[wired.x], weight.reshape(layer.shape).to(layer.dtype)
     h = x @ flat[:, 0].t() if call.found is None else conv_features(x, flat, call.found, call.rows)
+    h = _without_padding(h, call)
     held = None if wired.residual == NONE else values[wired.residual]
     if layer.norm is None:
         z = h if bias is None else h + bias.to(layer.dtype)
         z = z if held is None else z + held
-    elif layer.by_batch:
-        # Running statistics have followed.
-        h = h if bias is None else h + (bias - bias.detach()).to(layer.dtype)
-        norm = norms.Norm(scale, shift, norms.Statistics(None, layer.eps), held, layer.relu)
-        z = norms.batch_norm(h, call.outputs.cloud, norm)
     else:
-        wide = h if bias is None else h + (bias - bias.detach())
+        wide = (h if bias is None else h + (bias - bias.detach())).to(torch.float32)
         pair = pairs.as_strided((2, layer.channels), (layer.channels, 1), layer.vectors)
-        state = norms.NormState(pair.detach(), scale, shift, layer.relu, held is not None)
-        z = state.affine(state.centred(wide.to(torch.float32)))
+        state = norms.NormState(pair.detach(), scale, shift, False)
+        if layer.by_batch:
+            # Running statistics have followed.
+            z = norms.recompute_with_autograd(wide, call.outputs.cloud, state, norms.Statistics(None, layer.eps))
+        else:
+            z = state.affine(state.centred(wide))
         z = z if held is None else z + held
         z = (z.relu() if layer.relu else z).to(layer.dtype)
-    return functional.silu(z) if layer.smooth else z.relu() if layer.apart else z
+    return _without_padding(functional.silu(z) if layer.smooth else z.relu() if layer.apart else z, call)
+
+
+def _without_padding(values: Tensor, call: StepCall) -> Tensor:
+    """Values of a step with 0 in padding rows, through which no gradient goes."""
+    return values if call.outputs.buffered is None else torch.where(call.outputs.valid_mask, values, 0)

@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from pumice.coords import Bounds, Geometry, GridSpec, join_side_streams
 from pumice.coords.capacity import BufferedState, Capacities
 from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, sample_rows
+from pumice.engine.program import Program
 from pumice.engine.static import Autocast, LevelOutput, Path, levels_of, status_words_of
 from pumice.errors import CaptureError, OptionError, ShapeError
 from pumice.ops import SparseTensor
@@ -125,8 +128,8 @@ class TrainingSample:
     def geometry(self, site: GridSpec) -> Geometry | None:
         return self.scene.geometry(site)
 
-    def sample(self, most: int) -> TrainingSample:
-        chosen = sample_rows(self.count, most, self.scene.coords.device)
+    def sample(self, most: int, near: bool = False) -> TrainingSample:
+        chosen = sample_rows(self.scene.coords[:, 1:], most, near)
         if chosen is None:
             return self
         coords = self.scene.coords[chosen]
@@ -212,9 +215,11 @@ class GradientBuffers:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. site: as in PaddedProgram. module_buffers; backup: their values before
-    the last pass. modules: all modules of model and loss."""
+    """Forward, loss and gradients over buffers. program: of the model (engine.program). site: as in PaddedProgram.
+    module_buffers; backup: their values before the last pass. modules: all modules of model and loss. replicated: the
+    model as DistributedDataParallel has it, or None; averaged: parameters whose gradients are averaged then."""
 
+    program: Program
     model: nn.Module
     loss: Loss
     site: GridSpec
@@ -222,6 +227,8 @@ class StepProgram:
     parameters: tuple[Tensor, ...]
     options: StepOptions
     gradients: GradientBuffers
+    replicated: DistributedDataParallel | None = None
+    averaged: list[Tensor] = field(default_factory=list)
     module_buffers: list[Tensor] = field(default_factory=list)
     backup: list[Tensor] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
@@ -244,7 +251,7 @@ class StepProgram:
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
     def forward_backward(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
-        """Compute the loss; unscaled and clipped gradients go to their buffers."""
+        """Compute the loss; gradients, unscaled and clipped unless they are averaged first, go to their buffers."""
         with outside_inference_mode(), torch.enable_grad():
             loss = self.compute_loss(x, targets)
             scaler = self.options.scaler
@@ -259,7 +266,7 @@ class StepProgram:
 
     def compute_loss(self, x: SparseTensor, targets: Sequence[Tensor]) -> Tensor:
         with self.autocast.context():
-            loss = self.loss(self.model(x), *targets)
+            loss = self.loss(self.program(x), *targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise OptionError(f"the loss must be a scalar that depends on parameters, found {found}")
@@ -267,11 +274,35 @@ class StepProgram:
 
     def _store_gradients(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
         self.gradients.store(found)
-        grads = list(self.gradients.by_parameter.values())
-        scaler = self.options.scaler
         if scale is not None:
-            torch._foreach_div_(grads, scale)  # pyright: ignore[reportPrivateImportUsage]
-            return
+            torch._foreach_div_(list(self.gradients.by_parameter.values()), scale)  # pyright: ignore[reportPrivateImportUsage]
+        elif self.replicated is None:
+            self._unscale_and_clip()
+
+    def share_buffers(self) -> None:
+        """As DistributedDataParallel does before a forward pass: take the buffers of the first process."""
+        if self.replicated is not None and self.replicated.will_sync_module_buffers():
+            self.replicated._sync_buffers()
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """As DistributedDataParallel does in the backward pass: average gradients over all processes. They are unscaled
+        and clipped then. Parameters without a gradient have one of 0."""
+        assert self.replicated is not None
+        group, own = self.replicated.process_group, self.gradients.by_parameter
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self.averaged:
+            grad = own[parameter] if parameter in own else own.setdefault(parameter, torch.zeros_like(parameter))
+            alike.setdefault(grad.dtype, []).append(grad)
+        for grads in alike.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(dist.get_world_size(group))
+            dist.all_reduce(flat, group=group)
+            parts = flat.split([grad.numel() for grad in grads])
+            copy_all(grads, [part.view(grad.shape) for part, grad in zip(parts, grads, strict=True)])
+        self._unscale_and_clip()
+
+    def _unscale_and_clip(self) -> None:
+        grads, scaler = list(self.gradients.by_parameter.values()), self.options.scaler
         if scaler is not None:
             self._unscale(grads, scaler)
         if self.options.clip is not None:
@@ -321,12 +352,15 @@ class StepProgram:
             raise OptionError("the model has new parameters, which the step does not update: call capture_step again")
         self.module_buffers[:] = self.state()
         self.backup[:] = [t.clone() for t in self.module_buffers]
+        ignored = () if self.replicated is None else self.replicated.parameters_to_ignore
+        self.averaged[:] = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in ignored]
         self.gradients.by_parameter.clear()
 
     @contextmanager
     def restoring_state(self) -> Iterator[None]:
-        """Restore buffers and random states on exit."""
-        before, device = [(t, t.clone()) for t in self.state()], self.parameters[0].device
+        """Restore buffers, gradients and random states on exit."""
+        held, device = [*self.gradients.by_parameter.values()], self.parameters[0].device
+        before, grads = [(t, t.clone()) for t in self.state()], [t.clone() for t in held]
         gpus = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
             try:
@@ -335,7 +369,7 @@ class StepProgram:
                 if [id(t) for t in self.state()] != [id(t) for t, _ in before]:
                     raise CaptureError("the forward pass replaces module buffers; it must update them in place")
                 with torch.no_grad():
-                    for tensor, old in before:
+                    for tensor, old in (*before, *zip(held, grads, strict=True)):
                         tensor.copy_(old)
 
     @contextmanager

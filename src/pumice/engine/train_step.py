@@ -17,6 +17,7 @@ from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModul
 from pumice.engine.buffers import ModelInput, VoxelScene
 from pumice.engine.capture import Box, check_example, check_scene, site_within
 from pumice.engine.compare import AMPLIFIED, steps_differ
+from pumice.engine.program import compile  # noqa: A004
 from pumice.engine.static import Autocast
 from pumice.engine.train_program import (
     GradientBuffers,
@@ -62,41 +63,52 @@ def capture_step(
 
         optimizer.zero_grad(); value = loss(model(x), labels); value.backward(); optimizer.step()
 
-    under the autocast state of the capture. A host synchronisation between the two graphs reads the status: a scene
-    that overflowed, or has no graph, runs eagerly without side effects of the failed pass; a capacity whose coarser
-    levels overflowed is re-planned and re-captured, up to three times. Features and gradients of padding rows are 0
-    wherever a loss or a module reads them, norms and pools of pumice.nn use valid rows only, and targets of padding
-    rows are `ignored` (floats 0, bools False). So cross_entropy with ignore_index needs no change; a mean over all rows
-    does: see pumice.ops.row_mean and SparseTensor.valid_mask. The capture compares loss and gradients of the example
-    with the eager ones, with NaN in padding rows.
+    by the program of the model (pumice.compile), under the autocast state of the capture. A host synchronisation
+    between the two graphs reads the status: a scene that overflowed, or has no graph, takes the step by the program
+    outside buffers, without side effects of the failed pass. The example's capacity is captured at once, others by
+    `ready()` or at the end of the first step that finds none; a capacity whose coarser levels overflowed is re-planned
+    and re-captured at the end of that step, up to three times.
+
+    Features and gradients of padding rows are 0 wherever a loss or a module reads them, norms and pools of pumice.nn
+    use valid rows only, and targets of padding rows are `ignored` (floats 0, bools False). So cross_entropy with
+    ignore_index needs no change; a mean over all rows does: see pumice.ops.row_mean and SparseTensor.valid_mask. The
+    capture compares loss and gradients of the example with those outside buffers, with NaN in padding rows.
 
     Parameters
     ----------
-    model: module that takes one SparseTensor, wholly or partly in training mode. Capturing does not change its
-        parameters, buffers and random states.
+    model: module that takes one SparseTensor, wholly or partly in training mode, or its program. Capturing does not
+        change its parameters, gradients, buffers and random states.
     loss: scalar function of the model's result and the targets; may be a module with buffers.
     optimizer: its update is captured if possible (capturable=True, or SGD), from its second step on, while its
         hyperparameters stay constant; a learning rate that changes each step should be a tensor. Others run eagerly.
-    example: typical scene. Scenes with another number of batch items run eagerly.
+    example: typical scene. Scenes with another number of batch items find no graph.
     targets: tensors with one row per voxel of the example, scalars, or PerItemTarget(tensor) with one row per item.
     max_voxels, level_capacity, buckets, margin, box: as in `capture`.
     scaler: as torch.amp.GradScaler for half precision: a step with non-finite gradients updates only the scale.
     clip: largest total norm of the gradients, as torch.nn.utils.clip_grad_norm_.
     ignored: value of integer targets in padding rows.
 
-    Gradients are not accumulated over steps.
+    Gradients are not accumulated over steps. Of a model within DistributedDataParallel each process takes its own graph
+    or runs without one; behind it, on the current stream, gradients are averaged over all processes, and then unscaled
+    and clipped. Every process must take every step. Buffers are those of the first process, as without a capture.
+    Communication hooks and mixed_precision= of DistributedDataParallel are refused; parameters that no scene uses have
+    gradients of 0.
 
-    Raises OptionError (SyncBatchNorm, DistributedDataParallel, invalid options, a loss that is no scalar), DtypeError,
+    Raises OptionError (SyncBatchNorm, invalid options, a loss that is no scalar), DtypeError,
     ShapeError and DeviceError (mismatched arguments), CaptureError (loss or gradients differ from the eager step on the
     example, or the model reads sizes on the host), GeometryError (operations with value-dependent row counts).
     """
-    _check(model, loss, optimizer, targets)
+    replicated = model if isinstance(model, DistributedDataParallel) else None
+    model = model if replicated is None else replicated.module
+    _check(model, loss, optimizer)
+    _check_replicated(replicated)
     check_example(example)
     _check_targets(example, targets)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
     margins = CapacityMargins(margin, level_capacity)
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     program = StepProgram(
+        compile(model),
         model,
         loss,
         site_within(example.geometry.site, limits.batch, box),
@@ -104,6 +116,7 @@ def capture_step(
         _parameters(model, loss, optimizer),
         StepOptions(scaler, clip, ignored),
         GradientBuffers(),
+        replicated,
     )
     first = TrainingSample(VoxelScene(example.feats.detach(), example.coords, example.geometry, example), targets)
     with outside_inference_mode():
@@ -183,19 +196,25 @@ class _Steps(GraphRunner):
     def step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
         """Run a step, update included, and return its loss."""
         with device_context(self.device):
+            self.program.share_buffers()
             if (problem := self._host_rejection(scene)) is not None:
                 self._warn_once(*problem)
                 return self._eager_step(scene, update)
-            # The guard is checked after launch, while the device is busy: the graph keeps alive what it reads.
-            bucket = self.bucket(scene.count) if self.graphs else self.prepared(scene.count)
+            if not self.graphs:
+                self._drop_stale_graphs()
+            capacity = self.limits.capacity(scene.count)
+            assert capacity is not None
+            bucket = self.buckets.get(capacity)
+            if bucket is None:
+                return self._uncaptured_step(scene, update)
             scene.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
             done: StepResult = bucket.run(self.program)
             self.program.gradients.assign_to(self.program.parameters)
+            # The guard is checked after launch, while the device is busy: the graph keeps alive what it reads.
             guard, value = update.guard(), done.loss.clone()
             if self._guard_failed():
                 self._restore()
-                self.prepared(scene.count)
-                return self.step(scene, update)
+                return self._uncaptured_step(scene, update)
             read, most = done.status_words.tolist(), 1 + len(done.levels)
             # The last word, after those of levels, is the non-finite flag.
             words, infinite = read[:most], any(read[most:])
@@ -203,13 +222,21 @@ class _Steps(GraphRunner):
                 self._restore()
                 why, detail = self._device_rejection(scene, done, words)
                 self._warn_once(why, detail)
+                value = self._eager_step(scene, update)
                 if why == "room":
-                    # Before the eager step: re-planning overwrites the gradient buffers.
-                    self._replan(bucket, scene)
-                return self._eager_step(scene, update)
+                    self._make_ready(capacity, lambda _: self._replan(bucket, scene))
+                return value
             self.replays += 1
             self._finish(infinite, update, guard)
             return value
+
+    def _uncaptured_step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
+        """The step of a scene that finds no graph, which is recorded then."""
+        self.fallbacks["capture"] += 1
+        value, capacity = self._eager_step(scene, update), self.limits.capacity(scene.count)
+        assert capacity is not None
+        self._make_ready(capacity, self._bucket_for)
+        return value
 
     def _restore(self) -> None:
         """Restore module buffers to their values before the last pass."""
@@ -222,11 +249,17 @@ class _Steps(GraphRunner):
         value = self.program.forward_backward(scene.tensor(), [values_of(t) for t in scene.targets])
         self.program.gradients.assign_to(self.program.parameters)
         found = self.program.gradients.infinite
-        infinite = self.program.options.scaler is not None and found is not None and bool(found)
+        infinite = found is not None and bool(found)
         self._finish(infinite, update, update.guard())
         return value
 
     def _finish(self, infinite: bool, update: CapturedOptimizerStep, guard: tuple[Any, ...]) -> None:
+        program = self.program
+        if program.replicated is not None:
+            program.average_gradients()
+            program.gradients.assign_to(program.parameters)
+            found, guard = program.gradients.infinite, update.guard()
+            infinite = found is not None and bool(found)
         if infinite:
             self.skipped += 1
         else:
@@ -332,7 +365,7 @@ def _alike(*found: Mapping[str, Tensor]) -> list[list[Tensor]]:
     return [[each[name] for name in found[0]] for each in found]
 
 
-def _check(model: nn.Module, loss: Loss, optimizer: Optimizer, targets: Sequence[Target]) -> None:
+def _check(model: nn.Module, loss: Loss, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"capture_step takes a torch.nn.Module, found {type(model).__name__}")
     if not callable(loss):
@@ -340,11 +373,18 @@ def _check(model: nn.Module, loss: Loss, optimizer: Optimizer, targets: Sequence
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
         kind = type(optimizer).__name__
         raise OptionError(f"the optimizer must be a torch.optim.Optimizer whose step needs no closure, found {kind}")
-    for name, module in model.named_modules():
+    for name, module in (*model.named_modules(), *(loss.named_modules() if isinstance(loss, nn.Module) else ())):
         if isinstance(module, DataParallel | DistributedDataParallel | nn.SyncBatchNorm):
-            raise OptionError(f"a captured step runs in one process: {name or 'it'} is a {type(module).__name__}")
+            raise OptionError(
+                f"passes of a captured step run in one process: {name or 'it'} is {type(module).__name__}"
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError("no parameter of the model requires gradients")
+
+
+def _check_replicated(model: DistributedDataParallel | None) -> None:
+    if model is not None and (model._comm_hooks or model.mixed_precision is not None):
+        raise OptionError("a captured step takes neither communication hooks nor mixed_precision= of the model")
 
 
 def _check_targets(x: SparseTensor, targets: Sequence[Target]) -> None:

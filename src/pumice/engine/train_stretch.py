@@ -14,15 +14,16 @@ from pumice.engine.stretch import Env, grouped, is_one_kernel, parts_of, run_pro
 from pumice.engine.trace import CallStep, Graph, Product, Step, is_pure, nodes_in, reads_of
 from pumice.engine.train_layers import NONE, Joined, Layer, Planner, TrainPlan, WiredStep, tensors_of
 from pumice.engine.train_pass import Started, StepCall
-from pumice.lower import direct
 from pumice.lower import kernel as kernels
+from pumice.lower.call import global_settings
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import REQUIRES_GRAD, TENSOR_GUARDS
 from pumice.ops import autograd, cat
 from pumice.ops.conv import autocast_dtype
-from pumice.ops.tensor import raw_feats, unchecked_tensor
+from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND
+from pumice.runtime.streams import is_capturing
 
 _ADDRESS = 15
 """Bits of the addresses of tensors that are 0."""
@@ -49,6 +50,8 @@ class TrainStretch:
         multiplied = {step.x for step in steps if isinstance(step, Product)}
         added = {node for step in steps for node in _features_of(step) if not (_is_first(step, node))}
         self._cast = [node in multiplied and node not in added for node in self.features]
+        # The gradient of a linear map's weight is a sum over all rows: padding rows of what it multiplies are 0.
+        self._summed = {s.x for s in steps if isinstance(s, Product) and not isinstance(s.layer, Convolution)}
         self._numbers = {node: n for n, node in enumerate((*self.features, *(s.node for s in steps)))}
         geometries = len(self._numbers)
         self._targets = {node: geometries + n for n, node in enumerate(self.inputs[len(self.features) :])}
@@ -79,20 +82,20 @@ class TrainStretch:
 
     def _by_kernels(self, env: Env) -> bool:
         """False where the modules are to be called."""
-        feats = [raw_feats(env[node]) for node in self.features]
+        feats = [env[node].feats if node in self._summed else raw_feats(env[node]) for node in self.features]
         tensors = [where.get(name) for where, name in self._sources]
         dtype = autocast_dtype(feats[0]) or feats[0].dtype
         ready = [_ready(x, dtype if casts else x.dtype) for x, casts in zip(feats, self._cast, strict=True)]
         plan = self._plan(tensors, ready)
         if plan is None or any([t is not None and t.data_ptr() & _ADDRESS for t in tensors]):
             return False
-        calls = self._calls(plan, env, ready)
-        if calls is None:
+        begun = self._begun(plan, env, ready, tensors)
+        if begun is None:
             return False
-        outs = Started(plan, calls, tensors).run(ready)
-        count = len(self.features)
+        outs = begun.run(ready)
+        count, made = len(self.features), from_raw_feats if begun.padded else unchecked_tensor
         for node, y in zip(self.outputs, outs, strict=True):
-            env[node] = unchecked_tensor(y, calls[self._numbers[node] - count].outputs)
+            env[node] = made(y, begun.calls[self._numbers[node] - count].outputs)
         return True
 
     def _plan(self, tensors: Sequence[Tensor | None], feats: Sequence[Tensor]) -> TrainPlan | None:
@@ -100,7 +103,7 @@ class TrainStretch:
         there = [t for t in tensors if t is not None]
         like = feats[0]
         facts: list[Any] = [
-            direct.settings(),
+            global_settings(),
             kernels.float32_precision(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(like.device.type),
@@ -120,24 +123,29 @@ class TrainStretch:
         self._plans = [(facts, plan), *self._plans[: _PLANS - 1]]
         return plan
 
-    def _calls(self, plan: TrainPlan, env: Env, feats: Sequence[Tensor]) -> list[StepCall] | None:
+    def _begun(
+        self, plan: TrainPlan, env: Env, feats: Sequence[Tensor], tensors: Sequence[Tensor | None]
+    ) -> Started | None:
         """The steps on their coordinates; None where the modules are to be called."""
         given, rows = [env[node].geometry for node in self.inputs], [x.shape[0] for x in feats]
-        is_new = plan not in self._compiled
-        calls, known = self._found(plan, given, rows, not is_new)
-        if calls is not None and (is_new or not known):
+        is_new, padded = plan not in self._compiled, given[0].buffered is not None
+        calls, known = self._found(plan, given, rows, (not is_new, padded))
+        # In buffers no kernel of another size serves until this one is there.
+        if calls is not None and (is_new or not known or (padded and not is_capturing(feats[0].device))):
             self._compile(plan, calls, feats[0])
-            calls, _ = self._found(plan, given, rows)
-        return calls
+            calls, _ = self._found(plan, given, rows, (True, padded))
+        return None if calls is None else Started(plan, calls, tensors, padded)
 
     @staticmethod
     def _found(
-        plan: TrainPlan, given: Sequence[Geometry], rows: Sequence[int], launches: bool = True
+        plan: TrainPlan, given: Sequence[Geometry], rows: Sequence[int], how: tuple[bool, bool]
     ) -> tuple[list[StepCall] | None, bool]:
         """(the steps with their maps and kernels, True if no kernel is to be compiled); None for sums and
         concatenations of several coordinates, and for fewer than two rows. given: coordinates of the inputs; rows: of
-        their features; launches: False without kernels."""
+        their features; how: (False without kernels, True in buffers). There kernels over maps are looked for as they
+        are started: until then other streams may be building the map."""
         count, found, known = len(rows), list[StepCall](), True
+        launches, padded = how
         geometries: list[Any] = [*given[:count], *[None] * len(plan.steps), *given[count:]]
         sizes, levels = [*rows], dict[int, int]()
         if any([size != len(one.coords) for size, one in zip(rows, given, strict=False)]):
@@ -159,7 +167,7 @@ class TrainStretch:
                 size = mapped.num_outputs
                 if mapped.num_inputs != before or mapped.table.shape[1] != step.shape[1]:
                     return None, False
-                if launches:
+                if launches and not padded:
                     calls = mapped.get_cached(step.key) or step.calls(mapped)
                     known &= calls.known
             geometries[number] = outputs
@@ -178,7 +186,7 @@ class TrainStretch:
             for layer, call in zip(plan.steps, calls, strict=True):
                 if isinstance(layer, Joined):
                     continue
-                if layer.norm is not None and plan not in self._compiled:
+                if layer.norm is not None and (plan not in self._compiled or call.outputs.buffered is not None):
                     tasks[layer] = layer.norm.compilations(call.rows, layer.steps)
                 if call.found is not None and (layer.key, id(call.found)) not in tasks:
                     tasks[layer.key, id(call.found)] = layer.compilations(like, call.found)

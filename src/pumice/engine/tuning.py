@@ -18,12 +18,19 @@ import torch
 from torch import nn
 
 from pumice.engine.groups import LayerGroup, Observed, observe
-from pumice.engine.isolated_layers import IsolatedLayer, compile_first, compile_in_parallel, isolated_layer, time_tiles
-from pumice.engine.measure import Meter, PassTiming
+from pumice.engine.measure import (
+    IsolatedLayer,
+    Meter,
+    PassTiming,
+    compile_first,
+    compile_in_parallel,
+    isolated_layer,
+    time_tiles,
+)
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
-from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.reference import EIGHT_BITS
 from pumice.nn.conv import Convolution, convolutions
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen

@@ -190,28 +190,6 @@ def parse_format(text: str | Format) -> Format:
     return _parse(NAMED.get(text.strip(), text))
 
 
-def named(name: str, block: int | Sequence[int] | None = None, group: int | Sequence[int] | None = None) -> Format:
-    """A format of NAMED with its sizes filled in: block for all axes or one per axis, group one size or buckets."""
-    if name not in NAMED:
-        raise OptionError(f"unknown format {name!r}; known: {', '.join(NAMED)}")
-    format = parse_format(name)
-    blocked = [level.axes[0] for level in format.levels if level.kind == "B"]
-    if block is not None:
-        if not blocked:
-            raise OptionError(f"{name} is {str(format)!r}, which has no blocks; found block={block!r}")
-        blocks = (block,) * len(blocked) if isinstance(block, int) else tuple(block)
-        if len(blocks) != len(blocked):
-            raise OptionError(f"{name} has {len(blocked)} blocked axes, found {len(blocks)} block sizes")
-        sizes = dict(zip(blocked, blocks, strict=True))
-        levels = (replace(x, sizes=(sizes[x.axes[0]],)) if x.kind == "B" else x for x in format.levels)
-        format = Format(format.axes, tuple(levels))
-    if group is None:
-        return format
-    if format.grouped is None:
-        raise OptionError(f"{name} is {str(format)!r}, which has no groups; found group={group!r}")
-    return format.with_sizes((group,) if isinstance(group, int) else group)
-
-
 _NAME = r"[^\W\d]\w*"
 _PREFIX = re.compile(rf"\s*\[\s*({_NAME}(?:\s*,\s*{_NAME})*)\s*\]")
 _LEVEL = re.compile(rf"\s*(?P<axes>{_NAME}|\(\s*{_NAME}(?:\s+{_NAME})*\s*\))\s*:\s*(?P<kind>[^\s\[\]():]+)")

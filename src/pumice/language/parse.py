@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pumice.language.accesses import AccessReader, Use, count_axes
+from pumice.language.accesses import AccessReader, Token, Use, count_axes, quote, where
 from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
-from pumice.language.tokens import Token, quote, where
 
 MOST_TERMS = 1000  # terms of a sum, multiplied out
 MOST_SIZE = 20_000  # tokens of a sum, multiplied out

@@ -1,15 +1,32 @@
-"""Convolution on a CPU through torch's own kernels; the plain twins are in reference.py.
+"""Convolutions and sums of gathered rows on a CPU through torch's own kernels.
 
     out[o, n] += x[i, c] * weight[n, k, c]        for every pair (o, k, i)
 
 Outputs are processed in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer
 of products, and `embedding_bag` sums the products of each output: data stays in the cache, sums have a fixed order, and
-there is no scatter. The identity offset of a submanifold map is multiplied without a gather.
+there is no scatter. The identity offset of a submanifold map is multiplied without a gather. The plain twins are in
+reference.py.
+
+Two lowerings match statements by their form. "gathered" runs by these engines
+
+    T[S[p], g, n] += x[G[p], g, c] * w[K[p], g, c, n]           forward; the input gradient with S and G exchanged
+    T[K[p], g, c, n] += x[G[p], g, c] * y[S[p], g, n]           weight gradient                             K sorted
+
+with axes in any order and g optional, such as sparse convolutions and relational graph convolutions. "bagged" runs
+
+    T[S[p,q], n...] += V[p,q] * W[p] * ... * B[G[p,q], n...]
+
+by `embedding_bag` alone, which weights and sums the rows of B without materialising them. S is an index array or an
+index, there are one or more positions, and V is optional. SpMM in any list format (COO, CSR, ELL, GroupCOO) is of this
+form, and so are its gradient and sums over neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, no_type_check
 
 import torch
@@ -17,7 +34,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pumice.coords import Pairs
-from pumice.lower import reference
+from pumice.language.bind import BoundStatement
+from pumice.language.nodes import Access, Affine, Statement, arrays_of, indices_of
+from pumice.lower import graph, reference
+from pumice.runtime.cache import cached_per_tensor
 from pumice.schedule.cost import CpuSchedule
 
 _PAIRS = 3  # the first tables are the pairs themselves
@@ -255,3 +275,375 @@ def _gathered_pairs(pairs: Pairs, identity: int) -> tuple[Tensor, Tensor, Tensor
 
 def _computable(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+
+# Accesses with one axis indexed by an index array, as rows
+def _operand_refusal(names: Iterable[str], operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why these operands are refused (names: the factors), or None."""
+    if any(t.device.type != "cpu" for t in operands.values()):
+        return "the operands are not on a CPU"
+    kinds = {operands[name].dtype for name in names}
+    if len(kinds) > 1 or not kinds.pop().is_floating_point:
+        return "the factors do not have one floating-point dtype"
+    return None
+
+
+def _array_of(access: Access) -> Access | None:
+    """The only index array of an access, if it has distinct bare indices and so have the other axes; else None."""
+    arrays = [e for e in access.indices if e.bare is None]
+    bare = _bare_of(access)
+    if len(arrays) != 1 or len(set(bare)) != len(bare):
+        return None
+    return _alone(arrays[0], bare)
+
+
+def _alone(expression: Affine, bare: tuple[str, ...]) -> Access | None:
+    if expression.constant or len(expression.terms) != 1:
+        return None
+    ((coefficient, atom),) = expression.terms
+    if coefficient != 1 or not isinstance(atom, Access):
+        return None
+    names = [e.bare for e in atom.indices]
+    plain = all(name and name not in bare for name in names) and len(set(names)) == len(names)
+    return atom if plain and names else None
+
+
+def _bare_of(access: Access) -> tuple[str, ...]:
+    """The bare indices of an access."""
+    return tuple(e.bare for e in access.indices if e.bare is not None)
+
+
+def _array_axis(access: Access) -> int:
+    """The axis indexed by the index array."""
+    return next(i for i, e in enumerate(access.indices) if e.bare is None)
+
+
+def _arranged(tensor: Tensor, access: Access, order: Sequence[str]) -> Tensor:
+    """The tensor with its axes in the order of these indices; "" is the axis of the index array."""
+    have = [e.bare or "" for e in access.indices]
+    return tensor.permute([have.index(name) for name in order])
+
+
+def _rows_of(tensor: Tensor, access: Access, names: Sequence[str]) -> Tensor:
+    """The tensor as [rows, other axes in this order, flattened]."""
+    found = _arranged(tensor, access, ("", *names))
+    return found.reshape(len(found), math.prod(found.shape[1:]))
+
+
+def _restored(flat: Tensor, order: Sequence[str], bound: BoundStatement) -> Tensor:
+    """Reshape a flat result, with axes in this order ("": that of the index array), to the target's layout."""
+    want = [e.bare or "" for e in bound.statement.target.indices]
+    sizes = dict(zip(want, bound.shape, strict=True))
+    return flat.reshape([int(sizes[name]) for name in order]).permute([order.index(name) for name in want]).contiguous()
+
+
+# Products of gathered rows
+@dataclass(frozen=True)
+class GatherMatch:
+    """Parts of a statement. x: factor gathered by G; other: weights (forward) or factor gathered by S (gradient)."""
+
+    x: Access
+    other: Access
+    gather: str
+    scatter: str
+    taps: str
+    group: tuple[str, ...]
+    inner: tuple[str, ...]
+    outer: tuple[str, ...]
+    weights: bool
+
+
+def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why this lowering does not apply, or None."""
+    match = gather_match(statement)
+    if isinstance(match, str):
+        return match
+    return _operand_refusal((match.x.name, match.other.name), operands)
+
+
+def run_gathered(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `gathered_refusal` accepts; a new tensor of `dtype`."""
+    statement = bound.statement
+    match = gather_match(statement)
+    assert isinstance(match, GatherMatch)
+    if not _all_in_bounds(match, bound, operands):
+        return graph.run(bound, operands, dtype)
+    # Halves are summed in float32 anyway: for a float32 result, do not round in between.
+    names = (match.x.name, match.other.name)
+    operands = {**operands, **{n: operands[n].to(torch.promote_types(operands[n].dtype, dtype)) for n in names}}
+    axis = _array_axis(statement.target if not match.weights else match.other)
+    volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
+    pairs = Pairs(operands[match.gather], operands[match.scatter], _tap_sizes(operands[match.taps], volume))
+    result = (_forward_of if match.weights else _gradient_of)(match, bound, operands, pairs).to(dtype)
+    if statement.accumulate:
+        result = operands[statement.target.name] + result
+    return result
+
+
+@lru_cache(maxsize=256)
+def gather_match(statement: Statement) -> GatherMatch | str:
+    """The match of a statement, or the reason why there is none."""
+    if statement.reduction != "sum" or len(statement.terms) != 1 or statement.terms[0].coefficient != 1:
+        return "it is not a plain sum of one product"
+    factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
+    if len(factors) != 2 or len(statement.terms[0].factors) != 2:
+        return "it is not a product of two factors"
+    if statement.ranges:
+        return "a range is declared"
+    accesses = (statement.target, *factors)
+    arrays = [_array_of(access) for access in accesses]
+    if any(array is None or len(array.indices) != 1 for array in arrays):
+        return "target and factors are not each indexed by one index array and bare indices"
+    taps = {name for name, fact in statement.facts if fact == "sorted"}
+    names = [array.name for array in arrays if array is not None]
+    if len(set(arrays_of(*accesses))) != 3 or len(set(indices_of(*(a for a in arrays if a)))) != 1:
+        return "the index arrays do not share one position"
+    place = next((i for i, name in enumerate(names) if name in taps), None)
+    if place is None:
+        return "no index array is known to be sorted"
+    return _roles(accesses, names, place)
+
+
+def _all_in_bounds(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
+    """True if all values of the index arrays are in bounds, so that no mask is needed."""
+    target = bound.statement.target
+    scattered, tapped = (target, match.other) if match.weights else (match.other, target)
+    for name, access in ((match.gather, match.x), (match.scatter, scattered), (match.taps, tapped)):
+        shape = bound.shape if access is target else operands[access.name].shape
+        if not _in_bounds(operands[name], int(shape[_array_axis(access)])):
+            return False
+    return True
+
+
+def _roles(accesses: Sequence[Access], names: Sequence[str], place: int) -> GatherMatch | str:
+    target, first, second = (_bare_of(access) for access in accesses)
+    if place == 0:
+        group = tuple(i for i in first if i in second and i in target)
+        inner = tuple(i for i in first if i in target and i not in second)
+        outer = tuple(i for i in second if i in target and i not in first)
+        whole = (
+            set(first) == {*group, *inner}
+            and set(second) == {*group, *outer}
+            and len(target) == len({*group, *inner, *outer})
+        )
+        match = GatherMatch(accesses[1], accesses[2], names[1], names[2], names[0], group, inner, outer, False)
+        return match if whole else "an index other than the position is reduced"
+    weights, x = (1, 2) if place == 1 else (2, 1)
+    axes = _bare_of(accesses[x]), _bare_of(accesses[weights])
+    group = tuple(i for i in axes[0] if i in axes[1] and i in target)
+    inner = tuple(i for i in axes[0] if i in axes[1] and i not in target)
+    outer = tuple(i for i in axes[1] if i in target and i not in axes[0])
+    found = [set(axes[0]), set(axes[1]), set(target)]
+    whole = found == [{*group, *inner}, {*group, *inner, *outer}, {*group, *outer}]
+    match = GatherMatch(accesses[x], accesses[weights], names[x], names[0], names[weights], group, inner, outer, True)
+    return match if whole else "the indices of factors and target do not form a product of matrices"
+
+
+def _forward_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    sizes = [bound.points(names) for names in (match.group, match.inner, match.outer)]
+    groups, c_in, c_out = sizes
+    x = _rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
+    order = (*match.group, *match.outer, "", *match.inner)
+    weight = _arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
+    target = bound.statement.target
+    rows = int(bound.shape[_array_axis(target)])
+    prepared = _prepared_pairs(pairs, rows, len(x), (groups * c_in, groups * c_out))
+    flat = forward(x, weight, prepared, rows, groups)
+    return _restored(flat, ("", *match.group, *match.outer), bound)
+
+
+def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
+    groups = bound.points(match.group)
+    x = _rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
+    y = _rows_of(operands[match.other.name], match.other, (*match.group, *match.outer))
+    prepared = _prepared_pairs(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
+    flat = weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
+    return _restored(flat, (*match.group, *match.outer, "", *match.inner), bound)
+
+
+@cached_per_tensor
+def _tap_sizes(taps: Tensor, volume: int) -> Tensor:
+    """The number of positions per kernel offset."""
+    return torch.bincount(taps, minlength=volume)
+
+
+@cached_per_tensor
+def _in_bounds(array: Tensor, extent: int) -> bool:
+    """True if all values of an index array are in bounds."""
+    return not len(array) or (int(array.min()) >= 0 and int(array.max()) < extent)
+
+
+def _prepared_pairs(pairs: Pairs, rows: int, inputs: int, channels: tuple[int, int]) -> tuple[Tensor, ...]:
+    """The pairs and their cached chunks, which do not depend on the gradient fields of the schedule."""
+    schedule = replace(CpuSchedule.default(*channels, len(pairs.inputs)), gradient="gemm", gradient_pairs=1)
+    return (*pairs, *_cached_chunks(pairs.outputs, pairs.inputs, pairs.sizes, rows, inputs, schedule))
+
+
+@cached_per_tensor
+def _cached_chunks(
+    outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int, other_rows: int, schedule: CpuSchedule
+) -> tuple[Tensor, ...]:
+    return chunks(Pairs(inputs, outputs, sizes), rows, other_rows, schedule)
+
+
+# Sums of gathered rows
+@dataclass(frozen=True)
+class BagMatch:
+    """The parts of a statement of the form above.
+
+    rows: B, the factor whose rows are gathered; gather: its index array; positions: the indices of `gather`.
+    scatter: the target's index array, or the position that is the target's row itself.
+    weights: the factors over positions only. columns: the bare indices of the target and of B.
+    """
+
+    rows: Access
+    gather: Access
+    scatter: Access | str
+    positions: tuple[str, ...]
+    weights: tuple[Access, ...]
+    columns: tuple[str, ...]
+
+
+def bagged_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why this lowering does not apply, or None."""
+    match = bag_match(statement)
+    if isinstance(match, str):
+        return match
+    return _operand_refusal((access.name for access in (match.rows, *match.weights)), operands)
+
+
+def run_bagged(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `bagged_refusal` accepts; a new tensor of `dtype`."""
+    statement = bound.statement
+    match = bag_match(statement)
+    assert isinstance(match, BagMatch)
+    wide = torch.promote_types(operands[match.rows.name].dtype, torch.float32)
+    row = match.scatter if isinstance(match.scatter, str) else ""
+    count = int(bound.shape[[e.bare or "" for e in statement.target.indices].index(row)])
+    table = _rows_of(operands[match.rows.name], match.rows, match.columns).to(wide)
+    bags = _bags_of(match, bound, operands, (count, len(table)))
+    weights = _weights_of(match, bound, operands, wide)
+    if weights is not None:
+        weights = weights[bags.order] if bags.order is not None else weights
+    total = _summed(table, bags, weights, count)
+    if statement.terms[0].coefficient != 1:
+        total = total * statement.terms[0].coefficient
+    result = _restored(total, (row, *match.columns), bound).to(dtype)
+    return operands[statement.target.name] + result if statement.accumulate else result
+
+
+@lru_cache(maxsize=256)
+def bag_match(statement: Statement) -> BagMatch | str:
+    """The match of a statement, or the reason why there is none."""
+    if statement.reduction != "sum" or len(statement.terms) != 1:
+        return "it is not a sum of one term"
+    factors = [f for f in statement.terms[0].factors if isinstance(f, Access)]
+    if len(factors) != len(statement.terms[0].factors) or statement.ranges:
+        return "it has conditions or declared ranges"
+    gathering = [f for f in factors if any(e.arrays for e in f.indices)]
+    if len(gathering) != 1 or _array_of(gathering[0]) is None:
+        return "there is not one factor whose rows are gathered by one index array"
+    gathered = gathering[0]
+    gather, columns = _array_of(gathered), _bare_of(gathered)
+    assert gather is not None
+    positions = tuple(e.bare for e in gather.indices if e.bare)
+    scatter = _scatter_of(statement.target, positions, columns)
+    weights = tuple(f for f in factors if f is not gathered)
+    if scatter is None or not columns:
+        return "the target is not written by rows of the gathered factor"
+    if any(not set(indices_of(f)) <= set(positions) or not _plain(f) for f in weights):
+        return "a weight has indices other than the positions"
+    return BagMatch(gathered, gather, scatter, positions, weights, columns)
+
+
+def _scatter_of(target: Access, positions: tuple[str, ...], columns: tuple[str, ...]) -> Access | str | None:
+    """The target's row: an index array over positions, or a position; None if there is none."""
+    bare = _bare_of(target)
+    array = _array_of(target)
+    if array is not None:
+        inside = {e.bare for e in array.indices}
+        return array if inside <= set(positions) and set(bare) == set(columns) else None
+    own = [name for name in bare if name in positions]
+    whole = len(bare) == len(target.indices) and len(own) == 1 and set(bare) == {*columns, *own}
+    return own[0] if whole and len(set(bare)) == len(bare) else None
+
+
+def _plain(access: Access) -> bool:
+    names = [e.bare for e in access.indices]
+    return all(names) and len(set(names)) == len(names)
+
+
+def _bags_of(match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tensor], extents: tuple[int, int]) -> Bags:
+    """The bags of these operands, cached per pair of index arrays."""
+    sizes = [bound.extent(name) for name in match.positions]
+    gather = operands[match.gather.name]
+    if isinstance(match.scatter, str):
+        return _bags_by_position(gather, match.positions.index(match.scatter), extents)
+    names = [e.bare or "" for e in match.scatter.indices]
+    order = tuple(sorted(range(len(names)), key=lambda i: match.positions.index(names[i])))
+    shape = tuple(size if name in names else 1 for name, size in zip(match.positions, sizes, strict=True))
+    return _bags(gather, operands[match.scatter.name], order, shape, extents)
+
+
+def _weights_of(
+    match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype
+) -> Tensor | None:
+    """The product of the weights, flat over all positions, or None if there are none."""
+    total: Tensor | None = None
+    for access in match.weights:
+        names = [e.bare for e in access.indices]
+        order = sorted(range(len(names)), key=lambda i: match.positions.index(names[i] or ""))
+        shape = [bound.extent(name) if name in names else 1 for name in match.positions]
+        value = operands[access.name].permute(order).reshape(shape).to(dtype)
+        total = value if total is None else total * value
+    if total is None:
+        return None
+    return total.expand([bound.extent(name) for name in match.positions]).reshape(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class Bags:
+    """Valid entries, sorted by target row.
+
+    order: their positions, or None if all are valid and sorted; rows: of the table; starts: of each target row.
+    """
+
+    order: Tensor | None
+    rows: Tensor
+    starts: Tensor
+
+
+@cached_per_tensor
+def _bags(
+    gather: Tensor, scatter: Tensor, order: tuple[int, ...], shape: tuple[int, ...], extents: tuple[int, int]
+) -> Bags:
+    """Bags for an index array as target row; its axes in that order broadcast with this shape."""
+    return _bags_between(gather, scatter.permute(order).reshape(shape), extents)
+
+
+@cached_per_tensor
+def _bags_by_position(gather: Tensor, axis: int, extents: tuple[int, int]) -> Bags:
+    """Bags for the position along an axis of the index array as target row."""
+    shape = [-1 if place == axis else 1 for place in range(gather.ndim)]
+    return _bags_between(gather, torch.arange(gather.shape[axis]).view(shape), extents)
+
+
+def _bags_between(gather: Tensor, scatter: Tensor, extents: tuple[int, int]) -> Bags:
+    """Sort the entries by target row and drop those with an invalid row on either side."""
+    count, table = extents
+    to = scatter.expand(gather.shape).reshape(-1).long().contiguous()
+    rows = gather.reshape(-1).long().contiguous()
+    there = (to >= 0) & (to < count) & (rows >= 0) & (rows < table)
+    order = None
+    if not bool((to[1:] >= to[:-1]).all()) or not bool(there.all()):
+        order = there.nonzero()[:, 0]
+        order = order[to[order].argsort(stable=True)]
+        to, rows = to[order], rows[order]
+    return Bags(order, rows, torch.searchsorted(to, torch.arange(count)))
+
+
+def _summed(table: Tensor, bags: Bags, weights: Tensor | None, count: int) -> Tensor:
+    if not len(bags.rows) or not table.numel():
+        return table.new_zeros(count, table.shape[1])
+    # Arguments: scale_grad_by_freq, mode (0: sum), sparse, weights, include_last_offset.
+    return torch.embedding_bag(table.contiguous(), bags.rows, bags.starts, False, 0, False, weights, False)[0]

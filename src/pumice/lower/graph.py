@@ -32,13 +32,20 @@ from pumice.language.nodes import (
     accesses_of,
     indices_of,
 )
-from pumice.lower.loops import WRAPS, dtypes_of, equal_dtype, equals, identity_value, read_names, tops_of, working_dtype
+from pumice.lower.reference import (
+    WRAPS,
+    dtypes_of,
+    equal_dtype,
+    equals,
+    identity_value,
+    read_names,
+    tops_of,
+    working_dtype,
+)
 from pumice.runtime.cache import BoundedCache
 
 LIMIT = 16 << 30
 """Bytes of gathered operands at which `refusal` refuses."""
-NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
-"""Options with which Inductor fuses gathers, products and scatters into one kernel."""
 
 
 class Setting(NamedTuple):
@@ -189,20 +196,6 @@ def refusal(
     if count * width > limit:
         return f"the gathered operands would take {count * width / 2**30:.1f} GiB, the limit is {limit / 2**30:.1f} GiB"
     return None
-
-
-def compiled(module: fx.GraphModule, native: bool = False) -> Callable[..., Tensor]:
-    """The module compiled by Inductor; native: fuse gathers and scatters into products if torch supports it."""
-    known = torch._inductor.list_options()
-    options = {name: value for name, value in NATIVE.items() if name in known}
-    return torch.compile(module, fullgraph=True, dynamic=None, options=options if native else None)
-
-
-def native_refusal() -> str | None:
-    """The reason why `compiled` cannot fuse products, or None."""
-    if "triton.native_matmul" in torch._inductor.list_options():
-        return None
-    return f"torch {torch.__version__} has no triton.native_matmul; 2.10 and later have"
 
 
 @lru_cache(maxsize=1024)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
-import linecache
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, wraps
-from threading import Lock
-from types import ModuleType
+from dataclasses import replace
+from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -28,25 +24,32 @@ from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of,
 from pumice.lower.emit import (
     BEFORE,
     FARTHEST,
-    SPLITS,
-    STACKS,
-    Argument,
     Signature,
     Source,
     contiguous,
     depth_of_entry,
     emit,
-    grid,
 )
 from pumice.lower.epilogue import EPILOGUE, NO_EPILOGUE, EpilogueSignature
-from pumice.lower.loops import EIGHT_BITS, tops_of
+from pumice.lower.reference import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments
-from pumice.lower.stamp import FAR, SCRATCH, Aimed, SizeKey, TileFamily, segments_of, size_key
+from pumice.lower.tile_family import (
+    INT32_LIMIT,
+    WORKSPACE,
+    GeneratedKernel,
+    KernelOptions,
+    SizedLaunch,
+    SizeKey,
+    TileFamily,
+    segment_rule,
+    size_key,
+    without_memory,
+)
 from pumice.runtime.cache import BoundedCache
-from pumice.runtime.compile import compile_ahead
-from pumice.runtime.launch import LOADING, CompiledKernel
+from pumice.runtime.compile import Parameter, TritonKernel, digest
+from pumice.runtime.launch import LOADING, CompiledKernel, on_device
 from pumice.runtime.streams import is_capturing
-from pumice.runtime.workspace import Workspace, workspace
+from pumice.runtime.workspace import workspace
 from pumice.schedule import tile as tiles
 from pumice.schedule.tile import Problem, Tile
 from pumice.schedule.tuned_tiles import Key, ledger
@@ -69,68 +72,9 @@ _STATIC = 1024
 """Extents of reductions and columns up to this are compile-time constants; larger ones are arguments."""
 _STRIDES = 1 << 14
 """The same limit for the strides of operands of packed tiles: channel and kernel-offset strides, not row strides."""
+_DEFAULT_OPTIONS = KernelOptions()
 _FEW = 64
 """The same limit for the rows of a product whose left side is itself a product."""
-
-
-@dataclass(frozen=True, eq=False)
-class SizedLaunch:
-    """A generated kernel with its size arguments filled in.
-
-    fixed: the arguments, None for tensors. variant: see GeneratedKernel.variant.
-    """
-
-    generated: GeneratedKernel
-    programs: int
-    fixed: Sequence[Any]
-    variant: tuple[int, ...]
-
-    @property
-    def source(self) -> Source:
-        return self.generated.source
-
-    @property
-    def kernel(self) -> Any:
-        return self.generated.kernel
-
-    @property
-    def tile(self) -> Tile:
-        return self.generated.tile
-
-    @property
-    def slots(self) -> tuple[tuple[int, str, str], ...]:
-        return self.generated.slots
-
-    @property
-    def partial_dtype(self) -> torch.dtype:
-        return self.generated.partial_dtype
-
-    @property
-    def compiled(self) -> dict[tuple[Any, ...], CompiledKernel]:
-        return self.generated.compiled
-
-    @property
-    def options(self) -> dict[str, int]:
-        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """The constexpr arguments, by variable."""
-        arguments = enumerate(self.source.arguments)
-        return {a.variable: self.fixed[place] for place, a in arguments if a.kind == "constant"}
-
-    def workspace(self, device: torch.device) -> Workspace:
-        """Workspace of the launch: counters of finished programs, and their partial sums."""
-        return workspace(self.programs, self.generated.workspace_bytes(self.programs), device)
-
-
-@dataclass(frozen=True)
-class KernelOptions:
-    """Options of a kernel: float32 precision, number of split-K programs, epilogue."""
-
-    precision: str = "ieee"
-    splits: int = 1
-    finish: EpilogueSignature = NO_EPILOGUE
 
 
 def interpreted() -> bool:
@@ -211,7 +155,8 @@ class KernelExecutor:
         self._form, self._used = _form(bound), (*_used(bound), *finish.names)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._kernels: dict[Any, GeneratedKernel] = {}
-        self.families: BoundedCache[TileFamily] = BoundedCache(64)
+        # By layout, of lower.call.
+        self.templates: BoundedCache[Any] = BoundedCache(64)
         self._at(bound)
 
     def _at(self, bound: BoundStatement) -> None:
@@ -262,10 +207,6 @@ class KernelExecutor:
             self._compute_all(operands, out)
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
-    def bind(self, bound: Mapping[str, Tensor]) -> BoundExecutor:
-        """Bind these operands, which must not be written to afterwards."""
-        return BoundExecutor(self, bound)
-
     def allocate_output(self, like: Tensor, shape: tuple[int, ...] | None = None, spare: bool = True) -> Tensor:
         """Allocate the output on the device of `like`. spare: include the epilogue's free columns behind each row."""
         shape = self.bound.shape if shape is None else shape
@@ -288,7 +229,7 @@ class KernelExecutor:
 
     def needs_int64(self, shape: tuple[int, ...]) -> bool:
         """True if a result of this shape, including its free columns, needs 64-bit addressing."""
-        return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= FAR
+        return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= INT32_LIMIT
 
     def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
         """The kernels of calls like this one, which has been run, for all sizes (for these alone where a kernel is
@@ -317,7 +258,7 @@ class KernelExecutor:
 
     def _like(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Operands and result without memory."""
-        like = {name: _shadow(operands[name]) for name in self._used}
+        like = {name: without_memory(operands[name]) for name in self._used}
         return {**like, "": self.allocate_output(like[self._used[0]])}
 
     def choose(
@@ -355,7 +296,7 @@ class KernelExecutor:
             try:
                 return _launch(launch, operands, out, part)
             except Exception as problem:
-                smaller = launch.tile.smaller()
+                smaller = launch.generated.tile.smaller()
                 if self.tile == key[1] or smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 self._kernels.pop((key[1:], self.splits, *_wide(self.bound, operands, out)), None)
@@ -372,7 +313,9 @@ class KernelExecutor:
         key = (-1 if part is None else part.rows.shape[0], tile, *key)
         launch = self._launches.setdefault(key, self._sized_launch(operands, out, part, key[1:]))
         with suppress(*_resource_errors()):
-            launch.kernel.warmup(*_values(launch, operands, out, part), grid=(1,), **launch.options)
+            launch.generated.kernel.warmup(
+                *_values(launch, operands, out, part), grid=(1,), **launch.generated.triton_options
+            )
 
     def _result(self, operands: Mapping[str, Tensor], before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(output, earlier result): distinct tensors if the kernel writes the whole result, else one tensor."""
@@ -421,117 +364,12 @@ class KernelExecutor:
             kernel = self._kernels[known] = self.generate(
                 given, tile or key[0], self.splits, self.precision or float32_precision()
             )
-        return kernel.sized(self.bound.extents, {name: x.shape for name, x in given.items()}, part)
+        return kernel.sized(given, part)
 
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> GeneratedKernel:
         """The kernel with this tile for operands like these; key "" is the result."""
         return generated_kernel(self.bound, given, tile, KernelOptions(precision, splits, self.finish))
 
-
-class BoundExecutor:
-    """Executor with some operands bound: their addresses and launch parameters are computed once.
-
-    at: shapes of all operands by name, and of the result, if they differ from those of the (resizable) runner.
-    """
-
-    def __init__(
-        self,
-        runner: KernelExecutor,
-        bound_operands: Mapping[str, Tensor],
-        at: tuple[Mapping[str, Sequence[int]], tuple[int, ...]] | None = None,
-    ) -> None:
-        self.like, self.bound_operands, self._at = runner, bound_operands, at
-        self._shape = runner.bound.shape if at is None else at[1]
-        self._in_fp32, self._far, laid = False, runner.needs_int64(self._shape), []
-        for x in bound_operands.values():
-            kind = x.dtype
-            laid += (x.stride(), kind)
-            self._in_fp32 |= kind is torch.float32
-            self._far |= needs_int64(x)
-        self._laid = tuple(laid)
-        self._prepared: dict[Any, Aimed] = {}
-
-    @cached_property
-    def _runner(self) -> KernelExecutor:
-        return self.like if self._at is None else self.like.with_sizes(*self._at)
-
-    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result; operands: those that are not bound."""
-        if before is not None:
-            return self._runner({**self.bound_operands, **operands}, before)
-        like, key = self.like, self._key(operands)
-        aimed = self._prepared.get(key)
-        if aimed is None:
-            aimed = self._instantiate(key, operands)
-        if aimed is not None:
-            out = like.allocate_output(next(iter((operands or self.bound_operands).values())), self._shape)
-            if aimed.start(operands, aimed.slots.free, out):
-                return out if out.dtype == like.dtype else out.to(like.dtype)
-        together = {**self.bound_operands, **operands}
-        found = self._runner(together)
-        if aimed is None and (family := self._runner.family(together)) is not None:
-            like.families.keep((key, self._laid), family)
-            self._instantiate(key, operands)
-        return found
-
-    def prepared_launch(self, operands: Mapping[str, Tensor]) -> Aimed | None:
-        """The prepared launch of calls like this one, or None before the first call."""
-        return self._prepared.get(self._key(operands))
-
-    def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
-        """The kernels of calls like this one, for all sizes, or None before the first call."""
-        return self.like.families.get((self._key(operands), self._laid))
-
-    def make_family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
-        """`family` without a call before; None where calls are not one kernel, or are to be tuned first."""
-        key = self._key(operands), self._laid
-        family = self.like.families.get(key) or self._runner.make_family({**self.bound_operands, **operands})
-        return family and self.like.families.keep(key, family)
-
-    def _key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Launch key of the operands that are not bound."""
-        kinds, uses_fp32 = [], self._in_fp32
-        for x in operands.values():
-            kind = x.dtype
-            uses_fp32 |= kind is torch.float32
-            # A compiled kernel belongs to one device.
-            kinds += (x.stride(), kind, x.get_device())
-        precision = self.like.precision or (float32_precision() if uses_fp32 else "")
-        return (ledger().generation, tuning_mode(), precision, *kinds)
-
-    def _instantiate(self, key: tuple[Any, ...], operands: Mapping[str, Tensor]) -> Aimed | None:
-        """Instantiate the kernel of similar calls with the sizes and addresses of this one."""
-        family = self.like.families.get((key, self._laid))
-        if family is None or self._far or any(map(needs_int64, operands.values())):
-            return None
-        given = {**self.bound_operands, **operands}
-        rows = [given[name].shape[0] if name else self._shape[0] for name in family.names]
-        mould = family.at(rows)
-        if mould is None:
-            return None
-        held, slots = self.bound_operands, mould.slots(self.bound_operands)
-        cut = None if mould.array is None else mould.cut(held.get(mould.array), rows)
-        if cut is None and mould.array is not None:
-            return None
-        aimed = mould.cast(slots, [held[name].data_ptr() for _, name in slots.held], rows, cut)
-        if aimed is not None:
-            if len(self._prepared) >= _MAX_PREPARED:
-                self._prepared.clear()
-            self._prepared[key] = aimed
-        return aimed
-
-
-def needs_int64(x: Tensor) -> bool:
-    """True if a tensor whose rows lead needs 64-bit addressing."""
-    return x.ndim > 0 and x.shape[0] * x.stride(0) >= FAR
-
-
-_MAX_PREPARED = 64
-"""Prepared launches per executor, one for each layout of the tensors and generation of tuned tiles."""
-
-
-_TENSORS = ("operand", "before", "result", "segment", *SCRATCH)
-"""Argument kinds that are tensors."""
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
 """Tile sources: the tuned tile, else the default; autotuned now where none is stored; always the default."""
@@ -585,7 +423,7 @@ def tune(
     candidates = tiles.candidates(_problem(bound, operands, _form(bound)))
     attempts = {tile: KernelExecutor(bound, dtype, tile, precision) for tile in candidates}
     device = operands[_used(bound)[0]].device
-    with _on(device), ThreadPoolExecutor(_COMPILERS) as pool:
+    with on_device(device), ThreadPoolExecutor(_COMPILERS) as pool:
         stream = torch.cuda.current_stream() if device.type == "cuda" else None
         list(pool.map(lambda attempt: _compiled_on(stream, attempt, operands), attempts.values()))
         for tile, attempt in attempts.items():
@@ -605,10 +443,6 @@ def _compiled_on(stream: torch.cuda.Stream | None, attempt: KernelExecutor, oper
     """Compile on the caller's stream, so that cached properties of the operands are computed after the operands."""
     with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _resource_errors() -> tuple[type[Exception], ...]:
@@ -671,7 +505,9 @@ def source_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> str:
     dtype = next((t.dtype for t in operands.values() if t.dtype.is_floating_point), torch.float32)
     out = torch.empty(bound.shape, dtype=dtype, device="meta")
     shared = splits_at(bound, None)
-    return prepare(bound, operands, out, tile_of(bound, operands), options=KernelOptions(splits=shared)).source.text
+    given = {**operands, "": out}
+    source, _ = _generate(bound, given, tile_of(bound, operands), KernelOptions(splits=shared))
+    return source.text
 
 
 @lru_cache(maxsize=64)
@@ -718,19 +554,27 @@ def prepare(
     out: Tensor,
     tile: Tile,
     part: Segments | None = None,
-    options: KernelOptions = KernelOptions(),
+    options: KernelOptions = _DEFAULT_OPTIONS,
 ) -> SizedLaunch:
     """The sized launch of these operands with this tile."""
     given = {**operands, "": out}
-    return generated_kernel(bound, given, tile, options).sized(
-        bound.extents, {n: t.shape for n, t in given.items()}, part
-    )
+    return generated_kernel(bound, given, tile, options).sized(given, part)
 
 
 def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
     """The kernel with this tile for operands like these; key "" is the result."""
+    source, form = _generate(bound, operands, tile, options)
+    names = (*_used(bound), *options.finish.names, "", *[BEFORE] * (BEFORE in operands))
+    roles, call = (_form(bound), form), (bound, operands, names)
+    return GeneratedKernel(loaded(source), source, tile, options, roles, call)
+
+
+def _generate(
+    bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
+) -> tuple[Source, ContractionRoles]:
+    """The source of `generated_kernel`, and the roles of the indices for the tile."""
     form, out = _form_in(bound, tile), operands[""]
     signature = _signature(bound, operands, form, out.dtype, tile)
     thrice = form.within is not None and options.precision == "tf32x3" and _computes_fp32(signature)
@@ -738,109 +582,7 @@ def generated_kernel(
     signature = replace(
         signature, splits=options.splits > 1, split_float32=thrice, activation=finish.activation, eps=finish.eps
     )
-    source = _emitted(bound.statement, form, signature)
-    return GeneratedKernel(tile, options, form, source, bound.extents, operands)
-
-
-class GeneratedKernel:
-    """Generated kernel for operands of fixed dtypes and layouts, with any number of rows and entries.
-
-    partial_dtype: of the sums of segments. slots: (position, kind, name) of its tensor arguments. compiled: Triton's
-    binaries, by device, variant and 16-byte alignment of each tensor; all sizes share them.
-    """
-
-    def __init__(
-        self,
-        tile: Tile,
-        options: KernelOptions,
-        form: ContractionRoles,
-        source: Source,
-        extents: Mapping[str, int],
-        operands: Mapping[str, Tensor],
-    ) -> None:
-        self.tile, self.options, self.form, self.source = tile, options, form, source
-        self.kernel = loaded(source)
-        self.partial_dtype = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
-        self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
-        self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
-        self._lock = Lock()
-        # Arguments that depend on the operands' sizes, and those that do not (`static_sizes`).
-        self._counting = [(n, a) for n, a in enumerate(source.arguments) if a.kind in ("extent", "size")]
-        self._blocks = [n for n, a in enumerate(source.arguments) if a.variable == "BLOCKS"]
-        constants = self._constants(extents)
-        counted = {n for n, _ in self._counting} | {*self._blocks}
-        self.static_sizes = [
-            None if n in counted else _fixed(a, operands, constants) for n, a in enumerate(source.arguments)
-        ]
-
-    def workspace_bytes(self, programs: int) -> int:
-        """Bytes of the partial sums of that many programs."""
-        return programs * self.tile.rows * self.tile.columns * self.partial_dtype.itemsize
-
-    def sized(
-        self, extents: Mapping[str, int], shapes: Mapping[str, Sequence[int]], part: Segments | None
-    ) -> SizedLaunch:
-        """The launch for operands of these sizes; key "" is the result."""
-        tile, form = self.tile, self.form
-        count = part.rows.shape[0] if part else 0
-        extents = {**extents, SPLITS: self.options.splits, STACKS: count}
-        if form.segment:
-            extents[form.segment.index] = count
-        fixed = self.static_sizes.copy()
-        for place, counts in self._counting:
-            fixed[place] = extents[counts.name] if counts.kind == "extent" else shapes[counts.name][counts.axis]
-        if self._blocks:
-            tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
-            fixed[self._blocks[0]] = -(-math.prod(extents[n] for n in tiled[0]) // tiled[1])
-        programs = grid(form, extents, (tile.rows, tile.columns), count, tile.segment_threads)
-        return SizedLaunch(self, programs, fixed, self.variant(fixed))
-
-    def variant(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Specialisation key of Triton for these arguments: which sizes need 64 bits, of those that masks of contiguous
-        elements depend on whether they are divisible by 16 or 1, and a number of blocks that is a constexpr."""
-        key = [values[place] >= FAR for place, _ in self._counting]
-        for place in self.source.specialised:
-            key += (values[place] % 16 == 0, values[place] == 1)
-        return (*key, values[self._blocks[0]]) if self._blocks else tuple(key)
-
-    def compile(self, values: Sequence[Any], like: Mapping[str, Tensor], device: torch.device) -> CompiledKernel | None:
-        """The binary for these arguments and for aligned tensors like these, which is compiled if there is none; None
-        if Triton interprets kernels. like: operands without memory, "" the result."""
-        key = (device.index or 0, self.variant(values), *[True] * len(self.slots))
-        found = self.compiled.get(key)
-        if found is not None:
-            return found
-        with self._lock:
-            # Another thread may be compiling it.
-            return self.compiled.get(key) or self._compiled(key, values, like, device)
-
-    def _compiled(
-        self, key: tuple[Any, ...], values: Sequence[Any], like: Mapping[str, Tensor], device: torch.device
-    ) -> CompiledKernel | None:
-        """`compile` where there is no binary."""
-        given, options = list(values), {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-        for place, kind, name in self.slots:
-            given[place] = like[name] if kind == "operand" else like[""] if kind == "result" else self._own(kind)
-        with _on(device):
-            compile_ahead(self.kernel, self.source.text, given, options)
-            made = self.kernel.warmup(*given, grid=(1,), **options)
-            return None if made is None else self.compiled.setdefault(key, CompiledKernel(made))
-
-    def _own(self, kind: str) -> Tensor:
-        """A tensor like those that launches have of their own, without memory."""
-        return torch.empty(1, dtype=self.partial_dtype if kind == "room" else torch.int32, device="meta")
-
-    def _constants(self, extents: Mapping[str, int]) -> dict[str, Any]:
-        tile, form = self.tile, self.form
-        # A tile that was tuned for fewer channels must still hold one entry.
-        depth = max(tile.reduced, depth_of_entry(form, extents)) if form.packed else tile.reduced
-        return {
-            "BY": tile.rows,
-            "BX": tile.columns,
-            "BR": depth,
-            "PRECISION": self.options.precision,
-            "STAGES": tile.stages,
-        }
+    return _emitted(bound.statement, form, signature), form
 
 
 def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
@@ -865,15 +607,16 @@ def _emitted(statement: Statement, form: ContractionRoles, signature: Signature)
 
 
 @lru_cache(maxsize=1024)
-def loaded(source: Source) -> Any:
-    """The Triton kernel of a source, whose text `inspect` finds in `linecache`: no file, writable by others, is run."""
-    name = f"pumice_kernel_{hashlib.sha256(source.text.encode()).hexdigest()[:24]}"
-    file = f"<{name}>"
-    # An entry without an mtime is not checked against a file.
-    linecache.cache[file] = len(source.text), None, source.text.splitlines(keepends=True), file
-    module = ModuleType(name)
-    exec(compile(source.text, file, "exec"), vars(module))
-    return getattr(module, source.name)
+def loaded(source: Source) -> TritonKernel:
+    """The Triton kernel of a source."""
+    code = digest(source.text)
+    name = f"pumice_kernel_{code[:24]}"
+    sizes = ("size", "zero", "extent")
+    parameters = [
+        Parameter(a.variable, a.kind == "constant", a.kind not in sizes or place in source.specialised)
+        for place, a in enumerate(source.arguments)
+    ]
+    return TritonKernel((name, f"<{name}>", source.name), source.text, code, parameters)
 
 
 def _launch(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> None:
@@ -888,13 +631,15 @@ def _launch(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 
 def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, part: Segments | None) -> list[Any]:
-    values = list(launch.fixed)
-    own = launch.workspace(out.device) if any(kind in SCRATCH for _, kind, _ in launch.slots) else None
-    for place, kind, name in launch.slots:
+    """The arguments of a launch, tensors included."""
+    values, generated, own = launch.values.copy(), launch.generated, None
+    if any([kind in WORKSPACE for _, kind, _ in generated.slots]):
+        own = workspace(launch.programs, generated.workspace_bytes(launch.programs), out.device)
+    for place, kind, name in generated.slots:
         if kind == "segment":
             values[place] = getattr(part, name)
-        elif own is not None and kind in SCRATCH:
-            values[place] = own.counters if kind == "waiting" else own.scratch.view(launch.partial_dtype)
+        elif own is not None and kind in WORKSPACE:
+            values[place] = own.counters if kind == "waiting" else own.scratch.view(generated.partial_dtype)
         else:
             values[place] = out if kind == "result" else operands[name]
     return values
@@ -902,9 +647,10 @@ def _values(launch: SizedLaunch, operands: Mapping[str, Tensor], out: Tensor, pa
 
 def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
     """Launch. The first launch of a variant on a device goes through Triton, which compiles it."""
-    addresses = [(place, values[place].data_ptr()) for place, _, _ in launch.slots]
+    generated = launch.generated
+    addresses = [(place, values[place].data_ptr()) for place, _, _ in generated.slots]
     key = (device, launch.variant, *[address % 16 == 0 for _, address in addresses])
-    compiled = launch.compiled.get(key)
+    compiled = generated.compiled.get(key)
     if compiled is not None:
         bare = values.copy()
         for place, address in addresses:
@@ -913,21 +659,9 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
         compiled(launch.programs, bare, device)
         return
     with LOADING:
-        made = launch.kernel[(launch.programs,)](*values, **launch.options)
+        made = generated.kernel[(launch.programs,)](*values, **generated.triton_options)
     if made is not None:
-        launch.compiled[key] = CompiledKernel(made)
-
-
-def _fixed(argument: Argument, given: Mapping[str, Tensor], constants: Mapping[str, Any]) -> Any:
-    """The value of an argument that is neither a tensor nor a size."""
-    match argument.kind:
-        case "stride":
-            return given[argument.name].stride(argument.axis)
-        case "zero":
-            return 0
-        case "constant":
-            return constants[argument.variable]
-    return None
+        generated.compiled[key] = CompiledKernel(made)
 
 
 def _signature(
@@ -960,7 +694,7 @@ def _signature(
     return Signature(
         dtypes=(*((name, DTYPES[t.dtype]) for name, t in sorted(used.items()) if name), ("", DTYPES[dtype])),
         unit=unit,
-        int64_operands=frozenset(name for name, t in used.items() if _reach(t) >= 1 << 31),
+        int64_operands=frozenset(name for name, t in used.items() if _reach(t) >= INT32_LIMIT),
         int64_expressions=_far(bound, operands, form),
         static=tuple(sorted(fixed.items())),
         starts=tuple((name, r.start) for name, r in sorted(bound.ranges.items()) if r.start),
@@ -1018,11 +752,6 @@ def splits_at(bound: BoundStatement, key: SizeKey | None) -> int:
     """Split-K factor at these sizes, default: those of the statement."""
     key = key or size_key(0, 0, [bound.extents[name] for name in leading_indices(bound)])
     return tiles.splits(_form(bound), _extents_at(bound, key))
-
-
-def _shadow(x: Tensor) -> Tensor:
-    """The layout of a tensor, without memory."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def _problem(
@@ -1090,7 +819,9 @@ def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contractio
     found = reaches(bound, form.target, shapes, tops_of(operands))
     if beyond := [expression for expression, (_, high) in found.items() if high >= FARTHEST]:
         raise OptionError(f"the index {beyond[0]} needs more than 64 bits")
-    return frozenset(expression for expression, (low, high) in found.items() if low < -FAR or high >= FAR)
+    return frozenset(
+        expression for expression, (low, high) in found.items() if low < -INT32_LIMIT or high >= INT32_LIMIT
+    )
 
 
 def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
@@ -1098,7 +829,7 @@ def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) ->
     return (
         out.dtype,
         _far(bound, operands, _form(bound)),
-        *[name for name, t in (*operands.items(), ("", out)) if _reach(t) >= 1 << 31],
+        *[name for name, t in (*operands.items(), ("", out)) if _reach(t) >= INT32_LIMIT],
     )
 
 
@@ -1152,7 +883,7 @@ def _segments(
 ) -> Segments | None:
     if form.segment is None:
         return None
-    return segments_of(operands[form.segment.array], _count(bound, operands), form, tile)
+    return segment_rule(form, tile).find(operands[form.segment.array], _count(bound, operands))
 
 
 def _count(bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:

@@ -12,10 +12,10 @@ grouped      groups of pairs of one kernel offset
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ from pumice.coords.tracing import relation_fields
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
 from pumice.lower import maps
-from pumice.runtime.cache import PERSISTENT
-from pumice.runtime.streams import MAP_STREAM_PRIORITY, record_event
+from pumice.lower.segments import SegmentArgs, SegmentRule
+from pumice.lower.tile_family import INT32_LIMIT
+from pumice.runtime.cache import PERSISTENT, BoundedCache, intern_key
+from pumice.runtime.streams import MAP_STREAM_PRIORITY, is_capturing, record_event
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
@@ -106,7 +108,7 @@ def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str,
         # Without duplicates: a form that needs no sorting is its own alternative.
         either = dict.fromkeys(name for each in liked for name in (each, _UNSORTED.get(each, each)))
         return _all_forms(found, tuple(name for name in either if found.has(("form", name))) or liked)
-    return found.cached(("passed", differentiable), lambda m: _all_forms(m, names_of(m, differentiable)))
+    return found.cached(("default forms", differentiable), lambda m: _all_forms(m, names_of(m, differentiable)))
 
 
 def _all_forms(found: KernelMap, names: Iterable[str]) -> tuple[tuple[str, ...], list[Tensor]]:
@@ -243,11 +245,11 @@ def build_form(
     form = FORMS[name]
     if parts is None:
         parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
-    held = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
+    named = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.buffered is not None:
-        for _, x in held:
+        for _, x in named:
             PERSISTENT.add(x)
-    return tuple(token for token, _ in held), [x for _, x in held]
+    return tuple(token for token, _ in named), [x for _, x in named]
 
 
 def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
@@ -323,6 +325,185 @@ FORMS: Mapping[str, MapForm] = {
     **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
     **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
 }
+
+
+# What calls over a map take
+
+
+class MapSignature(NamedTuple):
+    """What the arrays of maps have in common that one template serves. key: all but numbers of rows, interned;
+    row_strides: of each array."""
+
+    key: Hashable
+    row_strides: Sequence[int]
+
+    @staticmethod
+    def of(tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> MapSignature:
+        """tokens: of the arrays; volume: kernel offsets of the map."""
+        places = [id(x) for x in arrays]
+        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
+        each = tuple([(x.shape[1:], x.stride(), x.dtype, x.device, places.index(id(x))) for x in arrays])
+        return MapSignature(intern_key((read_alike(tokens), volume, each)), [x.stride(0) for x in arrays])
+
+
+class BoundMap:
+    """The arrays of a map that calls over it take. signature: key of a MapSignature; rows, addresses: of the arrays;
+    needs_int64: True if one is so long that addressing needs 64 bits."""
+
+    __slots__ = ("_arrays", "_segments", "addresses", "needs_int64", "rows", "signature")
+
+    def __init__(self, arrays: Sequence[Tensor], signature: MapSignature) -> None:
+        rows = [x.shape[0] if x.ndim else 1 for x in arrays]
+        self._arrays, self._segments = arrays, dict[Any, SegmentArgs]()
+        self._set(signature, rows, [x.data_ptr() for x in arrays])
+
+    def _set(self, signature: MapSignature, rows: Sequence[int], addresses: Sequence[int]) -> None:
+        self.signature, self.rows, self.addresses = signature.key, rows, addresses
+        self.needs_int64 = any([n * s >= INT32_LIMIT for n, s in zip(rows, signature.row_strides, strict=True)])
+
+    @property
+    def arrays(self) -> Sequence[Tensor]:
+        return self._arrays
+
+    def segments(self, number: int, count: int, rule: SegmentRule) -> SegmentArgs | None:
+        """The segments of array `number`, of the values 0 to count - 1; None where they take several kernels, where the
+        array is none of the map's (-1), and where they would have to be found while a graph is captured."""
+        key = number, count, rule
+        found = self._segments.get(key)
+        if found is None:
+            found = None if number < 0 else self._known_segments(number, rule) or self._find_segments(*key)
+            if found is None:
+                return None
+            self._segments[key] = found
+        return found if found.one_kernel else None
+
+    def _known_segments(self, number: int, rule: SegmentRule) -> SegmentArgs | None:
+        """Segments that were found with the map."""
+        return None
+
+    def _find_segments(self, number: int, count: int, rule: SegmentRule) -> SegmentArgs | None:
+        array = self.arrays[number]
+        if array not in PERSISTENT and is_capturing(array.device):
+            return None
+        return SegmentArgs.of(rule.find(array, count))
+
+
+class BoundTiles(BoundMap):
+    """Those of tiles that were laid out with others (coords.chain_tiles), without a tensor for each."""
+
+    __slots__ = ("_tiled",)
+
+    def __init__(self, tiled: Tiled, signature: MapSignature) -> None:
+        self._tiled, self._segments = tiled, {}
+        parts = tiled.parts
+        self._set(signature, [part.shape[0] for part in parts], [part.data_ptr() for part in parts])
+
+    @property
+    def arrays(self) -> Sequence[Tensor]:
+        return self._tiled.tiles()
+
+    def _known_segments(self, number: int, rule: SegmentRule) -> SegmentArgs | None:
+        if number != _TILE_OF_ENTRY or rule.stack or (rule.per_lane and not rule.chunk):
+            return None
+        found = self._tiled.pieces.get(rule.chunk)
+        if found is None:
+            self._tiled.wanted.add(rule.chunk)
+            return None
+        return SegmentArgs(found.size, dict(zip(_PIECES, found.addresses(), strict=True)), found)
+
+
+_TILE_OF_ENTRY = _TILE_ARRAYS.index("tile")
+_PIECES = ("rows", "starts", "stops", "firsts", "pieces")
+
+
+class NoMap:
+    """In place of the map of a linear map, which has as many results as rows of features."""
+
+    __slots__ = ("_known", "calls", "num_inputs", "num_outputs")
+    buffered, flipped = None, False
+
+    def __init__(self, rows: int) -> None:
+        self.num_inputs = self.num_outputs = rows
+        self.calls, self._known = dict[Hashable, Any](), dict[Hashable, Any]()
+
+    def cached(self, name: Hashable, build: Callable[[NoMap], Any]) -> Any:
+        """As KernelMap.cached."""
+        if name not in self._known:
+            self._known[name] = build(self)
+        return self._known[name]
+
+
+NO_MAPS: BoundedCache[NoMap] = BoundedCache(1024)
+_NO_MAP = BoundMap((), MapSignature(None, ()))
+
+
+def no_map(rows: int) -> NoMap:
+    """That of so many rows."""
+    return NO_MAPS.get(rows) or NO_MAPS.keep(rows, NoMap(rows))
+
+
+def bound_map(found: KernelMap | NoMap) -> BoundMap:
+    """The arrays of a map that calls without gradients take, cached with it."""
+    if isinstance(found, NoMap):
+        return _NO_MAP
+    return found.get_cached("bound") or found.cached("bound", _bind_map)
+
+
+def _bind_map(found: KernelMap) -> BoundMap:
+    laid = laid_out(found)
+    if laid is not None:
+        tokens, tiled = laid
+        return BoundTiles(tiled, _signature_of_tiles(tokens, tiled.parts[0].shape[1], found.volume, found.device))
+    tokens, arrays = planner_operands(found, False)
+    return BoundMap(arrays, MapSignature.of(tokens, found.volume, arrays))
+
+
+@lru_cache(maxsize=64)
+def _signature_of_tiles(tokens: tuple[str, ...], block: int, volume: int, device: torch.device) -> MapSignature:
+    """That of all tiles of so many rows, of maps of so many kernel offsets."""
+    shapes = (1, block), (1,), (1,), (1, block)
+    arrays = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+    return MapSignature.of(tokens, volume, arrays)
+
+
+class MapArrays:
+    """The arrays of a map, of which calls that autograd records take some each. key: equal where the same ones are at
+    the same places."""
+
+    def __init__(self, tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> None:
+        self.arrays, self._tokens, self._volume = arrays, tokens, volume
+        places = [id(x) for x in arrays]
+        # One of a map that is its own transpose is there twice.
+        self.key = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
+        self._bound: dict[tuple[int, ...], BoundMap] = {}
+
+    @staticmethod
+    def of(found: KernelMap, differentiable: bool = True) -> MapArrays:
+        """Those of a map, cached with it."""
+        name = "arrays", differentiable
+        return found.get_cached(name) or found.cached(name, lambda m: _arrays_of(m, differentiable))
+
+    def bound(self, places: tuple[int, ...]) -> BoundMap:
+        """Those at some places, for calls that take no others."""
+        known = self._bound.get(places)
+        if known is None:
+            tokens, arrays = tuple([self._tokens[n] for n in places]), [self.arrays[n] for n in places]
+            known = self._bound[places] = BoundMap(arrays, MapSignature.of(tokens, self._volume, arrays))
+        return known
+
+    def places(self, arrays: Iterable[Tensor]) -> tuple[int, ...]:
+        """Where these are among them."""
+        places = {id(x): n for n, x in reversed([*enumerate(self.arrays)])}
+        return tuple(sorted([places[id(x)] for x in arrays]))
+
+
+NO_ARRAYS = MapArrays((), 0, ())
+"""Those of a linear map."""
+
+
+def _arrays_of(found: KernelMap, differentiable: bool) -> MapArrays:
+    tokens, arrays = planner_operands(found, differentiable)
+    return MapArrays(tokens, found.volume, arrays)
 
 
 def _form(table: Tensor, inputs: int, flipped: bool, *relation: Any) -> list[Tensor]:

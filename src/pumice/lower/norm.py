@@ -12,7 +12,6 @@ Pairwise Algorithm for Computing Sample Variances", 1979).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -25,7 +24,7 @@ from torch.nn import functional
 from pumice.coords import CoordBuffer
 from pumice.errors import DeviceError, ShapeError
 from pumice.runtime.compile import BACKGROUND
-from pumice.runtime.launch import BoundKernel, CompiledKernel, has_triton
+from pumice.runtime.launch import BoundKernel, CompiledKernel, has_triton, jitted
 from pumice.runtime.workspace import workspace
 
 
@@ -63,12 +62,15 @@ class Norm:
     relu: bool = False
 
 
-def batch_norm(x: Tensor, rows: CoordBuffer, norm: Norm) -> Tensor:
-    """y [N, C] in the dtype of x [N, C]; updates running statistics in place. rows: holds the number of valid rows.
+def batch_norm(
+    x: Tensor, rows: CoordBuffer, affine: tuple[Tensor | None, Tensor | None], statistics: Statistics
+) -> Tensor:
+    """y [N, C] in the dtype of x [N, C], without residual and ReLU; updates running statistics in place. rows: holds
+    the number of valid rows; affine: weight and bias.
 
-    Differentiable any number of times in x, weight, bias and residual. Raises ShapeError or DeviceError.
+    Differentiable any number of times in x, weight and bias. Raises ShapeError or DeviceError.
     """
-    return _BatchNorm.apply(x, norm.weight, norm.bias, norm.residual, rows, norm.statistics, norm.relu)
+    return _BatchNorm.apply(x, *affine, rows, statistics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,35 +117,26 @@ class _BatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        residual: Tensor | None,
         rows: CoordBuffer,
         statistics: Statistics,
-        relu: bool,
     ) -> Tensor:
-        y, state = normed(x, rows, Norm(weight, bias, statistics, residual, relu))
-        ctx.rows, ctx.statistics, ctx.state = rows, statistics, (relu, residual is not None)
-        ctx.save_for_backward(x, weight, bias, state.pair, y if state.reads_result else None)
+        y, state = normed(x, rows, Norm(weight, bias, statistics))
+        ctx.rows, ctx.statistics = rows, statistics
+        ctx.save_for_backward(x, weight, bias, state.pair)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight, bias, pair, y = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:4]
-        state = NormState(pair, weight, bias, *ctx.state)
-        if torch.is_grad_enabled():
-            again = recompute_with_autograd(x, ctx.rows, state, ctx.statistics, y)
-            found = (*gradients_of(again, grad, (x, weight, bias), needed), relu_grad(grad, y) if needed[3] else None)
-        else:
-            found = gradients(grad, (x, y), ctx.rows, state, needed)
-        return *found, None, None, None
-
-
-def gradients_of(y: Tensor, grad: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Any]:
-    """Differentiable gradients of y with respect to the `needed` inputs; None for the others."""
-    sought = [x if need else None for x, need in zip(inputs, needed, strict=False)]
-    wanted = [x for x in sought if x is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
-    return [None if x is None else next(found) for x in sought]
+        x, weight, bias, pair = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        state = NormState(pair, weight, bias, False)
+        if not torch.is_grad_enabled():
+            return *gradients(grad, (x, None), ctx.rows, state, (*needed, False))[:3], None, None
+        again = recompute_with_autograd(x, ctx.rows, state, ctx.statistics)
+        sought = [x if need else None for x, need in zip((x, weight, bias), needed, strict=True)]
+        wanted = [x for x in sought if x is not None]
+        found = iter(torch.autograd.grad(again, wanted, grad, create_graph=True))
+        return *(None if x is None else next(found) for x in sought), None, None
 
 
 def normed(x: Tensor, rows: CoordBuffer, norm: Norm) -> tuple[Tensor, NormState]:
@@ -167,22 +160,13 @@ def gradients(
     return dx, dweight, dbias, dresidual
 
 
-def recompute_with_autograd(
-    x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics, y: Tensor | None
-) -> Tensor:
-    """The result without residual and statistics updates, in torch operators; y: the result, if reads_result."""
+def recompute_with_autograd(x: Tensor, rows: CoordBuffer, state: NormState, statistics: Statistics) -> Tensor:
+    """The result without residual, ReLU and statistics updates, in torch operators."""
     own = moments_torch(x, rows, replace(statistics, update_running_stats=False))
     # Fewer than two rows used running statistics, which may have been updated since.
     again = state.affine(replace(state, pair=torch.where(rows.count > 1, own, state.pair)).centred(x))
-    if state.relu:
-        again = again.relu() if y is None else torch.where(y > 0, again, 0)
     # Gradients of padding rows are undefined.
     return torch.where(rows.valid_mask()[:, None], again, 0).to(x.dtype)
-
-
-def relu_grad(grad: Tensor, y: Tensor | None) -> Tensor:
-    """The gradient of a residual; y: the result if it passed a ReLU."""
-    return grad if y is None else torch.where(y > 0, grad, 0)
 
 
 def _check(x: Tensor, norm: Norm) -> None:
@@ -368,7 +352,7 @@ def _shares(rows: int, lanes: int, sides: int) -> tuple[int, bool]:
 def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[BoundKernel, int]:
     """(kernel for tensors of these dtypes, channels of a program)."""
     lanes = _lanes(channels)
-    return BoundKernel(_kernel(name), (channels, _ROWS, lanes, *facts)), lanes
+    return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (channels, _ROWS, lanes, *facts)), lanes
 
 
 @lru_cache(maxsize=1024)
@@ -378,7 +362,8 @@ def _of_parts(
     """((kernel without, kernel with pipelined loads), channels of a program)."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
     shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
-    once, ahead = (BoundKernel(_kernel(name), (*shape, stages, *facts)) for stages in (1, 3))
+    made = jitted(f"row_kernels.{name}", "lower")
+    once, ahead = (BoundKernel(made, (*shape, stages, *facts)) for stages in (1, 3))
     return (once, ahead), lanes
 
 
@@ -386,11 +371,6 @@ def _lanes(channels: int) -> int:
     """Channels of a program: a divisor of them, unless it is small."""
     divisor = min(_CHANNELS, channels & -channels)
     return divisor if divisor >= _SHARED else min(_CHANNELS, max(16, 1 << (channels - 1).bit_length()))
-
-
-def _kernel(name: str) -> Any:
-    """Imported lazily: needs Triton."""
-    return getattr(importlib.import_module("pumice.lower.norm_kernels"), name)
 
 
 _SIZES = 64

@@ -24,8 +24,10 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, embedding_bag, gathered, graph, loops, maps, work
+from pumice.lower import chained, cpu, graph, maps, work
 from pumice.lower import kernel as kernels
+from pumice.lower import reference as loops
+from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import require_memory
@@ -80,7 +82,7 @@ def read(names: str) -> OperandLayout:
     tokens, *rest = names.split(";")
     dense: list[str] = []
     places: dict[tuple[str, str, int, str], int] = {}
-    held: dict[str, dict[str, dict[int, set[str]]]] = {}
+    by_operand: dict[str, dict[str, dict[int, set[str]]]] = {}
     for place, text in enumerate(tokens.split("|") if tokens else []):
         if "@" not in text:
             dense.append(text)
@@ -88,7 +90,7 @@ def read(names: str) -> OperandLayout:
             continue
         operand, form, part, local = text.split("@")
         places[operand, form, int(part), local] = place
-        held.setdefault(operand, {}).setdefault(form, {}).setdefault(int(part), set()).add(local)
+        by_operand.setdefault(operand, {}).setdefault(form, {}).setdefault(int(part), set()).add(local)
     shapes, integers = {}, {}
     for text in rest:
         name, _, value = text.partition("=")
@@ -96,7 +98,7 @@ def read(names: str) -> OperandLayout:
             shapes[name] = tuple(int(n) for n in value.split("x")[1:])
         else:
             integers[name] = int(value)
-    forms = {name: {form: _stored(form, parts) for form, parts in by_form.items()} for name, by_form in held.items()}
+    forms = {name: {form: _stored(form, parts) for form, parts in own.items()} for name, own in by_operand.items()}
     return OperandLayout(tuple(dense), forms, places, shapes, integers)
 
 
@@ -156,6 +158,41 @@ class Plan:
     accumulated: int | None
     result_dtype: torch.dtype
     applies_epilogue: bool = False
+
+    @property
+    def kernel(self) -> BoundExecutor | None:
+        """The one kernel that the plan is; None where it is more."""
+        run = self.steps[0].run if len(self.steps) == 1 else None
+        return run if isinstance(run, BoundExecutor) and run.executor.dtype == self.dtype else None
+
+    def keep_call(
+        self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
+    ) -> BoundCall | None:
+        """Keep the template of a call that was carried out, for others of its signature over whatever map; the call,
+        bound. None where it is not one kernel.
+
+        tensors: the call's, with those of the epilogue last; numbers: which of them each runtime operand is."""
+        template = self._keep_template(call, (tensors, numbers), finish, True)
+        return None if template is None else call.instantiate()
+
+    def compilation(
+        self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
+    ) -> Callable[[], object] | None:
+        """Keep the template of a call that was not carried out, and return what compiles its kernel; None where there
+        is one, where the call is not one kernel, and where its tile is to be tuned first."""
+        template = None if call.template else self._keep_template(call, (tensors, numbers), finish, False)
+        return None if template is None else template.compilation(call.on, call.rows, call.shape)
+
+    def _keep_template(
+        self, call: MapCall, given: tuple[Sequence[Tensor], Sequence[int]], finish: EpilogueSignature, was_run: bool
+    ) -> CallTemplate | None:
+        kernel, (tensors, numbers) = self.kernel, given
+        if kernel is None or (finish != NO_EPILOGUE and not self.applies_epilogue):
+            return None
+        order = {name: numbers[n] for name, n in self.steps[0].places if n < len(numbers)}
+        order |= {name: n for n, name in enumerate(finish.names, len(tensors) - len(finish.names))}
+        family = kernel.family({name: tensors[n] for name, n in order.items()}, was_run)
+        return None if family is None else call.keep_template(family, kernel, order)
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
@@ -226,63 +263,28 @@ def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
 
 def bound_plan(operands: Sequence[Tensor], call: PlanRequest, kinds: Sequence[Kind | None] = ()) -> Plan:
     """The plan of a call with its map bound, chosen and cached by size class. kinds: of the operands, if known."""
-    steady, count = call.static_rows, len(operands)
+    fixed, count = call.static_rows, len(operands)
     given = kinds or (None,) * count
-    kinds = [k or kind_of(t, n in steady) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
-    whole = call.shape if count in steady else (size_class(call.shape[0]), *call.shape[1:])
+    kinds = [k or kind_of(t, n in fixed) for n, (t, k) in enumerate(zip(operands, given, strict=True))]
+    whole = call.shape if count in fixed else (size_class(call.shape[0]), *call.shape[1:])
     options = call.lowering, call.finish, call.stream_k_chunk, call.result_dtype, deterministic()
     key = (call.text, call.names, whole, *options, *kinds)
     known = _BUCKETED_PLANS.get(key)
     if known is None:
-        known = _BUCKETED_PLANS.keep(key, _bucketed(_plan_for_request(operands, call, call.shape), call))
-    if known.steps is None:
-        return bind_operands(_plan_for_request(operands, call, call.shape), operands, call.runtime_operands)
-    return replace(known.plan, steps=tuple(part.at(operands, call.shape) for part in known.steps), shape=call.shape)
+        made = _plan_for_request(operands, call)
+        known = _BUCKETED_PLANS.keep(key, (made, all([_is_resizable(step.run) for step in made.steps])))
+    made, resizable = known
+    if resizable:
+        return bind_operands(made, operands, call.runtime_operands, call.shape)
+    return bind_operands(_plan_for_request(operands, call), operands, call.runtime_operands)
 
 
-@dataclass(frozen=True, eq=False)
-class ResizableStep:
-    """A step of one kernel, for calls of other sizes and bound operands.
-
-    bound: positions of the bound operands, by name; runtime: positions of its others among the runtime operands.
-    """
-
-    run: kernels.KernelExecutor
-    bound: tuple[tuple[str, int], ...]
-    runtime: tuple[tuple[str, int], ...]
-    places: tuple[tuple[str, int], ...]
-
-    def at(self, operands: Sequence[Tensor], shape: tuple[int, ...]) -> PlanStep:
-        shapes = {name: operands[place].shape for name, place in self.places}
-        return PlanStep(
-            kernels.BoundExecutor(self.run, {name: operands[place] for name, place in self.bound}, (shapes, shape)),
-            self.runtime,
-        )
+def _is_resizable(run: Run) -> bool:
+    return isinstance(run, kernels.KernelExecutor) and run.resizable
 
 
-@dataclass(frozen=True, eq=False)
-class BucketedPlan:
-    """Plan shared by all calls of one size class; steps: None if each call must be planned separately."""
-
-    plan: Plan
-    steps: tuple[ResizableStep, ...] | None
-
-
-def _bucketed(plan: Plan, call: PlanRequest) -> BucketedPlan:
-    order = {place: number for number, place in enumerate(call.runtime_operands)}
-    parts = []
-    for part in plan.steps:
-        if not isinstance(run := part.run, kernels.KernelExecutor) or not run.resizable:
-            return BucketedPlan(plan, None)
-        held = tuple((name, place) for name, place in part.places if place not in order)
-        left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(ResizableStep(run, held, left, part.places))
-    old = None if plan.accumulated is None else order[plan.accumulated]
-    return BucketedPlan(replace(plan, accumulated=old), tuple(parts))
-
-
-def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest, shape: tuple[int, ...]) -> Plan:
-    plan = plan_for(operands, call.names, call.text, shape, call.lowering, call.finish, call.result_dtype)
+def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
+    plan = plan_for(operands, call.names, call.text, call.shape, call.lowering, call.finish, call.result_dtype)
     return _with_stream_k(plan, operands, call.stream_k_chunk)
 
 
@@ -313,27 +315,31 @@ def _with_epilogue(plan: Plan, finish: EpilogueSignature, device: torch.device) 
     )
 
 
-def bind_operands(plan: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int]) -> Plan:
-    """Bind all operands but those at `runtime_operands`, which calls pass in this order.
+def bind_operands(
+    plan: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int], shape: tuple[int, ...] | None = None
+) -> Plan:
+    """Bind all operands but those at `runtime_operands`, which calls pass in this order. shape: of the result, where
+    the plan, of resizable kernels, was made for other sizes.
 
     Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
     order = {place: number for number, place in enumerate(runtime_operands)}
-    parts = []
-    for part in plan.steps:
-        held = {name: operands[place] for name, place in part.places if place not in order}
-        left = tuple((name, order[place]) for name, place in part.places if place in order)
-        parts.append(PlanStep(_bound_run(part.run, held), left))
+    steps = []
+    for step in plan.steps:
+        bound = {name: operands[place] for name, place in step.places if place not in order}
+        runtime = tuple([(name, order[place]) for name, place in step.places if place in order])
+        at = None if shape is None else ({name: operands[place].shape for name, place in step.places}, shape)
+        steps.append(PlanStep(_bound_run(step.run, bound, at), runtime))
     old = None if plan.accumulated is None else order[plan.accumulated]
-    return replace(plan, steps=tuple(parts), accumulated=old)
+    return replace(plan, steps=tuple(steps), accumulated=old, shape=plan.shape if shape is None else shape)
 
 
 Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 
-def _bound_run(run: Run, bound: Mapping[str, Tensor]) -> Run:
+def _bound_run(run: Run, bound: Mapping[str, Tensor], at: Sizes | None) -> Run:
     if isinstance(run, kernels.KernelExecutor):
-        return run.bind(bound)
+        return BoundExecutor(run, bound, at)
     return lambda tensors, before: run({**bound, **tensors}, before)
 
 
@@ -527,9 +533,9 @@ def options(
 ) -> Iterator[Candidate]:
     """Every form of the sparse operands with the cheapest lowering of each step, or the reasons for refusal."""
     given = read(names)
-    held = [[(name, form) for form in forms] for name, forms in given.forms.items()]
+    each = [[(name, form) for form in forms] for name, forms in given.forms.items()]
     device = device_of(operands)
-    for forms in product(*held):
+    for forms in product(*each):
         done = rewritten(text, names, forms)
         if done.dense:
             yield Candidate(
@@ -606,10 +612,6 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _graph_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    return graph.refusal(statement, bound, operands)
-
-
 def _kernel_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():
         return "the operands are not on a GPU"
@@ -624,14 +626,15 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_kernel_refusal, kernels.run, work.kernel_work),
         "chained": Lowering(_chain_refusal, chained.run, chained.of_chain),
-        "gathered": Lowering(gathered.refusal, gathered.run, work.gathered_work),
-        "bagged": Lowering(embedding_bag.refusal, embedding_bag.run, work.bagged_work),
-        "graph": Lowering(_graph_refusal, graph.run, work.graph_work),
+        "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
+        "bagged": Lowering(cpu.bagged_refusal, cpu.run_bagged, work.bagged_work),
+        "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }
 )
 """The lowerings of a step, by name."""
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
-_BUCKETED_PLANS: BoundedCache[BucketedPlan] = BoundedCache(4096)
+_BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)
+"""By size class, with whether they hold for all sizes of the class."""
 _CHOSEN: BoundedCache[Candidate] = BoundedCache(4096)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ _FAR = 4
 
 _LONG = 1536
 """The same limit for segments of stacks, in entries."""
+
+_WINDOW = 512
+"""Segments that are sorted by length among themselves, where each lane of a program has its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +43,41 @@ class Segments:
 
     def select(self, which: slice | Tensor) -> Segments:
         """The selected segments."""
-        held = (self.rows, self.starts, self.stops, self.ends)
-        return Segments(*(None if x is None else x[which].clone() for x in held))  # pyright: ignore[reportArgumentType]
+        arrays = (self.rows, self.starts, self.stops, self.ends)
+        return Segments(*(None if x is None else x[which].clone() for x in arrays))  # pyright: ignore[reportArgumentType]
+
+
+class SegmentRule(NamedTuple):
+    """How the programs of a kernel take segments. chunk: in pieces of so many entries at most; stack: so many together;
+    per_lane: one in each lane (0, False: they do not)."""
+
+    chunk: int
+    stack: int
+    per_lane: bool
+
+    def find(self, array: Tensor, count: int) -> Segments:
+        """The segments of a sorted array of the values 0 to count - 1."""
+        if self.chunk:
+            return pieces(array, count, self.chunk)
+        return stacks(array, count, self.stack) if self.stack else segments(array, count, _WINDOW * self.per_lane)
+
+
+_ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
+
+
+class SegmentArgs(NamedTuple):
+    """Segments as arguments of a kernel. addresses: of their arrays, by name; kept: what holds these; one_kernel: False
+    where some are among the outliers, which take a kernel of their own."""
+
+    count: int
+    addresses: Mapping[str, int]
+    kept: Any
+    one_kernel: bool = True
+
+    @staticmethod
+    def of(found: Segments) -> SegmentArgs:
+        addresses = {name: x.data_ptr() for name in _ARRAYS if (x := getattr(found, name)) is not None}
+        return SegmentArgs(found.rows.shape[0], addresses, found, found.outliers is None)
 
 
 @cached_per_tensor

@@ -10,7 +10,6 @@ from torch import nn
 from pumice.coords import Relation
 from pumice.errors import DtypeError, OptionError
 from pumice.nn import BatchNorm, Conv3d, ReLU, ResidualBlock, Sequential
-from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import MapConsumers, SparseTensor
 
 Padding = int | tuple[int, ...] | None
@@ -62,9 +61,10 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
     )
 
 
-def _strided(level: nn.Module, strided: bool = True) -> list[Convolution]:
+def _strided(level: nn.Module, strided: bool = True) -> list[Conv3d]:
     """Convolutions of a level that change its coordinates (strided), or keep them."""
-    return [layer for layer in convolutions(level) if (layer.relation.policy != "same") == strided]
+    layers = [m for m in level.modules() if isinstance(m, Conv3d)]
+    return [layer for layer in layers if (layer.relation.policy != "same") == strided]
 
 
 def _has_blocks(level: nn.Module) -> bool:

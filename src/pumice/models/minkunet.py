@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from pumice.coords import Relation
 from pumice.errors import DtypeError
-from pumice.nn import BatchNorm, Linear, ReLU, ResidualBlock, Sequential
-from pumice.nn.blocks import CONV, INVERSE_CONV
-from pumice.nn.conv import convolutions
+from pumice.nn import (
+    BatchNorm,
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    Conv4d,
+    InverseConv1d,
+    InverseConv2d,
+    InverseConv3d,
+    InverseConv4d,
+    Linear,
+    ReLU,
+    ResidualBlock,
+    Sequential,
+)
 from pumice.ops import MapConsumers, SparseTensor, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
+CONV = {1: Conv1d, 2: Conv2d, 3: Conv3d, 4: Conv4d}
+INVERSE_CONV = {1: InverseConv1d, 2: InverseConv2d, 3: InverseConv3d, 4: InverseConv4d}
 
 
 def _unit(convolution: nn.Module, channels: int) -> Sequential:
     return Sequential(convolution, BatchNorm(channels), ReLU())
+
+
+def _convolutions(module: nn.Module) -> list[Any]:
+    """The convolution layers in a module, in order."""
+    return [m for m in module.modules() if isinstance(m, (*CONV.values(), *INVERSE_CONV.values()))]
 
 
 class Encoder(nn.Module):
@@ -82,11 +103,11 @@ class MinkUNet(nn.Module):
 
     def _consumers(self) -> MapConsumers:
         """Layers by kernel map; decoders start at the coarsest level."""
-        down = [convolutions(encoder)[:1] for encoder in self.encoders]
-        back = [convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
-        same = [convolutions(self.stem), *(convolutions(encoder)[1:] for encoder in self.encoders)]
+        down = [_convolutions(encoder)[:1] for encoder in self.encoders]
+        back = [_convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
+        same = [_convolutions(self.stem), *(_convolutions(encoder)[1:] for encoder in self.encoders)]
         for level, decoder in zip(same, reversed(self.decoders), strict=False):
-            level += convolutions(decoder)[1:]
+            level += _convolutions(decoder)[1:]
         return MapConsumers(down, back, [[level] for level in same])
 
     def forward(self, x: SparseTensor) -> SparseTensor:

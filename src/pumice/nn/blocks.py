@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from pumice.nn import conv as convs
+from pumice.nn.hooks import has_no_forward_hooks
 from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
-from pumice.nn.training_chain import call, training_chain, trains
-from pumice.ops.tensor import SparseTensor
+from pumice.ops import SparseTensor
 
 CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
 INVERSE_CONV = {1: convs.InverseConv1d, 2: convs.InverseConv2d, 3: convs.InverseConv3d, 4: convs.InverseConv4d}
@@ -23,12 +23,40 @@ class Sequential(nn.Sequential):
     """
 
     def forward(self, x: SparseTensor | Tensor) -> SparseTensor | Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        modules = [*self]
-        if trains(x, *modules):
-            return training_chain(modules, x)  # pyright: ignore[reportArgumentType]
-        for module in modules:
-            x = call(module, x)  # pyright: ignore[reportArgumentType]
+        for module in self:
+            x = _call(module, x)  # pyright: ignore[reportArgumentType]
         return x
+
+
+def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:
+    """`module` on features unless it takes sparse tensors."""
+    if not isinstance(x, SparseTensor) or _takes_sparse(module):
+        return module(x)
+    if type(module).forward is nn.Sequential.forward and any(map(_takes_sparse, module.children())):
+        if not has_no_forward_hooks((module,)):
+            return module(x)
+        for child in module.children():
+            x = _call(child, x)
+        return x
+    return x.replace(module(x.feats))
+
+
+def _takes_sparse(module: nn.Module) -> bool:
+    """True if it is given sparse tensors: it is a layer of ours, has one in it, or says so in its annotations."""
+    kind = type(module)
+    if kind.forward is nn.Sequential.forward:
+        return all(map(_takes_sparse, module.children()))
+    return _says_so(kind) or any(_is_ours(type(part)) for part in module.modules())
+
+
+def _is_ours(kind: type[nn.Module]) -> bool:
+    return any(base.__module__.startswith("pumice.") for base in kind.__mro__)
+
+
+def _says_so(kind: type[nn.Module]) -> bool:
+    """True for a layer of ours, and where the annotations of `forward` name SparseTensor."""
+    told = map(str, getattr(kind.forward, "__annotations__", {}).values())
+    return _is_ours(kind) or kind.forward is nn.Identity.forward or any("SparseTensor" in each for each in told)
 
 
 class ResidualBlock(nn.Module):
@@ -65,8 +93,4 @@ class ResidualBlock(nn.Module):
         self.act = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        whole = type(self.body) is Sequential and isinstance(self.act, nn.Module)
-        modules = (*self.body, self.act) if whole else ()
-        if modules and trains(x, self.body, *modules):
-            return training_chain(modules, x, self.shortcut(x))
         return self.act(self.body(x) + self.shortcut(x))

@@ -12,8 +12,8 @@ from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
+from pumice.ops import SparseTensor
 from pumice.ops.conv import Flow, Size, Target, convolve, target_of
-from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import chosen
 
 

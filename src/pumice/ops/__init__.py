@@ -4,6 +4,8 @@ from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
+from pumice.ops.linear import linear
+from pumice.ops.norm import batch_norm, group_norm
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
 from pumice.ops.pool import (
     avg_pool,
@@ -20,8 +22,7 @@ from pumice.ops.quantize import quantize
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse
 from pumice.ops.tensor import SparseTensor
-from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows
-from pumice.schedule.grouping import Grouping
+from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows, Grouping
 
 __all__ = [
     "DATAFLOWS",
@@ -33,6 +34,7 @@ __all__ = [
     "Sparse",
     "SparseTensor",
     "avg_pool",
+    "batch_norm",
     "cat",
     "coalesce",
     "collate",
@@ -47,7 +49,9 @@ __all__ = [
     "global_avg_pool",
     "global_max_pool",
     "global_sum_pool",
+    "group_norm",
     "interpolate",
+    "linear",
     "max_pool",
     "prepare",
     "prune",

@@ -2,11 +2,17 @@
 
 It evaluates any statement of the language, and its gradients are statements too. Operands are a flat list of tensors
 that `names` describes (pumice.lower.plan.read); compiled code sees sparse operands only in this form.
+
+A convolution in named dataflows is a trilinear form of x, w and y; each pass is its derivative by one of them:
+
+    T(x, w, y) = sum of map[o, k, i] * x[i, c] * w[n, k, c] * y[o, n]       y = dT/dy, dx = dT/dx, dw = dT/dw
+
+so the gradients of a pass are the two other passes, each in its own dataflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -17,14 +23,26 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pumice.errors import DeviceError
+from pumice.coords import KernelMap
+from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import direct, maps, plan
-from pumice.lower import maps as layouts  # noqa: F401  (layouts registers its operator)
+from pumice.lower import maps, plan
+from pumice.lower.call import (
+    BoundCall,
+    MapCall,
+    call_signature,
+    find_arrays_read,
+    keep_arrays_read,
+    row_shapes,
+)
+from pumice.lower.dataflow import Pass, check
+from pumice.lower.epilogue import Epilogue, applied
+from pumice.lower.reference import EIGHT_BITS
 from pumice.runtime.cache import BoundedCache
+from pumice.schedule.dataflow import PASSES, Chosen
 
 _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
@@ -32,6 +50,11 @@ _LIBRARY.define(
     # Cached properties of index arrays must not be allocated in the memory pool of a graph under capture.
     tags=tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)),
 )
+
+
+def uses_gpu(x: Tensor) -> bool:
+    """True if kernels compute with this tensor."""
+    return x.is_cuda
 
 
 DEVICES = ("cpu", "cuda", "meta")
@@ -113,8 +136,8 @@ def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | No
     known = None if shape is None else tuple(shape)
     with autocast_disabled(operands):
         if known is not None and operands[0].is_cuda and (ask := _convolution_request(names, text)) is not None:
-            return _run_bucketed(operands, replace(ask, shape=known, lowering=lowering))
-        return plan.execute(operands, names, text, known, lowering)
+            return writable(_run_bucketed(operands, replace(ask, shape=known, lowering=lowering)))
+        return writable(plan.execute(operands, names, text, known, lowering))
 
 
 def _run_bucketed(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
@@ -147,6 +170,12 @@ def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int]
     # Meta features may come with maps that have values.
     like = next((t for t in operands if t.is_meta), operands[0])
     return like.new_empty(shape, dtype=dtype)
+
+
+def writable(y: Tensor) -> Tensor:
+    """A result as a tensor over the same memory that is no view: autograd refuses in-place operators, as an activation
+    behind a layer may be, on a view that a custom function gives. Lowerings give views of memory that nobody has."""
+    return y.new_empty(0).set_(y) if y._is_view() else y  # pyright: ignore[reportArgumentType]
 
 
 def autocast_disabled(operands: Sequence[Tensor]) -> AbstractContextManager[object]:
@@ -194,7 +223,7 @@ class _EinsumFunction(torch.autograd.Function):
         ctx: Any, names: str, text: str, shape: tuple[int, ...] | None, lowering: str, *operands: Tensor
     ) -> Tensor:
         with autocast_disabled(operands):
-            output = plan.execute(operands, names, text, shape, lowering)
+            output = writable(plan.execute(operands, names, text, shape, lowering))
         _keep(ctx, (names, text, lowering), operands, output)
         return output
 
@@ -234,69 +263,63 @@ class DifferentiableCall:
     """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
     Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
     devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
-    result. ask.lowering applies to gradients too. bound_map: the kernel map. The reduction is a sum."""
+    result. ask.lowering applies to gradients too. The reduction is a sum."""
 
     def __init__(
         self,
         operands: Sequence[Tensor | None],
         request: plan.PlanRequest,
         like: tuple[Sequence[Tensor], torch.dtype],
-        bound_map: direct.Held,
+        arrays: maps.MapArrays,
+        launches: dict[Hashable, BoundCall],
     ) -> None:
-        """operands: None at ask.runtime_operands; like: example runtime operands, and the dtype."""
+        """operands: None at ask.runtime_operands; like: example runtime operands, and the dtype; arrays: of the map;
+        launches: of calls over the map, by signature."""
         assert plan.statement_of(request.text, request.names).reduction == "sum"
         given, dtype = like
-        self._request, self._bound_map, self._operands = request, bound_map, operands
+        self._request, self._operands, self._arrays, self._launches = request, operands, arrays, launches
         self.dtypes = (dtype,) * len(given)
-        self._wide = dtype is torch.float32
-        self._counting = tuple([place not in request.static_rows for place in request.runtime_operands])
-        # Key shared with calls over other maps.
-        shapes = [x.shape[1:] if n else x.shape for x, n in zip(given, self._counting, strict=True)]
-        self._kind = call_kind((request.text, request.lowering), bound_map, dtype, shapes)
-        # Keyed by determinism, gradients also by runtime operand and dtype.
-        self._results: dict[bool, plan.Plan] = {}
-        self._gradients: dict[tuple[int, torch.dtype, bool], list[_Derivative]] = {}
-        # Calls that are a single kernel.
-        self._launch_cache: BoundedCache[direct.Direct] = BoundedCache(16)
+        dynamic = tuple([place not in request.static_rows for place in request.runtime_operands])
+        self._dynamic = {len(given): dynamic, len(given) + 1: (*dynamic, True)}
+        # By gradient (None: the result) and determinism.
+        self._plans: dict[tuple[_Gradient | None, bool], list[_Part]] = {}
 
     def __call__(self, *given: Tensor) -> Tensor:
         return _BoundCallFunction.apply(self, *given)
 
-    def instantiate(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The runtime operands, cast to the dtypes of the call."""
+    def cast(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The runtime operands in the dtypes of the call."""
         return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(operands, self.dtypes, strict=True)]
 
-    def result(self, operands: Sequence[Tensor]) -> Tensor:
-        key = self._launch_key(operands)
-        call = self._launch_cache.get(key) or self._instantiate_template(key, operands)
-        if call is not None and (y := call(operands)) is not None:
-            return y
-        with autocast_disabled(operands):
-            bound = self._results.get(plan.deterministic())
-            if bound is None:
-                bound = plan.bound_plan(self._all_operands(operands), self._request)
-                self._results[plan.deterministic()] = bound
-            y = plan.execute_plan(bound, operands)
-            self._cache_launch(key, bound, operands, range(len(operands)))
-        return y
+    def compute(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Tensor:
+        """The result from the runtime operands or, with `of`, the gradient of one from them and the output gradient."""
+        call = self._known_launch(tensors, of)
+        y = None if call is None else call(tensors)
+        if y is None:
+            with autocast_disabled(tensors):
+                parts = self._planned(tensors, of)
+                first, *more = (plan.execute_plan(ready, [tensors[n] for n in numbers]) for ready, numbers in parts)
+                y = sum(more, first) if more else first
+            call = self._map_call(parts, tensors, of) if uses_gpu(tensors[0]) else None
+            if call is not None and (bound := parts[0][0].keep_call(call, tensors, parts[0][1])) is not None:
+                self._launches[call.signature] = bound
+        return y if of is None or y.dtype == of[1] else y.to(of[1])
 
-    def gradient_plan(
-        self, number: int, operands: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
-    ) -> tuple[plan.Plan, tuple[int, ...]] | None:
-        """The plan of the gradient of a runtime operand, and which of (runtime operands..., output gradient) it takes;
-        None where it is several."""
-        with autocast_disabled(operands):
-            parts = self._gradient_plans(number, operands, grad, dtype)
-        return parts[0] if len(parts) == 1 else None
+    def compilation(self, tensors: Sequence[Tensor], of: _Gradient) -> Callable[[], object] | None:
+        """Keep the template of a gradient that was not computed, and return what compiles its kernel; None where that
+        is known, or several kernels."""
+        with autocast_disabled(tensors):
+            parts = self._planned(tensors, of)
+        call = self._map_call(parts, tensors, of)
+        return None if call is None else parts[0][0].compilation(call, tensors, parts[0][1])
 
     def gradients(
         self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]
     ) -> list[Tensor | None]:
         """The gradients of the runtime operands in the wanted dtypes, None where the dtype is None."""
         if is_plain_call((*operands, grad)):
-            return [
-                None if dtype is None else self._gradient(n, operands, grad, dtype) for n, dtype in enumerate(wanted)
-            ]
+            tensors = (*operands, grad)
+            return [None if dtype is None else self.compute(tensors, (n, dtype)) for n, dtype in enumerate(wanted)]
         # Double backward: autograd records each gradient.
         needed = [False] * len(self._operands)
         for place, dtype in zip(self._request.runtime_operands, wanted, strict=True):
@@ -305,63 +328,42 @@ class DifferentiableCall:
         found = [every[place] for place in self._request.runtime_operands]
         return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
 
-    def _gradient(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> Tensor:
-        everything = (*given, grad)
-        launch_key = self._launch_key(everything, number, dtype)
-        call = self._launch_cache.get(launch_key) or self._instantiate_template(launch_key, everything, number)
-        if call is not None and (found := call(everything)) is not None:
-            return found if found.dtype == dtype else found.to(dtype)
-        parts = self._gradient_plans(number, given, grad, dtype)
-        first, *more = (plan.execute_plan(ready, [everything[n] for n in numbers]) for ready, numbers in parts)
-        found = sum(more, first) if more else first
-        if not more:
-            self._cache_launch(launch_key, parts[0][0], everything, parts[0][1], number)
-        return found if found.dtype == dtype else found.to(dtype)
-
-    def _launch_key(self, tensors: Sequence[Tensor], *facts: Hashable) -> Hashable:
-        """Cache key of a launch of this call, without bound operands and addresses."""
-        return launch_key(facts, self._wide, tensors[-1].dtype, [x.stride() for x in tensors])
-
-    def _template_key(self, key: Hashable, tensors: Sequence[Tensor], sought: int | None) -> direct.Call:
-        """Template key of the call or, with `sought`, of that operand's gradient (last tensor: the output gradient)."""
-        ask = self._request
-        shape = ask.shape if sought is None else tuple(tensors[sought].shape)
-        counting = (*self._counting, True)[: len(tensors)]
-        return direct.Call(tensors, counting, shape, (self._kind, key))
-
-    def _instantiate_template(
-        self, key: Hashable, tensors: Sequence[Tensor], sought: int | None = None
-    ) -> direct.Direct | None:
-        """Instantiate the cached template of an equal call over another map, or None."""
-        if not direct.starts_kernels(tensors[0]):
+    def _known_launch(self, tensors: Sequence[Tensor], of: _Gradient | None) -> BoundCall | None:
+        """The launch, as there was one over this map or another; else None."""
+        if not uses_gpu(tensors[0]):
             return None
-        call = self._template_key(key, tensors, sought).from_template(self._bound_map)
-        return None if call is None else self._launch_cache.keep(key, call)
-
-    def _cache_launch(
-        self,
-        key: Hashable,
-        bound: plan.Plan,
-        tensors: Sequence[Tensor],
-        numbers: Sequence[int],
-        sought: int | None = None,
-    ) -> None:
-        """Cache the launch and the template of a call. numbers: which of the tensors it takes."""
-        if direct.starts_kernels(tensors[0]):
-            call = self._template_key(key, tensors, sought).leave(bound, self._bound_map, tensors, numbers)
+        dynamic = self._dynamic[len(tensors)]
+        signature = call_signature(tensors, dynamic, self._request.text, of)
+        call = self._launches.get(signature)
+        if call is None and (on := find_arrays_read(signature, self._arrays)) is not None:
+            call = MapCall(signature, on, row_shapes(tensors, dynamic), self._shape(tensors, of)).instantiate()
             if call is not None:
-                self._launch_cache.keep(key, call)
+                self._launches[signature] = call
+        return call
 
-    def _gradient_plans(
-        self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype
-    ) -> list[_Derivative]:
-        key = (number, dtype, plan.deterministic())
-        known = self._gradients.get(key)
-        if known is None:
-            known = self._gradients[key] = self._derivatives(number, given, grad, dtype)
-        return known
+    def _map_call(self, parts: Sequence[_Part], tensors: Sequence[Tensor], of: _Gradient | None) -> MapCall | None:
+        """The call over the map where it is one kernel."""
+        dynamic = self._dynamic[len(tensors)]
+        signature = call_signature(tensors, dynamic, self._request.text, of)
+        on = keep_arrays_read(signature, self._arrays, parts[0][0].kernel if len(parts) == 1 else None)
+        rows, shape = row_shapes(tensors, dynamic), self._shape(tensors, of)
+        return None if on is None else MapCall(signature, on, rows, shape)
 
-    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Derivative]:
+    def _shape(self, tensors: Sequence[Tensor], of: _Gradient | None) -> tuple[int, ...]:
+        return self._request.shape if of is None else tuple(tensors[of[0]].shape)
+
+    def _planned(self, tensors: Sequence[Tensor], of: _Gradient | None) -> list[_Part]:
+        """Plans whose results add up to the result or gradient."""
+        key = of, plan.deterministic()
+        if key not in self._plans:
+            if of is None:
+                bound = plan.bound_plan(self._all_operands(tensors), self._request)
+                self._plans[key] = [(bound, tuple(range(len(tensors))))]
+            else:
+                self._plans[key] = self._derivatives(of[0], tensors[:-1], tensors[-1], of[1])
+        return self._plans[key]
+
+    def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Part]:
         """Plans of the statements whose sum is a gradient."""
         call, place, request = self._call(given, grad), self._request.runtime_operands[number], self._request
         everything, sources = (*call.operands, grad), (*request.runtime_operands, len(call.operands))
@@ -386,24 +388,9 @@ class DifferentiableCall:
         return [next(left) if x is None else x for x in self._operands]
 
 
-def call_kind(
-    text: tuple[str, str], bound_map: direct.Held, dtype: torch.dtype, shapes: Sequence[Sequence[int]]
-) -> Hashable:
-    """Key that a DifferentiableCall shares with calls over other maps.
-    text: (statement, lowering); dtype, shapes: of the runtime operands, without dynamic rows."""
-    return direct.interned((text, bound_map.kind, dtype, *map(tuple, shapes)))
-
-
-def launch_key(
-    facts: tuple[Hashable, ...], wide: bool, last: torch.dtype, strides: Sequence[tuple[int, ...]]
-) -> Hashable:
-    """The rest of the key of a launch, without addresses. facts: () for the result; (operand number, wanted dtype) for
-    a gradient. wide: float32 products. last: dtype of the last tensor; strides: of all tensors."""
-    precision = plan.kernels.float32_precision() if wide else None
-    return (facts, *direct.settings(), precision, last, *strides)
-
-
-_Derivative = tuple[plan.Plan, tuple[int, ...]]
+_Gradient = tuple[int, torch.dtype]
+"""Number of the runtime operand, and dtype."""
+_Part = tuple[plan.Plan, tuple[int, ...]]
 """A plan, and which of (runtime operands..., output gradient) it takes."""
 
 
@@ -413,9 +400,9 @@ class _BoundCallFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: DifferentiableCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.tiles = call, plan.kernels.tuning_mode()
-        cast = call.instantiate(given)
+        cast = call.cast(given)
         ctx.save_for_backward(*given, *(x for x, own in zip(cast, given, strict=True) if x is not own))
-        return call.result(cast)
+        return writable(call.compute(cast))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -423,7 +410,7 @@ class _BoundCallFunction(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         given = list(islice(saved, len(needed)))
         if torch.is_grad_enabled():
-            cast = ctx.call.instantiate(given)
+            cast = ctx.call.cast(given)
         else:
             cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
@@ -452,7 +439,7 @@ class _CallFunction:
 
     def over_arrays(self) -> tuple[_CallFunction, list[int]]:
         """The call rewritten over the arrays of its sparse operands, and their operand positions."""
-        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
         (step,) = plan.rewritten(self.text, self.names, forms).steps
         known = plan.array_places(self.names, self.text, forms)
         names = "|".join(known)
@@ -500,7 +487,7 @@ class _CallFunction:
 
     def _of_values(self, place: tuple[str, str, int, str], grad: Tensor) -> Any:
         """The gradients of the values of a sparse operand, one per use in a step."""
-        forms = tuple((name, next(iter(held))) for name, held in self.given.forms.items())
+        forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
         done = plan.rewritten(self.text, self.names, forms)
         tensors = plan.arrays(self.operands, self.names, self.text, plan.Candidate(forms, (), done.steps, 0.0))
         for values, array in done.arrays.items():
@@ -571,3 +558,79 @@ for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("einsum", _einsum, _key)
 torch.library.register_fake("pumice::einsum", _einsum_fake, lib=_LIBRARY)
 torch.library.register_autograd("pumice::einsum", _backward, setup_context=_save, lib=_LIBRARY)
+
+
+# Named dataflows
+_X, _W, _Y = range(3)
+_MISSING = (_Y, _X, _W)
+"""The result of each of PASSES, among x, w and y."""
+
+
+def by_dataflow(
+    operands: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
+) -> Tensor:
+    """The convolution of checked x [N_in, G*C] and w [G*N, K, C] over a map, in these dataflows."""
+    form = _TrilinearForm(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
+    more = () if epilogue is None else tuple(epilogue.operands.values())
+    if operands[0].is_meta:
+        # `prepare`: shapes only.
+        kept = None if epilogue is None else epilogue.signature.dtype
+        return operands[0].new_empty(found.num_outputs, operands[1].shape[0], dtype=kept or operands[0].dtype)
+    if is_plain_call((*operands, *more)):
+        return form.passes[0](operands, epilogue)
+    if not only_autograd_active((*operands, *more)):
+        raise OptionError(
+            f"dataflow {flows[0].name} does not support torch.compile, torch.func transforms or forward-mode AD; "
+            "the automatic dataflow does: set layer.dataflow = None, or call Tuning.remove(model) if pumice.tune set it"
+        )
+    wanted = [torch.is_grad_enabled() and x.requires_grad for x in operands]
+    if any(wanted) and operands[0].dtype in EIGHT_BITS:
+        raise DtypeError(f"{operands[0].dtype} is for inference and has no gradients; train in wider floats")
+    for one, needed in zip(form.passes, (True, *wanted), strict=True):
+        # Fail before the forward pass rather than in backward.
+        if needed:
+            check(one)
+    y = _Trilinear.apply(form, _Y, *operands)
+    return y if epilogue is None else applied(y, epilogue)
+
+
+class _TrilinearForm:
+    """The three passes of the trilinear form."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.passes = passes
+
+    def without(self, missing: int, given: tuple[Tensor, Tensor]) -> Tensor:
+        """The operand `missing` from the two others, given in the order x, w, y."""
+        one = self.passes[_MISSING.index(missing)]
+        # The input gradient takes y first.
+        return one((given[1], given[0]) if missing == _X else given)
+
+
+class _Trilinear(torch.autograd.Function):
+    """One operand from the two others; its gradients are applications of the same function."""
+
+    @staticmethod
+    def forward(ctx: Any, form: _TrilinearForm, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.form, ctx.missing, ctx.tiles = form, missing, plan.kernels.tuning_mode()
+        ctx.save_for_backward(*given)
+        with autocast_disabled(given):
+            return writable(form.without(missing, (given[0], given[1])))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        places = [place for place in (_X, _W, _Y) if place != ctx.missing]
+        operands = {**dict(zip(places, ctx.saved_tensors, strict=True)), ctx.missing: grad}
+        with plan.kernels.tiles_of(ctx.tiles):
+            found = [
+                _form_gradient(ctx.form, place, operands, wanted)
+                for place, wanted in zip(places, ctx.needs_input_grad[2:], strict=True)
+            ]
+        return None, None, *found
+
+
+def _form_gradient(form: _TrilinearForm, place: int, operands: dict[int, Tensor], wanted: bool) -> Tensor | None:
+    if not wanted:
+        return None
+    first, second = (operands[other] for other in (_X, _W, _Y) if other != place)
+    return _Trilinear.apply(form, place, first, second)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
-from pumice.lower import direct, maps, plan
+from pumice.lower import maps, plan
+from pumice.lower.call import keep_call, product_call, run_product
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied, check_epilogue
-from pumice.lower.loops import EIGHT_BITS
+from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import autograd
-from pumice.ops.dataflow import by_dataflow
-from pumice.ops.prepare import layer_map
+from pumice.ops.autograd import by_dataflow
+from pumice.ops.layer_maps import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
@@ -78,8 +78,8 @@ def conv(
     else:
         _check_offsets(weight, offsets, padding)
         relation = Relation.of_offsets(x.spatial_dim, offsets, stride=stride, dilation=dilation, policy=policy)
-    find = layer_map if dataflow is None else kernel_map
-    return _over_map(x, weight, bias, groups, find(x.geometry, relation, target), epilogue, dataflow)
+    found = _map_of(x.geometry, (relation, target), weight, dataflow)
+    return _over_map(x, weight, bias, groups, found, epilogue, dataflow)
 
 
 def convolve(
@@ -93,36 +93,60 @@ def convolve(
 ) -> SparseTensor:
     """Convolution by a precomputed (relation, target geometry), as layers have it."""
     relation, target = map_request
-    if (
-        bias is None
-        and groups == 1
-        and dataflow is None
-        and (y := _cached_forward(x, weight, map_request, epilogue)) is not None
-    ):
+    known = groups == 1 and dataflow is None
+    if known and (y := _by_known_kernel(x, weight, bias, map_request, epilogue)) is not None:
         return y
     check_layer(x, weight, bias, groups, relation)
-    find = layer_map if dataflow is None else kernel_map
-    return _over_map(x, weight, bias, groups, find(x.geometry, relation, target), epilogue, dataflow)
+    found = _map_of(x.geometry, (relation, target), weight, dataflow)
+    return _over_map(x, weight, bias, groups, found, epilogue, dataflow)
 
 
-def _cached_forward(
-    x: SparseTensor, weight: Tensor, map_request: tuple[Relation, Geometry | None], epilogue: Epilogue | None
+def _map_of(
+    geometry: Geometry, request: tuple[Relation, Geometry | None], weight: Tensor, dataflow: Flow
+) -> tuple[KernelMap, Geometry]:
+    return layer_map(geometry, *request, weight) if dataflow is None else kernel_map(geometry, *request)
+
+
+def _by_known_kernel(
+    x: SparseTensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    map_request: tuple[Relation, Geometry | None],
+    epilogue: Epilogue | None,
 ) -> SparseTensor | None:
-    """Fast path without checks: the result through a cached launch of an equal earlier call, else None."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
+    """The result by the kernel of an equal call before, with nothing checked that it has checked; else None."""
+    if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
+        return None
+    if epilogue is not None and (bias is not None or not isinstance(epilogue, Epilogue)):
         return None
     geometry, feats = x.geometry, raw_feats(x)
-    if geometry.buffered is not None or not direct.starts_kernels(feats):
+    if not autograd.uses_gpu(feats):
         return None
-    if epilogue is not None and not isinstance(epilogue, Epilogue):
+    tensors, finish = _tensors_and_signature(feats, weight, epilogue if bias is None else Epilogue(shift=bias))
+    plain = autograd.is_plain_call(tensors)
+    if not (plain or epilogue is None) or geometry.buffered is not None:
         return None
     relation, target = map_request
     kept = geometry.maps.get((relation, None)) if target is None else None
-    found, outputs = kept or layer_map(geometry, relation, target)
-    if outputs is None:
-        outputs = geometry
-    y = _cached_forward_features(feats, weight, found, outputs.coords.shape[0], epilogue)
-    return None if y is None else unchecked_tensor(y, outputs)
+    found, outputs = kept or layer_map(geometry, relation, target, weight)
+    if outputs is not None:
+        outputs.require_unwritten()
+    y = run_product(tensors, found, finish) if plain else _by_known_call(feats, weight, bias, found)
+    return None if y is None else unchecked_tensor(y, geometry if outputs is None else outputs)
+
+
+def _by_known_call(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> Tensor | None:
+    """The same where autograd records it."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+        return None
+    if not autograd.only_autograd_active((x, weight) if bias is None else (x, weight, bias)):
+        return None
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:1], weight.dtype, weight.device):
+        return None
+    flat = _flat(weight)
+    call = found.get_cached(("differentiable", True, _call_key(x, flat, found.num_outputs, 1)))
+    y = None if call is None else call(x, flat)
+    return y if y is None or bias is None else y + bias
 
 
 def conv_transpose(
@@ -219,47 +243,23 @@ def conv_features(
 
 
 def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor:
-    """conv_features of one group, automatic dataflow, any number of kernel axes; tries the launch cache first."""
-    if (y := _cached_forward_features(x, weight, found, rows, epilogue)) is not None:
-        return y
-    flat = weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
-    y = _checked_forward(x, flat, found, rows, 1, epilogue)
+    """conv_features of one group, automatic dataflow, any number of kernel axes; by a kernel of calls before if there
+    is one."""
     tensors, finish = _tensors_and_signature(x, weight, epilogue)
-    if direct.starts_kernels(x) and autograd.is_plain_call(tensors):
-        _cache_launch(key_of(tensors, finish), tensors, flat, found, finish)
+    plain = autograd.is_plain_call(tensors)
+    launches = plain and autograd.uses_gpu(x)
+    if launches and rows == found.num_outputs and (y := run_product(tensors, found, finish)) is not None:
+        return y
+    flat = _flat(weight)
+    y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
+    if launches:
+        _keep_call(tensors, flat, found, finish)
     return y
 
 
-def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
-    """What compiles the kernel of a plain conv_features of one group on tensors like these, without running it; None
-    where it is known, or the call is not one kernel. On a GPU that for tiles of the other height is compiled in the
-    background."""
-    tokens, arrays = maps.planner_operands(found, False)
-    if x.is_cuda:
-        like = maps.in_other_tiles(arrays, found.num_outputs)
-        BACKGROUND.submit(lambda: _run(_ahead(x, weight, tokens, like, epilogue)))
-    return _ahead(x, weight, tokens, (arrays, found.num_outputs), epilogue)
-
-
-def _run(task: Callable[[], object] | None) -> None:
-    if task is not None:
-        task()
-
-
-def _ahead(
-    x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
-) -> Callable[[], object] | None:
-    """`compilation` over the arrays of a map with so many outputs."""
-    (arrays, rows), columns = over, weight.shape[0]
-    flat = weight if weight.ndim == 3 else weight.reshape(columns, -1, weight.shape[-1])
-    tensors, finish = _tensors_and_signature(x, weight, epilogue)
-    mapped = _bound_to(tokens, arrays, flat.shape[1])
-    call = direct.Call(tensors, direct.counting(finish), (rows, columns), (key_of(tensors, finish), mapped.kind))
-    if flat.data_ptr() != weight.data_ptr() or direct.TEMPLATES.get(call.kind) is not None:
-        return None
-    names, text, shape = _statement_of(tokens, flat, rows, 1)
-    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), "", finish)
-    return call.ahead(plan.bound_plan([x, flat, *arrays], ask), mapped, (x, flat, *tensors[2:]), (0, 1), finish)
+def _flat(weight: Tensor) -> Tensor:
+    """[C_out, K, C_in]."""
+    return weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
 
 
 def _tensors_and_signature(
@@ -270,131 +270,55 @@ def _tensors_and_signature(
     return (x, weight, *epilogue.operands.values()), epilogue.signature
 
 
-def _cached_forward_features(
-    x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None
-) -> Tensor | None:
-    """The result through a cached launch, or a cached template, else None."""
-    tensors, finish = _tensors_and_signature(x, weight, epilogue)
-    if not direct.starts_kernels(x) or not autograd.is_plain_call(tensors):
-        return None
-    return _launch_cached(tensors, found, rows, finish)
-
-
-def key_of(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:
-    """Cache key of a call on (features, weight, operands of the epilogue...)."""
-    return direct.told(tensors, direct.counting(finish), "direct", finish)
-
-
-def _launch_cached(tensors: Sequence[Tensor], found: KernelMap, rows: int, finish: EpilogueSignature) -> Tensor | None:
-    """`_cached_forward_features` of a plain call."""
-    x, weight, *_ = tensors
-    if x.shape[0] != found.num_inputs or rows != found.num_outputs:
-        return None
-    if x.ndim != 2 or not direct.residual_fits(tensors, finish, (rows, weight.shape[0])):
-        return None
-    key = key_of(tensors, finish)
-    call = found.get_cached(key)
-    if call is None:
-        call = instantiate_over(found, key, direct.counted(tensors, direct.counting(finish)), weight.shape[0])
-    return None if call is None else call(tensors)
-
-
-def instantiate_over(
-    found: KernelMap, key: Hashable, rows: Sequence[tuple[int, int]], columns: int
-) -> direct.Direct | None:
-    """Instantiate and cache the template of an equal call over another map, if there is one.
-    key: from `key_of`; rows: from direct.counted; columns: of the result."""
-    mapped = bound_map(found, False)
-    call = direct.cast((key, mapped.kind), mapped, rows, (found.num_outputs, columns))
-    return None if call is None else found.keep(key, call)
-
-
-def _cache_launch(
-    key: Hashable, tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature
-) -> None:
-    """Cache the launch of this call, and its template, for later calls."""
+def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
+    """Keep the launch of a call that was carried out, and its template, for later calls."""
     x, weight, *more = tensors
-    call_plan = found.get_cached(_call_key(x, flat, found.num_outputs, 1, finish))
+    call_plan = found.get_cached((finish, _call_key(x, flat, found.num_outputs, 1)))
     if call_plan is None or flat.data_ptr() != weight.data_ptr():
         # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
         return
-    mapped = bound_map(found, False)
-    shape = found.num_outputs, weight.shape[0]
-    call = direct.Call(tensors, direct.counting(finish), shape, (key, mapped.kind))
-    call = call.leave(call_plan, mapped, (x, flat, *more), (0, 1), finish)
-    if call is not None:
-        found.keep(key, call)
+    call = product_call(tensors, finish, maps.bound_map(found), found.num_outputs)
+    bound = call_plan.keep_call(call, (x, flat, *more), (0, 1), finish)
+    if bound is not None:
+        keep_call(found, call.signature, bound)
 
 
-def bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
-    """The arrays of a map that its calls are bound to."""
-    name = "held", differentiable
-    return found.get_cached(name) or found.cached(name, lambda m: _make_bound_map(m, differentiable))
+def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
+    """What compiles the kernel of a plain conv_features of one group on tensors like these, without running it; None
+    where it is known, or the call is not one kernel. On a GPU that for tiles of the other height is compiled in the
+    background."""
+    tokens, arrays = maps.planner_operands(found, False)
+    if x.is_cuda:
+        like = maps.in_other_tiles(arrays, found.num_outputs)
+        BACKGROUND.submit(lambda: _run(_compilation(x, weight, tokens, like, epilogue)))
+    return _compilation(x, weight, tokens, (arrays, found.num_outputs), epilogue)
 
 
-def _make_bound_map(found: KernelMap, differentiable: bool) -> direct.Held:
-    laid = None if differentiable else maps.laid_out(found)
-    if laid is not None:
-        tokens, tiled = laid
-        return direct.HeldTiles(tiled, _pattern_of_tiles(tokens, tiled.parts[0].shape[1], found.volume, found.device))
-    tokens, arrays = maps.planner_operands(found, differentiable)
-    return direct.Held.of(arrays, direct.Pattern((*maps.read_alike(tokens), str(found.volume)), arrays))
+def _run(task: Callable[[], object] | None) -> None:
+    if task is not None:
+        task()
 
 
-class MapArrays(NamedTuple):
-    """All arrays of a map that differentiable calls may read. kind: equal where the same ones are at the same
-    places."""
-
-    tokens: tuple[str, ...]
-    arrays: Sequence[Tensor]
-    kind: Hashable
-
-    @staticmethod
-    def of(found: KernelMap) -> MapArrays:
-        """Those of a map, cached."""
-        return found.get_cached("arrays of both passes") or found.cached("arrays of both passes", _arrays_of)
-
-    def held(self, found: KernelMap, places: tuple[int, ...]) -> direct.Held:
-        """Those at some places, as calls hold them, cached by the map."""
-        name = "held", places
-        known = found.get_cached(name)
-        if known is None:
-            tokens = tuple(self.tokens[n] for n in places)
-            known = found.keep(name, _bound_to(tokens, [self.arrays[n] for n in places], found.volume))
-        return known
-
-    def read_by(self, ready: plan.Plan) -> tuple[int, ...] | None:
-        """The places of those that the one kernel of a plan reads; None for more kernels."""
-        read = direct.held_by(ready)
-        places = {id(x): n for n, x in reversed([*enumerate(self.arrays)])}
-        return None if read is None else tuple(sorted(places[id(x)] for x in read))
+def _compilation(
+    x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
+) -> Callable[[], object] | None:
+    """`compilation` over the arrays of a map with so many outputs."""
+    (arrays, rows), flat = over, _flat(weight)
+    tensors, finish = _tensors_and_signature(x, weight, epilogue)
+    signature = maps.MapSignature.of(tokens, flat.shape[1], arrays)
+    call = product_call(tensors, finish, maps.BoundMap(arrays, signature), rows)
+    if flat.data_ptr() != weight.data_ptr() or call.template is not None:
+        return None
+    names, text, shape = _statement_of(tokens, flat, rows, 1)
+    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), "", finish)
+    ready = plan.bound_plan([x, flat, *arrays], ask)
+    return ready.compilation(call, (x, flat, *tensors[2:]), (0, 1), finish)
 
 
-def _arrays_of(found: KernelMap) -> MapArrays:
-    tokens, arrays = maps.planner_operands(found, True)
-    places = [id(x) for x in arrays]
-    # One of a map that is its own transpose is there twice.
-    kind = maps.read_alike(tokens), found.volume, tuple(map(places.index, places))
-    return MapArrays(tokens, arrays, direct.interned(kind))
-
-
-def _bound_to(tokens: tuple[str, ...], arrays: Sequence[Tensor], volume: int) -> direct.Held:
-    """The arrays of a map of so many kernel offsets."""
-    return direct.Held.of(arrays, direct.Pattern((*maps.read_alike(tokens), str(volume)), arrays))
-
-
-@lru_cache(maxsize=64)
-def _pattern_of_tiles(tokens: tuple[str, ...], block: int, volume: int, device: torch.device) -> direct.Pattern:
-    """That of all tiles of so many rows, of maps of so many kernel offsets."""
-    shapes = (1, block), (1,), (1,), (1, block)
-    arrays = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
-    return direct.Pattern((*maps.read_alike(tokens), str(volume)), arrays)
-
-
-def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int, finish: EpilogueSignature) -> Hashable:
-    """Cache key of a call over a map."""
-    facts = rows, groups, x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
-    return "call", plan.deterministic(), finish, facts
+def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int) -> Hashable:
+    """Cache key of plans of a call over a map."""
+    facts = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
+    return rows, groups, plan.deterministic(), facts
 
 
 def _checked_forward(
@@ -405,8 +329,9 @@ def _checked_forward(
     groups: int,
     epilogue: Epilogue | None = None,
     dataflow: Flow = None,
+    plain: bool | None = None,
 ) -> Tensor:
-    """conv_features with every check."""
+    """conv_features with every check. plain: whether the call is plain, if that is known."""
     weight, groups = merge_small_groups(x, weight, groups)
     if epilogue is not None:
         check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
@@ -414,10 +339,11 @@ def _checked_forward(
         _check_devices(x, weight, found)
         _check_call(x, weight, found, rows, groups)
         return by_dataflow((x, weight), found, groups, chosen(dataflow), epilogue)
-    more = () if epilogue is None else epilogue.operands.values()
-    if autograd.is_plain_call((x, weight, *more)):
+    if plain is None:
+        plain = autograd.is_plain_call(_tensors_and_signature(x, weight, epilogue)[0])
+    if plain:
         finish = NO_EPILOGUE if epilogue is None else epilogue.signature
-        key = _call_key(x, weight, rows, groups, finish)
+        key = finish, _call_key(x, weight, rows, groups)
         call_plan = found.cached(key, lambda m: _plan_of((x, weight), m, rows, groups, finish))
         y = plan.execute_plan(
             call_plan, _grouped(x, weight, groups), None if epilogue is None else epilogue.split(groups)
@@ -438,13 +364,8 @@ def differentiable_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
 ) -> autograd.DifferentiableCall:
     """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
-    key = ("recorded", differentiable, _call_key(x, weight, rows, groups, NO_EPILOGUE))
+    key = ("differentiable", differentiable, _call_key(x, weight, rows, groups))
     return found.cached(key, lambda m: _bound_call((x, weight), m, rows, groups, differentiable))
-
-
-def cached_call(x: Tensor, weight: Tensor, found: KernelMap, rows: int) -> autograd.DifferentiableCall | None:
-    """The cached differentiable call of one group, or None."""
-    return found.get_cached(("recorded", True, _call_key(x, weight, rows, 1, NO_EPILOGUE)))
 
 
 _NARROW = 32
@@ -502,7 +423,8 @@ def _bound_call(
     names, text, shape = _statement_of(tokens, given[1], rows, groups)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), _lowering(found, given))
     like = _grouped(*given, groups), given[0].dtype
-    return autograd.DifferentiableCall((None, None, *arrays), ask, like, bound_map(found, differentiable))
+    own = maps.MapArrays.of(found, differentiable)
+    return autograd.DifferentiableCall((None, None, *arrays), ask, like, own, found.calls)
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
@@ -594,8 +516,7 @@ def _product(
     if groups == 1 and dataflow is None:
         y = _features(feats, weight, found, rows, epilogue)
     else:
-        flat = weight.reshape(weight.shape[0], -1, weight.shape[-1])
-        y = _checked_forward(feats, flat, found, rows, groups, epilogue, dataflow)
+        y = _checked_forward(feats, _flat(weight), found, rows, groups, epilogue, dataflow)
     return from_raw_feats(y, outputs) if apart is None else SparseTensor(y + apart, outputs)
 
 

@@ -45,29 +45,6 @@ class FormatBucket:
 
 
 @dataclass(frozen=True)
-class GroupCost:
-    """Cost of a group size. gathers: coordinates of grouped axes. scatters: groups. padded: padding entries."""
-
-    gathers: int
-    scatters: int
-    padded: int
-    bytes: int
-
-    @property
-    def total(self) -> int:
-        """Gathers + scatters, which `group="count"` minimises."""
-        return self.gathers + self.scatters
-
-
-def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) -> GroupCost:
-    """The cost of rows with `occupancy` entries each in groups of `size`, with int32 coordinates."""
-    lengths = torch.as_tensor(occupancy)
-    entries, groups = torch.stack([lengths.sum(), _groups(lengths, size).sum()]).tolist()
-    places = size * groups
-    return GroupCost(places, groups, places - entries, 4 * groups + (4 + itemsize) * places)
-
-
-@dataclass(frozen=True)
 class RowStatistics:
     """Rows of a conversion: their number, their cells, the longest, and the number of groups by group size."""
 

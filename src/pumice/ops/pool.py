@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import ShapeError
-from pumice.lower.max_pool import max_pool_rows
+from pumice.lower.rows import max_pool_rows
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding

@@ -120,14 +120,9 @@ class _RequestedMaps:
         if not has_triton(geometry.coords) or is_capturing(geometry.device):
             return False
         facts = geometry.dim, self.steps, self.same, self.flows, torch.is_grad_enabled()
-        request, wanted, complete = _chain(*facts, tile_rule())
-        if refusal(geometry, request) is not None:
+        request, wanted, complete = chain_of(*facts, tile_rule())
+        if not keep_chain(geometry, request, wanted):
             return False
-        found = build_chain(geometry, request)
-        if found is None:
-            return False
-        for one in found[:wanted]:
-            keep_tiles(one)
         if not complete:
             self.build(geometry)
         return True
@@ -148,8 +143,17 @@ class _RequestedMaps:
                     materialize([(one, flows)], differentiable)
 
 
+def keep_chain(geometry: Geometry, request: ChainRequest, wanted: int | None = None) -> bool:
+    """Build the maps of a request together and keep them, the first `wanted` laid out for layers; False where
+    coords.chain does not support them. Raises as build_chain."""
+    found = None if refusal(geometry, request) is not None else build_chain(geometry, request)
+    for one in (found or ())[:wanted]:
+        keep_tiles(one)
+    return found is not None
+
+
 @lru_cache(maxsize=64)
-def _chain(
+def chain_of(
     dim: int,
     steps: tuple[Relation, ...],
     same: tuple[tuple[Relation, ...], ...],
@@ -173,37 +177,6 @@ def _chain(
     tiled = dict.fromkeys((*asked, *sorted(turned, key=lambda place: place[:2]) * differentiable))
     windows = tuple(tuple(window for window in each if is_supported(window)) for each in same)
     return ChainRequest(dim, steps, windows, tuple(tiled), rule), len(asked), complete
-
-
-def layer_map(geometry: Geometry, relation: Relation, target: Geometry | None = None) -> tuple[KernelMap, Geometry]:
-    """kernel_map for a layer of an automatic dataflow: where kernels run, a map that is not there is laid out as it is
-    found, in one transfer. Raises as kernel_map."""
-    if target is None and isinstance(geometry, Geometry) and not torch.compiler.is_compiling():
-        kept = geometry.maps.get((relation, None))
-        if kept is not None:
-            found, outputs = kept
-            if outputs is None:
-                return found, geometry
-            outputs.require_unwritten()
-            return found, outputs
-        if has_triton(geometry.coords) and not is_capturing(geometry.device):
-            request = _of_layer(relation, torch.is_grad_enabled(), tile_rule())
-            if request is not None and refusal(geometry, request) is None:
-                for one in build_chain(geometry, request) or ():
-                    keep_tiles(one)
-    return kernel_map(geometry, relation, target)
-
-
-@lru_cache(maxsize=256)
-def _of_layer(relation: Relation, differentiable: bool, rule: TileRule) -> ChainRequest | None:
-    """The request of one map, or None. The transpose of a step is laid out for gradients, and where it takes little: an
-    inverse convolution may follow."""
-    if relation.policy == "same":
-        return ChainRequest(relation.dim, (), ((relation,),), ((SAME, 0, relation),), rule)
-    if relation.policy not in ("support", "floor_unique"):
-        return None
-    turned = ((UP, 0, relation),) if differentiable or len(relation.offsets) <= rule.few_taps else ()
-    return ChainRequest(relation.dim, (relation,), (), ((DOWN, 1, relation), *turned), rule)
 
 
 def _flows_over(

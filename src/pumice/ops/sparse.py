@@ -18,15 +18,13 @@ from pumice.ops.convert import (
     GROUP_SIZES,
     Entries,
     FormatBucket,
-    GroupCost,
     arrange,
     buckets,
     checked,
-    group_cost,
     strategy,
 )
 
-__all__ = ["GROUP_SIZES", "FormatBucket", "GroupCost", "Sparse", "buckets", "group_cost", "sparse"]
+__all__ = ["GROUP_SIZES", "FormatBucket", "Sparse", "buckets", "sparse"]
 
 _INPUTS = (
     "a dense torch tensor, a torch sparse tensor (coo, csr, csc, bsr, bsc), a numpy array, "

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, MissingAttributeError, ShapeError
-from pumice.lower.loops import EIGHT_BITS
-from pumice.lower.padding import zero_padding_rows
+from pumice.lower.reference import EIGHT_BITS
+from pumice.lower.rows import zero_padding_rows
 
 
 class SparseTensor:
@@ -365,6 +365,17 @@ pytree.register_pytree_node(
     lambda leaves, rest: unchecked_tensor(*leaves, *rest),
     serialized_type_name="pumice.SparseTensor",
 )
+
+
+def row_wise(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
+    """Apply a row-wise `function` without parameters. Raises DtypeError if x is not a SparseTensor."""
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, type(getattr(function, "__self__", function)).__name__)
+    if torch.compiler.is_compiling():
+        return x.replace(function(x.feats))
+    # Padding rows may be undefined.
+    y = function(raw_feats(x))
+    return from_raw_feats(y, x.geometry) if x.geometry.trains else unchecked_tensor(y, x.geometry)
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,29 +18,28 @@ Found = TypeVar("Found")
 _MOST = 16
 
 
-class BoundedCache(Generic[Found]):
-    """FIFO cache of at most `most` values."""
+class BoundedCache(dict[Hashable, Found]):
+    """Dict that holds at most `most` values of `keep`; the oldest goes first."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._held = most, dict[Hashable, Found]()
-
-    def get(self, key: Hashable) -> Found | None:
-        return self._held.get(key)
-
-    def values(self) -> list[Found]:
-        """Cached values, oldest first."""
-        return list(self._held.values())
-
-    def clear(self) -> None:
-        self._held.clear()
+        super().__init__()
+        self._most = most
 
     def keep(self, key: Hashable, value: Found) -> Found:
-        while len(self._held) >= self._most:
+        while len(self) >= self._most:
             # Other threads may change the dict between the lookup and the removal.
             with suppress(RuntimeError, StopIteration):
-                self._held.pop(next(iter(self._held)), None)
-        self._held[key] = value
+                self.pop(next(iter(self)), None)
+        self[key] = value
         return value
+
+
+INTERNED: BoundedCache[object] = BoundedCache(1 << 14)
+
+
+def intern_key(facts: Hashable) -> Hashable:
+    """One object for equal facts, by whose identity they are compared from then on."""
+    return INTERNED.get(facts) or INTERNED.keep(facts, object())
 
 
 class PersistentBuffers:

@@ -5,26 +5,33 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import linecache
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
 from threading import Lock, Semaphore, Thread, local
 from time import monotonic
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from pumice.runtime import compile_worker
 
 Task = Callable[[], object]
 _WORKER = Path(__file__).with_name("compile_worker.py")
 _PATIENCE = 1.0
 """Seconds of waiting between reports."""
 _THREAD = local()
-"""worker: of a background thread; seen: specialisations that Triton's hook was told of within `specialization`."""
+"""worker: of a background thread."""
 
 
 _BESIDE: ContextVar[bool] = ContextVar("compiling_beside", default=False)
@@ -150,7 +157,8 @@ class Worker:
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             return process.stdout.readline() == "\n"
-        except OSError:
+        except (OSError, TypeError):
+            # No process, or a constant that no text tells.
             return False
 
     def start(self) -> subprocess.Popen[str]:
@@ -167,81 +175,176 @@ class Worker:
             process.communicate()
 
 
-def compile_ahead(kernel: Any, text: str, values: Sequence[Any], options: Mapping[str, int]) -> None:
-    """In a background thread, compile a kernel for these arguments by the thread's process; elsewhere no effect.
+class Parameter(NamedTuple):
+    """A parameter of a kernel. annotated: the type that its annotation gives, or ""."""
 
-    text: its source where it has no file. Triton then finds it in its cache on disk."""
-    worker = getattr(_THREAD, "worker", None)
-    if worker is None:
-        return
-    data = specialization(kernel, values, options)
-    if data is None:
-        return
-    told = job(kernel, text, data)
-    mark = _mark(kernel, told)
-    # What a process has compiled before needs no other one.
-    if not mark.exists() and worker.compile(told):
-        with suppress(OSError):
-            mark.touch()
+    name: str
+    is_constexpr: bool = False
+    specialised: bool = True
+    annotated: str = ""
 
 
-def _mark(kernel: Any, told: Mapping[str, Any]) -> Path:
-    """A file in Triton's cache which tells that the kernel of a job is there."""
-    from triton import __version__, knobs
+class TritonKernel:
+    """A Triton kernel that is found in Triton's cache on disk without being parsed.
 
-    facts = json.dumps([__version__, kernel.cache_key, told["specialization"], told["target"]])
-    return Path(knobs.cache.dir) / f"pumice-{hashlib.sha256(facts.encode()).hexdigest()}"
+    Triton's JIT function parses its source and that of all it calls before it looks into the cache: some 10 ms of
+    Python a kernel, which hold up the thread that launches others. Beside a compiled kernel a mark is kept here, by
+    digest of source, types and options, which tells where in the cache it is.
+    """
+
+    def __init__(self, at: tuple[str, str, str], text: str, code: str, parameters: Sequence[Parameter]) -> None:
+        """at: module, file and name. text: the source, "" for what the module's file holds; code: a digest of it and
+        of what it calls."""
+        self._at, self._text, self._code, self._parameters = at, text, code, tuple(parameters)
+
+    @staticmethod
+    def of(module: str, name: str) -> TritonKernel:
+        """That of a function in a module, which is imported here: it needs Triton."""
+        function = getattr(import_module(module), name)
+        code = function.fn.__code__.co_filename
+        # A function that Triton interprets has no parameters.
+        params = getattr(function, "params", ())
+        each = [Parameter(p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in params]
+        found = TritonKernel((module, code, name), "", _digest_beside(code), each)
+        found.__dict__["function"] = function
+        return found
+
+    @cached_property
+    def function(self) -> Any:
+        """Triton's JIT function."""
+        module, file, name = self._at
+        # `inspect` finds the text there; no file, writable by others, is run. Entries without an mtime are not checked.
+        linecache.cache[file] = len(self._text), None, self._text.splitlines(keepends=True), file
+        made = ModuleType(module)
+        exec(compile(self._text, file, "exec"), vars(made))
+        return getattr(made, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """Launch; returns the compiled kernel, None if Triton interprets kernels."""
+
+        def launch(*values: Any, **options: int) -> Any:
+            made = self.warmup(*values, grid=grid, **options)
+            if made is None:
+                self.function[grid](*values, **options)
+            else:
+                made[(*grid, 1, 1)[:3]](*values)
+            return made
+
+        return launch
+
+    def warmup(self, *values: Any, grid: tuple[int, ...], **options: int) -> Any:
+        """Triton's compiled kernel for arguments like these (tensors of the meta device are aligned): from the cache,
+        or compiled, in a background thread by its process. None if Triton interprets kernels."""
+        from triton import knobs
+
+        if knobs.runtime.interpret:
+            return None
+        types, constants, aligned = specialised(self._parameters, values)
+        job = {
+            "module": self._at[0],
+            "file": self._at[1],
+            "name": self._at[2],
+            "text": self._text,
+            "signature": dict(zip([p.name for p in self._parameters], types, strict=True)),
+            "constants": constants,
+            "aligned": aligned,
+            "options": options | ({"debug": True} if knobs.runtime.debug else {}),
+            "target": vars(_target()),
+        }
+        mark = job["mark"] = str(Path(knobs.cache.dir) / f"pumice-{_digest(job, self._code)}.json")
+        found = self._kept(mark, job)
+        if found is not None:
+            return found
+        worker = getattr(_THREAD, "worker", None)
+        if worker is not None and worker.compile(job) and (found := self._kept(mark, job)) is not None:
+            return found
+        return compile_worker.build(job, self.function)
+
+    @staticmethod
+    def _kept(mark: str, job: Mapping[str, Any]) -> Any:
+        """What a mark tells of, None where it is not there."""
+        from triton import knobs
+        from triton.compiler import CompiledKernel
+        from triton.runtime.cache import get_cache_manager
+
+        if knobs.compilation.always_compile or knobs.compilation.override:
+            return None
+        # A cache may have been cleared in part, or written by another version.
+        with suppress(OSError, ValueError, KeyError, TypeError, StopIteration):
+            told = json.loads(Path(mark).read_text())
+            files = get_cache_manager(told["hash"]).get_group(told["name"]) or {}
+            files = {name: path for name, path in files.items() if name.endswith(_READ)}
+            return CompiledKernel(_Source(job), files, told["hash"]) if len(files) == 2 else None
+        return None
 
 
-def job(kernel: Any, text: str, data: str) -> dict[str, Any]:
-    """What a worker is told of a kernel; data: of `specialization`."""
+_READ = (".json", ".cubin", ".hsaco")
+"""What is read of a kernel in the cache: not its intermediate forms."""
+
+
+class _Source:
+    """What Triton's launchers ask of the source of a compiled kernel."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.signature, self.name = job["signature"], job["name"]
+        self.constants = {(place,): value for place, value in job["constants"]}
+        self.fn = SimpleNamespace(arg_names=[*self.signature], launch_metadata=None)
+
+
+def specialised(
+    parameters: Sequence[Parameter], values: Sequence[Any]
+) -> tuple[list[str], list[tuple[int, Any]], list[int]]:
+    """(types, constants by place, places of what is divisible by 16) of the kernel for these arguments, by the rules of
+    Triton's JIT: of specialised integers 1 is a constant; None and constexprs are."""
+    types, constants, aligned = [], [], []
+    for place, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
+        kind = "constexpr" if parameter.is_constexpr or value is None else _type_of(parameter, value)
+        if kind != "constexpr" and not isinstance(value, float):
+            address: Any = value.data_ptr() if isinstance(value, torch.Tensor) else value
+            if (parameter.specialised or isinstance(value, torch.Tensor)) and address % 16 == 0:
+                aligned.append(place)
+        if kind == "constexpr":
+            constants.append((place, value))
+        types.append(kind)
+    return types, constants, aligned
+
+
+def _type_of(parameter: Parameter, value: Any) -> str:
+    from triton._utils import canonicalize_dtype
+
+    if isinstance(value, torch.Tensor):
+        return f"*{canonicalize_dtype(value.dtype)}"
+    if isinstance(value, int) and not isinstance(value, bool) and parameter.specialised and value == 1:
+        return parameter.annotated or "constexpr"
+    if parameter.annotated:
+        return parameter.annotated
+    if isinstance(value, bool):
+        return "u1"
+    return "fp32" if isinstance(value, float) else "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+
+
+def _target() -> Any:
     from triton.runtime import driver
 
-    code = kernel.fn.__code__
-    return {
-        "text": text,
-        "file": code.co_filename,
-        "module": kernel.fn.__module__,
-        "name": kernel.fn.__name__,
-        "specialization": data,
-        # Triton 3.6 leaves it out of the specialisation.
-        "target": vars(driver.active.get_current_target()),
-    }
+    return driver.active.get_current_target()
 
 
-def specialization(kernel: Any, values: Sequence[Any], options: Mapping[str, int]) -> str | None:
-    """JSON of the specialisation that Triton would compile for these arguments; None if it has it, or tells nothing."""
-    from triton import knobs
+def _digest(job: Mapping[str, Any], code: str) -> str:
+    from triton import __version__
 
-    if getattr(knobs.runtime.jit_cache_hook, "func", None) is not _hook:
-        knobs.runtime.jit_cache_hook = _Hook(knobs.runtime.jit_cache_hook)
-    _THREAD.seen = []
-    try:
-        kernel.warmup(*values, grid=(1,), **options)
-        return next(iter(_THREAD.seen), None)
-    finally:
-        _THREAD.seen = None
+    facts = [__version__, code, {name: value for name, value in job.items() if name not in ("file", "text")}]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _hook(before: Any, **told: Any) -> bool | None:
-    """Triton calls it before it compiles, which True prevents."""
-    seen = getattr(_THREAD, "seen", None)
-    if seen is None:
-        return before(**told) if before is not None else None
-    seen.append(told["compile"]["specialization_data"])
-    return True
+def digest(text: str) -> str:
+    """That of a source."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-class _Hook:
-    """`_hook`, in front of the hook that was there before."""
-
-    func = staticmethod(_hook)
-
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __call__(self, **told: Any) -> bool | None:
-        return _hook(self._before, **told)
+@lru_cache(maxsize=64)
+def _digest_beside(file: str) -> str:
+    """Digest of the kernels in the files of a folder, which call each other."""
+    return digest("".join(path.read_text(encoding="utf-8") for path in sorted(Path(file).parent.glob("*_kernels.py"))))
 
 
 BACKGROUND = Background(max(1, min(12, (os.cpu_count() or 2) - 1)))

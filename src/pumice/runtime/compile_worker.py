@@ -5,21 +5,13 @@ Each line of its input is a kernel as JSON (runtime.compile.job); it answers eac
 import importlib
 import json
 import linecache
+import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-
-def tuples(value: object) -> object:
-    """JSON's lists as the tuples that they were."""
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-
-def constant(value: object) -> object:
-    """A compile-time constant; newer versions of Triton put those of its own type into an object."""
-    return value["constexpr"] if isinstance(value, dict) else value
 
 
 def function(job: dict) -> object:
@@ -42,20 +34,30 @@ def imported(name: str, folder: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def build(job: dict) -> None:
-    """Compile a job into the cache."""
+def build(job: dict, known: object = None) -> Any:
+    """Compile a job into the cache, with a mark that tells where it is. known: its Triton function."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compiled
 
-    data = json.loads(job["specialization"])
-    constants = dict(zip(map(tuple, data["constant_keys"]), map(constant, data["constant_vals"]), strict=True))
-    attributes = dict(zip(map(tuple, data["attrs_keys"]), data["attrs_vals"], strict=True))
-    signature = {name: tuples(kind) for name, kind in data["signature"].items()}
-    source = ASTSource(function(job), signature, constants, attributes)
+    constants = {(place,): value for place, value in job["constants"]}
+    attributes = {(place,): [["tt.divisibility", 16]] for place in job["aligned"]}
+    source = ASTSource(known or function(job), job["signature"], constants, attributes)
     target = GPUTarget(**job["target"])
-    made = compiled(source, target=target, options={k: tuples(v) for k, v in data["options"].items()})
+    made = compiled(source, target=target, options=job["options"])
     launcher(target, made)
+    name = next(name for name in made.metadata_group if name.endswith(".json"))
+    with suppress(OSError):
+        write(Path(job["mark"]), json.dumps({"hash": made.hash, "name": name}))
+    return made
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all: another process may write it too."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(name, path)
 
 
 def launcher(target: Any, made: Any) -> None:

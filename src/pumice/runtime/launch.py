@@ -15,8 +15,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from pumice.runtime.compile import BACKGROUND, compile_ahead
+from pumice.runtime.compile import BACKGROUND, TritonKernel
 from pumice.runtime.parts import Array, tensor_of
 
 
@@ -42,8 +43,24 @@ def triton_unavailable_reason(tensor: Tensor) -> str | None:
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
-    """Leave inference mode, so that tensors created here can be used under autograd later."""
+    """Leave inference mode and transforms of torch.func, so that tensors created here can be used later, under autograd
+    and without the transform."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return _outside_transforms()
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def unwrapped(x: Tensor) -> Tensor:
+    """Integers without what gradient transforms of torch.func wrap around tensors that are made within them."""
+    while not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):  # pyright: ignore[reportAttributeAccessIssue]
+        x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore[reportAttributeAccessIssue]
+    return x
+
+
+@contextmanager
+def _outside_transforms() -> Iterator[None]:
+    with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+        yield
 
 
 Given = ParamSpec("Given")
@@ -89,6 +106,11 @@ def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
@@ -184,10 +206,15 @@ def _in_c(compiled: Any) -> Run | None:
 
 
 @lru_cache(maxsize=64)
-def kernel(name: str) -> KernelLauncher:
-    """Kernel `file.function` of pumice.coords. The file is imported lazily, since it needs Triton."""
+def kernel(name: str, room: str = "coords") -> KernelLauncher:
+    """Launcher of the kernel `file.function` of a room."""
+    return KernelLauncher(jitted(name, room))
+
+
+def jitted(name: str, room: str) -> TritonKernel:
+    """The kernel `file.function` of a room."""
     file, _, function = name.partition(".")
-    return KernelLauncher(getattr(importlib.import_module(f"pumice.coords.{file}"), function))
+    return TritonKernel.of(f"pumice.{room}.{file}", function)
 
 
 class KernelLauncher:
@@ -240,8 +267,7 @@ def is_compiling_launches() -> bool:
 
 
 class BoundKernel:
-    """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment. The first launch
-    of a variant uses Triton's launch path, later ones its CompiledKernel."""
+    """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment."""
 
     def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
@@ -267,8 +293,7 @@ class BoundKernel:
         """Compile for aligned tensors of these dtypes, without running; in a background thread by its process."""
         values = [*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes), *numbers, *self.constants]
         options = {"num_warps": self.warps}
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            compile_ahead(self.kernel, "", values, options)
+        with on_device(device):
             made = self.kernel.warmup(*values, grid=(1,), **options)
         if made is not None:
             self._compiled[(device.index or 0,)] = CompiledKernel(made)

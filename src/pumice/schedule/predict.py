@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pumice.schedule.cost import DEVICES, Device
-from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow
-from pumice.schedule.grouping import Grouping
+from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow, Grouping
 
 DEFAULT = "implicit-gemm-sorted"  # the planner's default on a GPU
 

@@ -481,7 +481,7 @@ Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and
 _LONG_LOOP = 16  # iterations of a long loop, at least
 _WIDE = 200  # tiles of 128 rows from which one program takes 256 columns: 94 us, 100 with two (216 tiles on an H200)
 
-_MANY = 4 * PROCESSORS  # programs from which a fourth stage must not lower the occupancy
+_MANY = 512  # programs, a size class, from which a fourth stage must not lower the occupancy
 _SHORT_LOOP = 6  # iterations below which indices are not prefetched
 _SHORT = 8  # entries up to which no segment is shared: the shortest chunk
 _SINGLE = 2.5

@@ -1,4 +1,4 @@
-"""Max pooling over a kernel map.
+"""Max pooling over a kernel map, and zeroing the padding rows of a buffer.
 
     y[o, c] = max over kernel offsets k with an input of x[rows[o, k], c]          0 if there is no input
 
@@ -7,20 +7,20 @@ The gradient goes to the first kernel offset that attains the maximum; NaN propa
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.runtime.launch import KernelLauncher, has_triton
+from pumice.runtime.launch import has_triton, kernel
 
 _ENTRIES = 512
 """Results per program."""
 _CHANNELS = 64
 """Maximum channels per program."""
+_BLOCK = 4096
+"""Values per program that zeroes; nearly all programs have nothing to do and exit."""
 
 
 def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
@@ -54,7 +54,8 @@ def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     y = x.new_empty(outputs, channels)
     taps = torch.empty((outputs, channels) if kept else (1,), dtype=_of_taps(volume), device=x.device)
     shape = _shape(channels, volume)
-    _kernel("max_pool")(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
+    run = kernel("row_kernels.max_pool", "lower")
+    run(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
     return y, taps
 
 
@@ -76,7 +77,8 @@ def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
     rows, channels = found.transpose().rows(), grad.shape[1]
     dx = grad.new_empty(found.num_inputs, channels)
     shape = _shape(channels, rows.shape[1])
-    _kernel("gradient")(_programs(len(dx), shape), (grad, rows, taps, dx), (len(dx),), shape)
+    run = kernel("row_kernels.max_pool_gradient", "lower")
+    run(_programs(len(dx), shape), (grad, rows, taps, dx), (len(dx),), shape)
     return dx
 
 
@@ -106,7 +108,17 @@ def _programs(rows: int, shape: dict[str, int]) -> int:
     return -(-rows // shape["ROWS"]) * -(-shape["C"] // shape["LANES"])
 
 
-@lru_cache(maxsize=4)
-def _kernel(name: str) -> KernelLauncher:
-    """Imported lazily: needs Triton."""
-    return KernelLauncher(getattr(importlib.import_module("pumice.lower.max_pool_kernels"), name))
+# Padding rows
+def zero_padding_rows(values: Tensor, count: Tensor) -> None:
+    """values[count:] = 0 in place, invisible to autograd; values [N, C] contiguous, count int32 [1] on the device."""
+    if not has_triton(values):
+        return zero_padding_rows_torch(values, count)
+    total = values.numel()
+    run = kernel("row_kernels.zero_padding_rows", "lower")
+    run(-(-total // _BLOCK), (values, count), (total, values.shape[1]), {"BLOCK": _BLOCK})
+
+
+def zero_padding_rows_torch(values: Tensor, count: Tensor) -> None:
+    """Twin of zero_padding_rows in plain torch."""
+    # .data instead of detach(): the version counter of saved tensors must not change.
+    values.data.masked_fill_(torch.arange(values.shape[0], device=values.device)[:, None] >= count, 0)

@@ -1,0 +1,161 @@
+"""Batch norms and group norms over the voxels of sparse tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pumice.errors import ShapeError
+from pumice.lower import norm as lowered
+from pumice.ops import autograd
+from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, unchecked_tensor
+
+Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
+    """Batch norm over all voxels, by the parameters, statistics and mode of a torch.nn.BatchNorm1d.
+
+        y[n, c] = (x[n, c] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]
+
+    with mean and biased variance over the voxels in training mode, and without running statistics; else the running
+    ones. Running statistics follow as in torch. Fewer than two voxels have no variance: they are normalised by the
+    running statistics, which stay unchanged, or by mean 0 and variance 1.
+    Raises DtypeError if x is not a SparseTensor, ShapeError for another number of channels.
+    """
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, type(norm).__name__)
+    feats, geometry, vectors = raw_feats(x), x.geometry, _vectors(norm)
+    if feats.shape[1] != norm.num_features:
+        raise ShapeError(f"{type(norm).__name__} takes {norm.num_features} channels, x has {feats.shape[1]}")
+    own = norm.training or vectors[0] is None
+    if not geometry.trains and (y := _in_evaluation(feats, norm, vectors)) is not None:
+        return unchecked_tensor(y, geometry)
+    if own and (geometry.trains or _by_kernels(feats, vectors)):
+        return _over_valid_rows(x, norm, vectors)
+    if torch.compiler.is_compiling():
+        # The number of voxels is symbolic while tracing; torch's batch norm branches on it.
+        return x.replace(_traced(norm, x.feats))
+    if norm.running_mean is None:
+        geometry.require_host_size("a BatchNorm without running statistics takes those of all voxels")
+    if not own or len(x) > 1:
+        return x.replace(nn.BatchNorm1d.forward(norm, x.feats))
+    # Under autocast the features are narrower than the parameters.
+    like = x.feats if norm.weight is None else norm.weight.detach()
+    mean = norm.running_mean if norm.running_mean is not None else like.new_zeros(norm.num_features)
+    var = norm.running_var if norm.running_var is not None else like.new_ones(norm.num_features)
+    return x.replace(functional.batch_norm(x.feats, mean, var, norm.weight, norm.bias, False, 0.0, norm.eps))
+
+
+def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Tensor | None:
+    """The result by running statistics in one kernel; None where that is not all: in training, on a CPU, or with
+    gradients, autocast or anything else active."""
+    if norm.training or vectors[0] is None or not autograd.uses_gpu(feats) or feats.dtype is torch.float64:
+        return None
+    there = [t for t in vectors if t is not None]
+    if not autograd.is_plain_call([feats, *there]) or not feats.is_contiguous():
+        return None
+    alike = (norm.num_features,), feats.device
+    # What does not fit is torch's to refuse.
+    if any([(t.shape, t.device) != alike or not t.is_contiguous() for t in there]):
+        return None
+    return lowered.by_statistics(feats, vectors, norm.eps)
+
+
+def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
+    """True if our kernels train a norm by the statistics of its batch: on a GPU, with only autograd active."""
+    if not torch.is_grad_enabled() or not autograd.uses_gpu(feats) or feats.dtype == torch.float64:
+        return False
+    return autograd.only_reverse_mode_active([feats, *(t for t in vectors if t is not None)])
+
+
+def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) -> SparseTensor:
+    """Batch norm over the valid rows, of a captured training step too."""
+    mean, var, weight, bias = vectors
+    running = None if mean is None or var is None else (mean, var)
+    follows = norm.training and norm.track_running_stats
+    tracked = norm._buffers.get("num_batches_tracked")
+    statistics = lowered.Statistics(running, norm.eps, follows, norm.momentum, tracked)
+    return from_raw_feats(lowered.batch_norm(raw_feats(x), x.geometry.cloud, (weight, bias), statistics), x.geometry)
+
+
+def _vectors(norm: nn.BatchNorm1d) -> Vectors:
+    """Mean, variance, scale and shift, read on each call as training code may replace them. Bypasses
+    nn.Module.__getattr__, which takes as long as a launch."""
+    own, kept = norm._parameters, norm._buffers
+    try:
+        return kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
+    except KeyError:
+        # Some of torch's tools turn parameters into plain attributes.
+        return norm.running_mean, norm.running_var, norm.weight, norm.bias
+
+
+def _traced(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """Batch normalisation for a symbolic number of voxels."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    known = wide.new_zeros(norm.num_features), wide.new_ones(norm.num_features)
+    if norm.running_mean is not None and norm.running_var is not None:
+        # Copies: training updates the statistics in place while autograd has saved these.
+        known = norm.running_mean.to(wide.dtype, copy=True), norm.running_var.to(wide.dtype, copy=True)
+    mean, var = _statistics(norm, wide, known) if norm.training or norm.running_mean is None else known
+    y = (wide - mean) * torch.rsqrt(var + norm.eps)
+    if norm.affine:
+        y = y * norm.weight + norm.bias
+    return y.to(x.dtype)
+
+
+def _statistics(norm: nn.BatchNorm1d, x: Tensor, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and variance over the voxels, or `known` if there are fewer than two; updates the running statistics."""
+    count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
+    many, some = count > 1, count.clamp(min=1)
+    mean = x.sum(0) / some
+    var = (x - mean).square().sum(0) / some
+    if norm.training and norm.track_running_stats and norm.running_mean is not None:
+        with torch.no_grad():
+            _track(norm, many, (mean.detach(), var.detach() * (some / (some - 1).clamp(min=1))))
+    return torch.where(many, mean, known[0]), torch.where(many, var, known[1])
+
+
+def _track(norm: nn.BatchNorm1d, many: Tensor, seen: tuple[Tensor, Tensor]) -> None:
+    """Update the running statistics from `seen` if `many`."""
+    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(many)
+        share = 1 / norm.num_batches_tracked.clamp(min=1).to(seen[0].dtype) if norm.momentum is None else share
+    for kept, new in zip((norm.running_mean, norm.running_var), seen, strict=True):
+        assert kept is not None
+        kept.copy_(torch.where(many, kept + share * (new - kept), kept))
+
+
+def group_norm(
+    x: SparseTensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> SparseTensor:
+    """Group normalisation over the voxels of each batch item; groups = C is instance normalisation.
+
+        y[n, c] = (x[n, c] - mean[b, g]) / sqrt(var[b, g] + eps) * weight[c] + bias[c]
+
+    with b the batch item of voxel n, g the group of channel c, mean and biased variance over the item's voxels and the
+    group's channels, in at least float32. weight, bias: [C], both or neither.
+    Raises ShapeError if groups does not divide the channels.
+    """
+    if x.channels % groups:
+        raise ShapeError(f"groups={groups} must divide the {x.channels} channels of x")
+    y = _normalize(x, groups, eps)
+    if weight is not None and bias is not None:
+        y = y * weight.to(y.dtype) + bias.to(y.dtype)
+    return x.replace(y.to(x.dtype))
+
+
+def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    feats = x.feats.to(dtype).unflatten(1, (groups, x.channels // groups))
+    item = x.items
+    counts = x.item_counts.clamp(min=1) * feats.shape[2]
+
+    def mean(values: Tensor) -> Tensor:
+        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, mask_padding(x, values.sum(dim=2)))
+        return (sums / counts[:, None])[item][:, :, None]
+
+    centred = feats - mean(feats)
+    return (centred * torch.rsqrt(mean(centred * centred) + eps)).flatten(1)
