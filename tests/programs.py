@@ -387,6 +387,23 @@ class Cat(nn.Module):
         return pm.cat([x, y])
 
 
+def in_mixed_modes(net: nn.Module, seed: int, statistics: bool = True) -> nn.Module:
+    """The network in training, some norms in evaluation or averaging without decay, some parts frozen; statistics:
+    some norms keep none."""
+    chance = random.Random(seed)
+    for module in net.train().modules():
+        if isinstance(module, nn.BatchNorm1d):
+            if chance.random() < 0.15:
+                module.eval()
+            if chance.random() < 0.1:
+                module.momentum = None
+            if statistics and chance.random() < 0.1:
+                module.track_running_stats = False
+        if chance.random() < 0.1:
+            module.requires_grad_(False)
+    return net
+
+
 def scene(seed: int, channels: int = 4, rows: int | None = None) -> pm.SparseTensor:
     """A scene of one to three items, with an extent or without."""
     chance = random.Random(seed)

@@ -98,3 +98,18 @@ def test_what_was_asked_for_is_forgotten_with_the_weight():
     assert len(layer_maps._ASKED) == before + 1
     del net
     assert len(layer_maps._ASKED) == before
+
+
+def test_what_cannot_be_found_with_others_does_not_hold_these_up(built):
+    """A step with dilation is found alone, the maps before it together."""
+    net = nn.Sequential(
+        pm.nn.Conv3d(2, 3, 3),
+        pm.nn.Conv3d(3, 3, 2, stride=2),
+        pm.nn.Conv3d(3, 3, 3),
+        pm.nn.Conv3d(3, 3, 3, 2, 1, dilation=2),
+    )
+    with torch.no_grad():
+        net(scene(0))
+        built.clear()
+        net(scene(1))
+    assert built == [4]

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 import pumice as pm
 from benchmarks.scenes.stream_nets import ENCODER, UNET, Encoder, UNet
+from pumice.coords import Relation, kernel_map
 from pumice.engine.buckets import CapacityBucket
 from pumice.engine.compare import differ, perturb
 from pumice.engine.static import CropContext, LevelOutput, PaddedProgram, PointOutput, SparseOutput
@@ -193,6 +194,19 @@ def test_parts_that_are_called_as_they_are(cast, tmp_path):
             # torch's own linear map of as many rows as there is room for is rounded otherwise.
             torch.testing.assert_close(got.feats, program(x).feats, rtol=0.02 * cast, atol=0.02 * cast)
     assert fast.replays == 2 and "it has hooks" in program.explain()
+
+
+def test_capacities_are_planned_by_a_dense_and_a_thin_part_of_the_example():
+    """The dense one has most neighbours; the thin one shares fewer cells of the next level."""
+    cube = torch.cartesian_prod(torch.zeros(1).int(), *[torch.arange(12).int()] * 3)
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2)).eval()
+    fast = pm.capture(net, pm.SparseTensor(torch.randn(len(cube), 4), cube), buckets=[125], margin=1.0).ready()
+    parts = [part.tensor() for part in fast._engine._examples(125)]
+    pairs = [int((kernel_map(x.geometry, Relation.of(3, 3))[0].rows() >= 0).sum()) for x in parts]
+    rows = [len(kernel_map(x.geometry, Relation.of(3, 2, stride=2))[1]) for x in parts]
+    assert [len(x.coords) for x in parts] == [125, 125] and pairs[0] > 3 * pairs[1] and rows[0] < rows[1]
+    (capacity,) = [n for key, n in fast._engine.buckets[125].capacities.capacities.items() if key[0] == "rows"]
+    assert capacity >= rows[1]
 
 
 def test_a_capacity_that_cannot_be_captured_is_refused_once(monkeypatch):

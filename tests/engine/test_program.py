@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pumice as pm
 from benchmarks.scenes.stream_nets import ENCODER, UNET, Encoder, UNet
+from pumice.engine import stretch
 from pumice.engine.trace import CallStep, Product
 from pumice.errors import DtypeError, GeometryError, OptionError, PumiceError, ShapeError
 from pumice.testing import random_cloud
@@ -138,6 +139,29 @@ def test_a_kernel_for_each_layer(name, tmp_path):
                 check(found, net(moved(y, 0)), 1e-4)
         calls = calls_of(lambda: program(x))
     assert calls <= 6 * LAYERS[name] + 132
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_scenes_without_voxels(name, tmp_path):
+    net = strange(NETS[name]())
+    program, x, none = pm.compile(net), cloud(0), pm.SparseTensor(torch.zeros(0, 4), torch.zeros(0, 4).int())
+    with emulated(tmp_path):
+        for y in (none, x, none):
+            found = program(y)
+            with on_cpu():
+                check(found, net(moved(y, 0)) if len(y.coords) else net(y), 1e-4)
+
+
+def test_a_product_that_has_no_kernel_is_compiled_ahead_once(tmp_path, monkeypatch):
+    """Of one row: the planner takes another way than a kernel."""
+    asked, compiled = [], stretch._Run._compile
+    monkeypatch.setattr(stretch._Run, "_compile", lambda self, maps: asked.append(1) or compiled(self, maps))
+    program = pm.compile(torch.nn.Sequential(pm.nn.Linear(128, 256), pm.nn.BatchNorm(256)).half().eval())
+    with emulated(tmp_path), torch.no_grad():
+        for rows in (1, 1, 1):
+            coords = torch.arange(rows).int()[:, None].expand(rows, 4).contiguous() * torch.tensor([0, 1, 1, 1]).int()
+            program(pm.SparseTensor(torch.randn(rows, 128).half(), coords))
+    assert len(asked) == 1
 
 
 def test_half_precision(tmp_path):

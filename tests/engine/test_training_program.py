@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
 from journeys.calls import calls_of
-from programs import Maker, Residual, Unit, flat, scene
+from programs import Maker, Residual, Unit, flat, in_mixed_modes, scene
 from torch import nn
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -95,18 +95,7 @@ def trained(net):
 
 def made(seed):
     """A random network with norms of all modes, and frozen parts."""
-    net, chance = Maker(seed).net(random.Random(seed).randint(2, 12)).train(), random.Random(seed + 1)
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            if chance.random() < 0.15:
-                module.eval()
-            if chance.random() < 0.1:
-                module.momentum = None
-            if chance.random() < 0.1:
-                module.track_running_stats = False
-        if chance.random() < 0.1:
-            module.requires_grad_(False)
-    return net
+    return in_mixed_modes(Maker(seed).net(random.Random(seed).randint(2, 12)), seed + 1)
 
 
 def compared(seed, most, rows=None):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
-from programs import flat
+from programs import flat, in_mixed_modes
 from torch import Tensor, nn
 from wide_programs import WideMaker, WideNet, wide_scene
 
@@ -29,18 +29,9 @@ def made(seed: int) -> WideNet:
     return WideMaker(seed).made(random.Random(seed).randint(2, 12))
 
 
-def trained(seed: int) -> WideNet:
-    """With norms of all modes, and frozen parts."""
-    net, chance = made(seed).train(), random.Random(seed + 1)
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm1d):
-            if chance.random() < 0.15:
-                module.eval()
-            if chance.random() < 0.1:
-                module.momentum = None
-        if chance.random() < 0.1:
-            module.requires_grad_(False)
-    return net
+def trained(seed: int) -> nn.Module:
+    """With norms of all modes but without statistics, and frozen parts."""
+    return in_mixed_modes(made(seed), seed + 1, statistics=False)
 
 
 def feats_of(y: Any) -> Tensor:

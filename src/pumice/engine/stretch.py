@@ -175,7 +175,7 @@ class Stretch:
         self.wired = [self._wired(number, step) for number, step in enumerate(self.products)]
         self.sources = [each for step in self.products for each in _sources(step)]
         self._known: tuple[list[Any], list[Launch | None] | None] = [], None
-        # Products without a kernel that were compiled ahead, with what kind of map.
+        # Products that were compiled ahead, with what kind of map.
         self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
@@ -411,6 +411,11 @@ def _check_beside(one: Wired, first: Geometry, outputs: Geometry) -> None:
         raise GeometryError(f"cat needs one geometry; found {found}, the second of {one.step.names[0]}")
 
 
+def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
+    """The number of a product, and what kind of map it is over."""
+    return number, None if found is None else bound_map(found).signature
+
+
 class _Run:
     """A stretch under way: where its values lie, and on what coordinates."""
 
@@ -431,16 +436,15 @@ class _Run:
         self._like = raw_feats(env[stretch.features[0]])
         self.buffered = self._geometries[0].buffered is not None
         self._memory: dict[Buffer, tuple[Tensor, int]] = {}
-        self._is_compiled = False
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:
         """Compile the kernels of all products in parallel: some are those of no call before. maps: of `_maps`."""
-        self._is_compiled = True
         tasks: list[Task | None] = []
         for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
             rows, count = self._rows[one.at_x], self._rows[one.at_y]
             if launch is None or not rows or not count:
                 continue
+            self._stretch.compiled.add(_kind_of_map(number, found))
             on = bound_map(found or no_map(rows))
             # In buffers no kernel of another size serves until this one is there.
             template = find_template(launch.key, on) if self.buffered else None
@@ -452,9 +456,7 @@ class _Run:
 
     def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
         """`_compile`, for a product without a kernel; once for its launch and maps like this: some have none."""
-        kind = number, None if found is None else bound_map(found).signature
-        if not self._is_compiled and kind not in self._stretch.compiled:
-            self._stretch.compiled.add(kind)
+        if _kind_of_map(number, found) not in self._stretch.compiled:
             self._compile(maps)
 
     def _maps(self) -> list[KernelMap | None]:

@@ -168,7 +168,7 @@ class Plan:
     def keep_call(
         self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
     ) -> BoundCall | None:
-        """Keep the template of a call that was carried out, for others of its signature over whatever map; the call,
+        """Keep the template of a call that ran, for others of its signature over whatever map; the call,
         bound. None where it is not one kernel.
 
         tensors: the call's, with those of the epilogue last; numbers: which of them each runtime operand is."""
@@ -178,7 +178,7 @@ class Plan:
     def compilation(
         self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
     ) -> Callable[[], object] | None:
-        """Keep the template of a call that was not carried out, and return what compiles its kernel; None where there
+        """Keep the template of a call that has not run, and return what compiles its kernel; None where there
         is one, where the call is not one kernel, and where its tile is to be tuned first."""
         template = None if call.template else self._keep_template(call, (tensors, numbers), finish, False)
         return None if template is None else template.compilation(call.on, call.rows, call.shape)

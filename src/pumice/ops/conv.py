@@ -271,7 +271,7 @@ def _tensors_and_signature(
 
 
 def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
-    """Keep the launch of a call that was carried out, and its template, for later calls."""
+    """Keep the launch of a call that ran, and its template, for later calls."""
     x, weight, *more = tensors
     call_plan = found.get_cached((finish, _call_key(x, flat, found.num_outputs, 1)))
     if call_plan is None or flat.data_ptr() != weight.data_ptr():

@@ -87,10 +87,10 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
         else:
             known = _ASKED[weight] = AskedMaps()
         geometry.asked = known, 0
-    if (relation, None) not in geometry.maps:
-        keep_chain(geometry, own)
+    # What cannot be found with others is not asked for with others.
+    together = (relation, None) in geometry.maps or keep_chain(geometry, own)
     found, outputs = kernel_map(geometry, relation)
-    if geometry.asked is not None:
+    if geometry.asked is not None and together:
         asked, level = geometry.asked
         below = asked.add(level, relation)
         if below is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
-import linecache
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from queue import PriorityQueue
 from threading import Lock, Semaphore, Thread, local
 from time import monotonic
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -212,12 +211,11 @@ class TritonKernel:
     @cached_property
     def function(self) -> Any:
         """Triton's JIT function."""
-        module, file, name = self._at
-        # `inspect` finds the text there; no file, writable by others, is run. Entries without an mtime are not checked.
-        linecache.cache[file] = len(self._text), None, self._text.splitlines(keepends=True), file
-        made = ModuleType(module)
-        exec(compile(self._text, file, "exec"), vars(made))
-        return getattr(made, name)
+        return compile_worker.function(self._source())
+
+    def _source(self) -> dict[str, str]:
+        """Where the function is, and its text."""
+        return dict(zip(("module", "file", "name", "text"), (*self._at, self._text), strict=True))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         """Launch; returns the compiled kernel, None if Triton interprets kernels."""
@@ -241,10 +239,7 @@ class TritonKernel:
             return None
         types, constants, aligned = specialised(self._parameters, values)
         job = {
-            "module": self._at[0],
-            "file": self._at[1],
-            "name": self._at[2],
-            "text": self._text,
+            **self._source(),
             "signature": dict(zip([p.name for p in self._parameters], types, strict=True)),
             "constants": constants,
             "aligned": aligned,

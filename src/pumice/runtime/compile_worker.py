@@ -17,6 +17,7 @@ from typing import Any
 def function(job: dict) -> object:
     """The Triton function of a job, from its text or from its file."""
     if job["text"]:
+        # `inspect` finds the text there; no file, writable by others, is run. Entries without an mtime are not checked.
         linecache.cache[job["file"]] = len(job["text"]), None, job["text"].splitlines(keepends=True), job["file"]
         module = ModuleType(job["module"])
         exec(compile(job["text"], job["file"], "exec"), vars(module))
