@@ -66,6 +66,7 @@ class Made:
     adds: bool
     finish: object
     room: object
+    segment: str
 
 
 @dataclass
@@ -186,7 +187,9 @@ class Compiled(Begun):
         assert not rooms or any(inside), "what is written does not fit"
         if ("waiting", "", 0) in sizes:
             assert gpu.rooms[sizes["waiting", "", 0]] >= 4 * programs, "too few counters"
-            assert gpu.rooms[sizes["room", "", 0]] >= made.room(programs), "too little room"
+            lists = at(sizes["segment", "pieces", 0], torch.int32, (sizes["extent", made.segment, 0],), (1,))
+            if int(lists[0].max()) > 1:
+                assert gpu.rooms[sizes["room", "", 0]] >= made.room(programs), "too little room"
         places = {name[4:]: sizes["operand", name, 0] for name in self.layouts if name.startswith("map_")}
         operands = {name: t.float() for name, t in found.items() if name and not name.startswith("*")}
         if places:
@@ -464,6 +467,11 @@ def affine(values, weight, bias, read) -> torch.Tensor:
     return values
 
 
+def room_of(made):
+    """How many bytes the programs of a kernel need that share segments."""
+    return lambda programs: programs * made.tile.rows * made.tile.columns * made.partial_dtype.itemsize
+
+
 def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, tuple[int, int]]:
     """A tensor over this very memory, and the bytes that it takes."""
     if 0 in shape:
@@ -527,7 +535,8 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
-        known = Made(bound.statement, made.form.atomic or how.splits > 1, how.finish, made.workspace_bytes)
+        segment = made.form.segment.index if made.form.segment else ""
+        known = Made(bound.statement, made.form.atomic or how.splits > 1, how.finish, room_of(made), segment)
         before = gpu.sources.setdefault(made.source, known)
         assert (before.finish.activation, before.finish.eps) == (how.finish.activation, how.finish.eps)
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds

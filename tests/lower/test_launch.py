@@ -1012,11 +1012,11 @@ def test_other_size_classes_start_kernels_of_their_own_tiles(as_on_gpu, monkeypa
     linear = import_module("pumice.ops.linear")
     monkeypatch.setattr(autograd, "uses_gpu", lambda x: True)
     weight, whole = torch.zeros(96, 64).half(), torch.zeros(1 << 17, 64).half()
-    for rows in (1100, 1 << 17, 1200, 1 << 16):
+    for rows in (1100, 40, 1 << 17, 33):
         linear.linear_features(whole[:rows], weight, pm.ops.Epilogue(shift=torch.zeros(96)))
     kernels_ = list(as_on_gpu.values())
     assert sum(len(kernel.doors) for kernel in kernels_) == 1
-    # 1,200 rows take the tile of 1,100, and 65,536 that of 131,072.
+    # 33 rows take the tile of 40, and 131,072 that of 1,100.
     assert sum(len(kernel.direct) for kernel in kernels_) == 3
     (_, warps, stages), *more = [one for kernel in kernels_ for one in kernel.ahead]
     assert not more and (warps, stages) != kernels_[0].doors[0][2:]
@@ -1040,7 +1040,7 @@ def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch)
     monkeypatch.setattr(family._source, "choose", lambda like, key, device, how: choose(like, key, cpu, how))
     monkeypatch.setattr(tile_family, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(family, "device", torch.device("cuda"))
-    many = [1 << 17, 96, 1 << 17, 96]
+    many = [40, 96, 40, 96]
     assert family.key(many) != family.key([1100, 96, 1100, 96])
     for count in range(1, 5):
         # Sizes that are asked for once or twice are not worth a compilation.

@@ -9,6 +9,7 @@ from pumice.language.contraction import contraction_roles, packed
 from pumice.language.parse import parse
 from pumice.schedule.cost import DEVICES, Work, seconds
 from pumice.schedule.tile import (
+    WHOLE_SEGMENTS,
     Problem,
     Tile,
     candidates,
@@ -112,32 +113,48 @@ def test_indices_are_loaded_ahead_in_longer_loops():
 
 
 @pytest.mark.parametrize(
-    "tiles,channels,mean,expected",
+    "rows,channels,expected",
     [
-        (485, 128, 18, "128x128x64 w4 s3 prefetch"),
-        (316, 128, 4.3, "64x128x64 w4 s4 prefetch pieces of 16"),
-        (898, 64, 12.8, "128x64x64 w4 s3 prefetch"),
-        (485, 64, 18, "128x64x64 w4 s4 prefetch"),
-        (7800, 32, 15, "128x32x32 w4 s4 prefetch"),
-        (316, 32, 4.3, "64x32x32 w4 s5 pieces of 8"),
-        (122, 128, 19.2, "128x128x64 w4 s4 prefetch"),
-        (24, 256, 16.4, "64x128x64 w4 s4 prefetch pieces of 8"),
-        (216, 256, 16.8, "128x256x64 w8 s3 prefetch"),
-        (81, 256, 17.3, "128x128x64 w4 s4 prefetch"),
-        (31, 256, 23.9, "64x128x64 w4 s4 prefetch"),
-        (1352, 96, 5.9, "128x128x32 w4 s4 prefetch in 4 slices"),
-        (487, 96, 18.7, "128x128x32 w4 s4 prefetch"),
+        (64, 32, "64x32x32 w4 s4 prefetch"),
+        (64, 64, "64x64x64 w4 s4 prefetch"),
+        (64, 96, "64x128x32 w4 s4 prefetch in 4 slices"),
+        (64, 128, "64x128x64 w4 s4 prefetch"),
+        (64, 256, "64x128x64 w4 s4 prefetch"),
+        (128, 32, "128x32x32 w4 s4 prefetch"),
+        (128, 64, "128x64x64 w4 s3 prefetch"),
+        (128, 96, "128x128x32 w4 s4 prefetch in 4 slices"),
+        (128, 128, "128x128x64 w4 s3 prefetch"),
+        (128, 256, "128x256x64 w8 s3 prefetch"),
     ],
 )
-def test_tiles_of_a_convolution_fill_the_device(tiles, channels, mean, expected):
-    """What a sweep on an H200 found best, by how many tiles of 128 outputs there are."""
-    assert str(default(convolution(channels, mean, tiles, channels))) == expected
+def test_a_convolution_has_one_kernel_for_all_sizes(rows, channels, expected):
+    """But one for each height of tiles: chunks of any length are taken by one kernel."""
+    found = [
+        default(convolution(channels, mean, tiles, channels, block=rows))
+        for mean in (2.5, 4, 8, 16, 32)
+        for tiles in (1, 20, 81, 122, 316, 1352, 7800)
+    ]
+    assert {str(replace(tile, stream_k_chunk=0)) for tile in found} == {expected}
+    assert all(tile.has_code_of(found[0]) for tile in found)
+    assert {tile.stream_k_chunk for tile in found} == ({8, WHOLE_SEGMENTS} if rows == 64 else {0})
 
 
-def test_loops_are_long_from_sixteen_turns_on():
-    """Few programs of many turns are few for the device, and wide all the same."""
-    short, long = (default(convolution(64, mean, 122, 128)) for mean in (15, 16))
-    assert (short.rows, short.columns) == (64, 64) and (long.rows, long.columns) == (128, 128)
+@pytest.mark.parametrize(
+    "tiles,channels,mean,chunk",
+    [(316, 128, 4.3, 8), (316, 32, 4.3, 8), (24, 256, 16.4, 8), (31, 256, 23.9, WHOLE_SEGMENTS)],
+)
+def test_few_segments_are_shared_whose_longest_would_be_waited_for(tiles, channels, mean, chunk):
+    """What a sweep on an H200 found best."""
+    assert default(convolution(channels, mean, tiles, channels, block=64)).stream_k_chunk == chunk
+
+
+def test_tiles_with_chunks_have_one_kernel_and_those_without_another():
+    tile = Tile(64, 64, 32, stream_k_chunk=8)
+    assert tile.has_code_of(replace(tile, stream_k_chunk=WHOLE_SEGMENTS))
+    assert not tile.has_code_of(replace(tile, stream_k_chunk=0)) and not replace(tile, stream_k_chunk=0).has_code_of(
+        tile
+    )
+    assert not tile.has_code_of(replace(tile, stages=3))
 
 
 def test_values_of_32_bits_have_no_tiles_of_256_columns():
@@ -155,13 +172,13 @@ def test_candidates_have_their_columns_in_slices():
     [
         (1352, 96, 1.1, "128x128x32 w4 s3 prefetch in 4 slices"),
         (982, 32, 1.1, "128x32x32 w4 s3 prefetch"),
-        (300, 32, 3.5, "64x32x32 w4 s5"),
+        (300, 32, 3.5, "128x32x32 w4 s4 prefetch"),
     ],
 )
 def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
-    found = convolution(channels, mean, tiles, channels, longest=8)
-    assert str(default(found)) == expected
-    assert default(replace(found, longest=27)).stream_k_chunk == 8
+    assert str(default(convolution(channels, mean, tiles, channels, longest=8))) == expected
+    few = convolution(channels, mean, 100, channels, block=64, longest=8)
+    assert (default(few).stream_k_chunk, default(replace(few, longest=27)).stream_k_chunk) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +188,8 @@ def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
         (173_011, 192, 128, "64x128x64 w4 s2"),
         (173_011, 384, 128, "128x128x64 w8 s3"),
         (173_011, 128, 256, "128x256x64 w8 s3"),
-        (20_000, 128, 96, "128x128x64 w8 s3"),
+        (20_000, 128, 96, "128x128x32 w4 s4 in 4 slices"),
+        (64, 128, 96, "64x128x64 w4 s3"),
     ],
 )
 def test_linear_maps_of_many_rows_are_small_programs(rows, channels, columns, expected):
@@ -182,15 +200,15 @@ def test_linear_maps_of_many_rows_are_small_programs(rows, channels, columns, ex
 
 
 def test_segments_are_shared_where_a_barrier_waits_for_what_was_stored():
-    shared, alone = (convolution(128, 4.3, 316, 128, waits=waits) for waits in (True, False))
+    shared, alone = (convolution(128, 4.3, 316, 128, block=64, waits=waits) for waits in (True, False))
     assert default(shared).stream_k_chunk and any(tile.stream_k_chunk for tile in candidates(shared))
     assert not any(tile.stream_k_chunk for tile in candidates(alone))
     assert default(alone) == replace(default(shared), stream_k_chunk=0)
 
 
-def convolution(channels, mean, tiles=3000, columns=32, **more):
+def convolution(channels, mean, tiles=3000, columns=32, block=128, **more):
     conv = parse("O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto")
-    sizes = {"e": int(tiles * mean), "b": 128, "n": columns, "c": channels}
+    sizes = {"e": int(tiles * mean), "b": block, "n": columns, "c": channels}
     form = contraction_roles(conv, sizes)
     together = packed(form, conv, sizes)
     return Problem(form, sizes, mean=mean, chained=True, segments=tiles, packed=together, **more)
@@ -206,7 +224,7 @@ def convolution(channels, mean, tiles=3000, columns=32, **more):
         (16, 30, 16, "128x32x64 w4 s4 packed prefetch"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
         (32, 18, 16, "128x32x32 w4 s4 prefetch"),
-        (16, 1, 16, "128x32x16 w4 s5"),
+        (16, 1, 16, "128x32x16 w4 s4 prefetch"),
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
@@ -263,7 +281,6 @@ def test_few_tiles_are_made_narrower():
     [
         (64, 3000, "128x128x64 w4 s3 prefetch"),
         (96, 3000, "128x128x32 w4 s4 prefetch in 4 slices"),
-        (96, 500, "128x128x32 w4 s4 prefetch"),
         (128, 3000, "128x128x64 w4 s3 prefetch"),
         (160, 3000, "128x128x64 w4 s3 prefetch"),
     ],
@@ -274,19 +291,6 @@ def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, t
     # Both depths are tried, whichever is the default.
     assert {32, 64} <= {tile.reduced for tile in candidates(problem) if not tile.packed}
     assert default(convolution(channels, 12, tiles, 96, bits=32)).reduced == 32
-
-
-@pytest.mark.parametrize(
-    "channels,columns,tiles,expected",
-    [
-        (96, 128, 3000, "128x128x32 w4 s4 prefetch in 4 slices"),
-        (96, 128, 500, "128x128x32 w4 s4 prefetch"),
-        (96, 64, 3000, "128x64x32 w4 s5"),
-        (128, 128, 3000, "128x128x64 w4 s3 prefetch"),
-    ],
-)
-def test_a_full_tile_of_short_turns_is_written_in_slices(channels, columns, tiles, expected):
-    assert str(default(convolution(channels, 12, tiles, columns))) == expected
 
 
 @pytest.mark.parametrize("groups,stages", [(450, 3), (250, 4)])
@@ -345,9 +349,3 @@ def test_programs_at_once_are_those_that_fit():
     # By registers, and by warps.
     assert occupancy(Tile(128, 128, 16, warps=4, stages=2), 16) == 2
     assert occupancy(Tile(16, 16, 16, warps=8, stages=2), 8) == 4
-
-
-def test_a_tile_of_few_programs_has_the_stages_with_which_more_of_them_fit():
-    """264 programs run at once with three stages, and 132 with four, which serve 1.75 times as many as well."""
-    assert str(default(convolution(128, 15, 331, columns=128))) == "128x128x64 w4 s3 prefetch"
-    assert str(default(convolution(128, 15, 230, columns=128))) == "128x128x64 w4 s4 prefetch"

@@ -23,7 +23,7 @@ from pumice.coords.chain import (
     ChainRequest,
     plan_of,
 )
-from pumice.coords.segments import NEVER, RUNS, WHOLE, Pieces, count_sort_constants
+from pumice.coords.segments import RUNS, WHOLE, Pieces, count_sort_constants
 from pumice.coords.tiles import SortSpec, TileList
 from pumice.runtime.launch import cached_device_constant, has_triton, is_compiling_launches, kernel, to_device_async
 from pumice.runtime.parts import Part, aligned, allocate
@@ -239,9 +239,9 @@ def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, 
 def _wanted_lists(wanted: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """int32 [2, 64]: segments, and the maximum lengths of a piece."""
     found = torch.zeros(2, GROUPS, dtype=torch.int32)
-    found[1] = NEVER
+    found[1] = WHOLE
     for place, (segment, most) in enumerate(wanted):
-        found[:, place] = torch.tensor((segment, NEVER if most == WHOLE else most))
+        found[:, place] = torch.tensor((segment, most))
     return to_device_async(found, device)
 
 

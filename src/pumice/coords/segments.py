@@ -18,8 +18,7 @@ _LONG = (1 << 20) - 2  # Length from which on runs compare equal: length and ind
 _BINS = 1024  # Maximum bins of the counting sort by length
 _MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
 _BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and how many it counts at a time
-WHOLE = 0  # A piece length: runs are not cut
-NEVER = 1 << 30  # More entries than any run has
+WHOLE = 1 << 30  # A piece length: runs are not cut
 
 
 class Runs(NamedTuple):
@@ -43,7 +42,7 @@ class Pieces(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class RunInfo:
     """Known runs of an array. version: the array's, when registered; size: its entries; longest: upper bound of a run's
-    length; requested: piece lengths (or WHOLE) requested so far; pieces: those available, by length."""
+    length; requested: piece lengths requested so far; pieces: those available, by length."""
 
     array: weakref.ref[Tensor]
     version: int
@@ -65,7 +64,7 @@ class RunInfo:
 
     def numbers(self, most: int) -> tuple[int, int, int, int]:
         """Kernel arguments: entries and runs of the array, piece length, maximum number of pieces."""
-        return self.size, self.count, most or NEVER, self.count + (self.size // most if most else 0)
+        return self.size, self.count, most, self.count + self.size // most
 
 
 class RunRegistry:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, cat
-from pumice.ops.conv import autocast_dtype, convolve
+from pumice.ops.conv import autocast_dtype, compile_for_other_tiles, convolve
 from pumice.ops.conv import compilation as compilation_of_conv
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.linear import compilation as compilation_of_linear
@@ -439,7 +440,7 @@ class _Run:
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:
         """Compile the kernels of all products in parallel: some are those of no call before. maps: of `_maps`."""
-        tasks: list[Task | None] = []
+        tasks, later = list[Task | None](), list[Task]()
         for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
             rows, count = self._rows[one.at_x], self._rows[one.at_y]
             if launch is None or not rows or not count:
@@ -449,10 +450,17 @@ class _Run:
             # In buffers no kernel of another size serves until this one is there.
             template = find_template(launch.key, on) if self.buffered else None
             if template is None:
-                tasks.append(self._compilation(number, launch, found, (rows, count)))
+                x, weight, epilogue = self._like_call(number, launch, (rows, count))
+                if found is None:
+                    tasks.append(compilation_of_linear(x, weight, epilogue))
+                else:
+                    tasks.append(compilation_of_conv(x, weight, found, epilogue))
+                    later.append(partial(compile_for_other_tiles, x, weight, found, epilogue))
             else:
                 tasks.append(template.compilation(on, launch.row_shapes(rows, count), (count, launch.columns)))
         BACKGROUND.run([task for task in tasks if task is not None])
+        for task in later:
+            task()
 
     def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
         """`_compile`, for a product without a kernel; once for its launch and maps like this: some have none."""
@@ -476,19 +484,14 @@ class _Run:
             maps.append(found)
         return maps
 
-    def _compilation(
-        self, number: int, launch: Launch, found: KernelMap | None, rows: tuple[int, int]
-    ) -> Callable[[], object] | None:
-        """What compiles a product. rows: of its features, and of its result."""
+    def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
+        """(features, weight, epilogue) like those of a product. rows: of its features, and of its result."""
         step, own = self._stretch.wired[number].step, self._own(number)
         weight, lead, like = own[0], launch.residual_lead, self._like
         assert weight is not None
         x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
         residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
-        epilogue = self._stretch.epilogue(step, own, residual)
-        if found is None:
-            return compilation_of_linear(x, weight, epilogue)
-        return compilation_of_conv(x, weight, found, epilogue)
+        return x, weight, self._stretch.epilogue(step, own, residual)
 
     def _own(self, number: int) -> Sequence[Tensor | None]:
         """The tensors of a product."""

@@ -21,7 +21,7 @@ from pumice.lower.epilogue import NO_EPILOGUE, EpilogueSignature
 from pumice.lower.segments import SegmentRule, Segments
 from pumice.runtime.compile import BACKGROUND, TritonKernel
 from pumice.runtime.launch import CompiledKernel, on_device
-from pumice.schedule.tile import Tile, mean_class, size_class
+from pumice.schedule.tile import WHOLE_SEGMENTS, Tile, mean_class, size_class
 
 INT32_LIMIT = 1 << 31
 """Sizes and offsets from which on addressing needs 64 bits."""
@@ -129,6 +129,8 @@ class GeneratedKernel:
 
     def workspace_bytes(self, programs: int) -> int:
         """Bytes of the partial sums of that many programs."""
+        if self.tile.stream_k_chunk == WHOLE_SEGMENTS:
+            return 0
         return programs * self.tile.rows * self.tile.columns * self.partial_dtype.itemsize
 
     def segment_count(self, rows: Sequence[int]) -> int:
@@ -355,6 +357,7 @@ class TileFamily:
             self._entries = self.names.index(own.segment.array)
         self._by_size: dict[SizeKey, GeneratedKernel | None] = {}
         self._by_tile = {(first.tile, first.options.splits): first}
+        self._chosen: dict[SizeKey, tuple[Tile, int] | None] = {}
         # By sizes whose kernel is not compiled, how often it was asked for.
         self._asked: Counter[SizeKey] = Counter()
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
@@ -381,7 +384,7 @@ class TileFamily:
             return None
         key = self.key(rows)
         if key not in self._by_size:
-            chosen = self._source.choose(self._like, key, self.device, self._precision)
+            chosen = self._choice(key)
             other = None if chosen is None or waits else self._instead_of(chosen)
             if other is not None:
                 self._asked[key] += 1
@@ -394,12 +397,23 @@ class TileFamily:
             found.compile(rows, self.device)
         return found
 
+    def _choice(self, key: SizeKey) -> tuple[Tile, int] | None:
+        """What the source chooses for these sizes."""
+        if key not in self._chosen:
+            self._chosen[key] = self._source.choose(self._like, key, self.device, self._precision)
+        return self._chosen[key]
+
     def _instead_of(self, chosen: tuple[Tile, int]) -> GeneratedKernel | None:
         """A compiled kernel to use until the chosen one is compiled; None where that one is, or is to be waited for."""
-        own = self._by_tile.get(chosen)
-        if self.device.type != "cuda" or torch.are_deterministic_algorithms_enabled() or (own and own.is_compiled):
+        if self.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
             return None
-        return next((one for one in [*self._by_tile.values()] if one.is_compiled), None)
+        (tile, splits), other = chosen, None
+        for (known, parts), one in [*self._by_tile.items()]:
+            if one.is_compiled:
+                if parts == splits and known.has_code_of(tile):
+                    return None
+                other = other or one
+        return other
 
     def is_compiled(self, rows: Sequence[int]) -> bool:
         """True if nothing needs to be compiled for these numbers of rows, or the planner must run the call."""

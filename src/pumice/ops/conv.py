@@ -19,7 +19,6 @@ from pumice.ops import autograd
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
-from pumice.runtime.compile import BACKGROUND
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -252,8 +251,8 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
         return y
     flat = _flat(weight)
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
-    if launches:
-        _keep_call(tensors, flat, found, finish)
+    if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
+        compile_for_other_tiles(x, weight, found, epilogue)
     return y
 
 
@@ -270,33 +269,43 @@ def _tensors_and_signature(
     return (x, weight, *epilogue.operands.values()), epilogue.signature
 
 
-def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
-    """Keep the launch of a call that ran, and its template, for later calls."""
+def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> bool:
+    """Keep the launch of a call that ran, and its template, for later calls; False where it is not one kernel."""
     x, weight, *more = tensors
     call_plan = found.get_cached((finish, _call_key(x, flat, found.num_outputs, 1)))
     if call_plan is None or flat.data_ptr() != weight.data_ptr():
         # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
-        return
+        return False
     call = product_call(tensors, finish, maps.bound_map(found), found.num_outputs)
     bound = call_plan.keep_call(call, (x, flat, *more), (0, 1), finish)
     if bound is not None:
         keep_call(found, call.signature, bound)
+    return bound is not None
 
 
 def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
     """What compiles the kernel of a plain conv_features of one group on tensors like these, without running it; None
-    where it is known, or the call is not one kernel. On a GPU that for tiles of the other height is compiled in the
-    background."""
+    where it is known, or the call is not one kernel."""
     tokens, arrays = maps.planner_operands(found, False)
-    if x.is_cuda:
-        like = maps.in_other_tiles(arrays, found.num_outputs)
-        BACKGROUND.submit(lambda: _run(_compilation(x, weight, tokens, like, epilogue)))
     return _compilation(x, weight, tokens, (arrays, found.num_outputs), epilogue)
 
 
-def _run(task: Callable[[], object] | None) -> None:
-    if task is not None:
-        task()
+def compile_for_other_tiles(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> None:
+    """Compile the kernel of calls like these over maps whose tiles have the other height, in the background; nothing
+    without a GPU."""
+    if not x.is_cuda:
+        return
+    # The task may wait long: one row will do.
+    x = x.new_empty_strided((1, x.shape[1]), x.stride())
+    tokens, arrays = maps.planner_operands(found, False)
+    like = maps.in_other_tiles(arrays, found.num_outputs)
+
+    def compile_it() -> None:
+        task = _compilation(x, weight, tokens, like, epilogue)
+        if task is not None:
+            task()
+
+    maps.TILE_HEIGHTS.compile(next(a.shape[1] for a in like[0] if a.ndim > 1), compile_it)
 
 
 def _compilation(

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule
-from pumice.lower.maps import tile_rule
+from pumice.lower.maps import TILE_HEIGHTS
 from pumice.ops.prepare import chain_of, keep_chain
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
@@ -76,7 +76,7 @@ def _kept(geometry: Geometry, relation: Relation) -> tuple[KernelMap, Geometry] 
 
 def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tuple[KernelMap, Geometry]:
     """The map of a layer, which is not there yet."""
-    grad, rule = torch.is_grad_enabled(), tile_rule()
+    grad, rule = torch.is_grad_enabled(), TILE_HEIGHTS.rule()
     own = _of_layer(relation, grad, rule)
     if own is None:
         return kernel_map(geometry, relation)

@@ -25,7 +25,7 @@ from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, is_suppo
 from pumice.coords.chain_build import build_chain
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
-from pumice.lower.maps import keep_tiles, tile_rule
+from pumice.lower.maps import TILE_HEIGHTS, keep_tiles
 from pumice.ops.tensor import SparseTensor
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
@@ -120,7 +120,7 @@ class _RequestedMaps:
         if not has_triton(geometry.coords) or is_capturing(geometry.device):
             return False
         facts = geometry.dim, self.steps, self.same, self.flows, torch.is_grad_enabled()
-        request, wanted, complete = chain_of(*facts, tile_rule())
+        request, wanted, complete = chain_of(*facts, TILE_HEIGHTS.rule())
         if not keep_chain(geometry, request, wanted):
             return False
         if not complete:

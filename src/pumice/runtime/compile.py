@@ -195,6 +195,8 @@ class TritonKernel:
         """at: module, file and name. text: the source, "" for what the module's file holds; code: a digest of it and
         of what it calls."""
         self._at, self._text, self._code, self._parameters = at, text, code, tuple(parameters)
+        # By device and mark.
+        self._loaded: dict[tuple[int, str], Any] = {}
 
     @staticmethod
     def of(module: str, name: str) -> TritonKernel:
@@ -247,13 +249,15 @@ class TritonKernel:
             "target": vars(_target()),
         }
         mark = job["mark"] = str(Path(knobs.cache.dir) / f"pumice-{_digest(job, self._code)}.json")
-        found = self._kept(mark, job)
-        if found is not None:
-            return found
+        key = torch.cuda.current_device() if torch.cuda.is_initialized() else 0, mark
+        if key not in self._loaded:
+            self._loaded[key] = self._kept(mark, job) or self._compiled(mark, job)
+        return self._loaded[key]
+
+    def _compiled(self, mark: str, job: dict[str, Any]) -> Any:
         worker = getattr(_THREAD, "worker", None)
-        if worker is not None and worker.compile(job) and (found := self._kept(mark, job)) is not None:
-            return found
-        return compile_worker.build(job, self.function)
+        found = self._kept(mark, job) if worker is not None and worker.compile(job) else None
+        return found or compile_worker.build(job, self.function)
 
     @staticmethod
     def _kept(mark: str, job: Mapping[str, Any]) -> Any:

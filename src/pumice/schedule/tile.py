@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles
 
+WHOLE_SEGMENTS = 1 << 30
+"""A chunk that no segment is longer than."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -24,7 +27,8 @@ class Tile:
     packed: an iteration takes several entries of a segment, as many as fit in `reduced` and at least one, each with all
         of its few reduction points (language.contraction.packed).
     stream_k_chunk: entries of a segment per program at most, in a matrix product over segments. Several programs share
-        a longer one; the last adds up all partial sums, always in the same order. 0: not shared.
+        a longer one; the last adds up all partial sums, always in the same order. 0: not shared; WHOLE_SEGMENTS: by a
+        kernel that could share them. One kernel takes chunks of any length.
     epilogue_subtiles: parts of the columns of a matrix product that the epilogue writes one after the other; more parts
         need fewer registers. Parts that are all padding are skipped.
     hoisted, padded: False only for ablations: addresses are recomputed in every iteration; each iteration reads the
@@ -74,6 +78,11 @@ class Tile:
         if self.warps > 32:
             raise OptionError(f"a program has at most 32 warps, found {self.warps}")
 
+    def has_code_of(self, other: Tile) -> bool:
+        """True if both have one kernel, with chunks of other lengths perhaps."""
+        mine, its = self.stream_k_chunk, other.stream_k_chunk
+        return self == (other if mine == its or not (mine and its) else replace(other, stream_k_chunk=mine))
+
     def smaller(self) -> Tile | None:
         """The next tile that needs fewer resources: fewer stages, then half the longer side; None at the minimum. The
         number of stacked segments stays, since the map was built for it."""
@@ -96,7 +105,8 @@ class Tile:
         words = {"column_major_grid": "column-major", "prefetch_indices": "prefetch"}
         ways = ("swapped", "column_major_grid", "stacked", "packed", "prefetch_indices")
         order = "".join(f" {words.get(way, way)}" for way in ways if getattr(self, way))
-        order += f" pieces of {self.stream_k_chunk}" if self.stream_k_chunk else ""
+        order += f" pieces of {self.stream_k_chunk}" if 0 < self.stream_k_chunk < WHOLE_SEGMENTS else ""
+        order += " whole pieces" if self.stream_k_chunk == WHOLE_SEGMENTS else ""
         order += f" in {self.epilogue_subtiles} slices" if self.epilogue_subtiles > 1 else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
@@ -352,7 +362,7 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
     192 to 128 channels 15 (18)."""
     (rows, columns), reduced = sides, problem.volume(problem.roles.reduced)
     plain = problem.bits == 16 and not (swapped or problem.roles.folds or problem.roles.atomic)
-    if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows < 128 * _MANY:
+    if not plain or problem.roles.loops or not 64 < columns <= 128 or reduced > 192 or rows <= 64:
         return None
     return Tile(128, 128, 32, stages=4, epilogue_subtiles=4) if columns <= 96 else Tile(64, 128, 64, stages=2)
 
@@ -374,6 +384,9 @@ def _wastes(extent: int, depth: int) -> bool:
 def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) -> Tile:
     """The tile if loads depend on an index, which is prefetched except in short loops. Tuned on H200 convolutions."""
     (rows, columns, depth), roles = sides, problem.roles
+    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds or swapped)
+    if own and problem.bits == 16:
+        return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
     height, width, count = _chained_sides(problem, (rows, columns), turns)
     # With 32 bits a side is held in several parts, for which 4 warps have too few registers.
@@ -381,11 +394,34 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
         return replace(tile, warps=8)
-    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds)
-    if own and problem.mean < _SINGLE and problem.longest <= _SHORT and problem.bits == 16:
-        return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
     tile = _with_loads(problem, tile, (columns, count)) if turns >= _SHORT_LOOP else _without_prefetch(tile)
     return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, count)) if problem.shares else tile
+
+
+def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
+    """The tile of a product of 16-bit values over segments, as a convolution has: nearly the same for all sizes, since
+    each new one is a kernel to compile. Only whether segments are cut depends on their number.
+
+    On an H100 (fp16, U-Net and encoder on 10 scans of 5,000 to 136,000 voxels) convolutions took as long as with tiles
+    that were narrower and had other stages for few or short segments, at half as many kernels.
+    """
+    rows, columns, depth = sides
+    height, width = _tile_side(rows, 128), _tile_side(columns, 128)
+    tile = Tile(height, width, depth, stages=3, prefetch_indices=True)
+    if problem.mean < _SINGLE and problem.longest <= _SHORT:
+        return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
+    if height == 128 and columns >= 256:
+        # One program for 256 columns gathers once.
+        return replace(tile, columns=256, warps=8)
+    # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for a million
+    # of a shell (979).
+    sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
+    stages = 4 if height <= 64 or depth <= 32 else 3
+    tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
+    if height > 64 or problem.longest <= _SHORT or not problem.waits:
+        return tile
+    programs = problem.segments * problem.volume(problem.roles.batch) * -(-columns // width)
+    return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, programs) or WHOLE_SEGMENTS)
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
@@ -402,8 +438,6 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
         height = 64
     if width > 64 and programs() < (_FEW_LONG if long else _FEW):
         width = 64
-    if height == width == 128 and columns >= 256 and long and problem.bits <= 16 and tiles > _WIDE:
-        width = 256
     return height, width, programs()
 
 
@@ -416,8 +450,6 @@ def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
     if halved and programs >= _MANY:
         # A tile with padding columns, which are not written: three programs fit where two did.
         sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
-        # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for
-        # a million of a shell (979).
         full = (
             columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.atomic)
         )
@@ -438,7 +470,7 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
-    return 8 if each <= 9 else 16
+    return 8
 
 
 def _waves(problem: Problem, tile: Tile, programs: int) -> int:
@@ -479,7 +511,6 @@ channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
 
 _LONG_LOOP = 16  # iterations of a long loop, at least
-_WIDE = 200  # tiles of 128 rows from which one program takes 256 columns: 94 us, 100 with two (216 tiles on an H200)
 
 _MANY = 512  # programs, a size class, from which a fourth stage must not lower the occupancy
 _SHORT_LOOP = 6  # iterations below which indices are not prefetched
@@ -505,9 +536,9 @@ def _packed_tile(problem: Problem) -> Tile:
     depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(math.ceil(problem.mean))))
     turns = math.ceil(problem.mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
-    # A loop of two iterations has no use for more buffers, which would cost occupancy; with few programs, indices are
-    # prefetched all the same. Such short loops are not shared.
-    stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or problem.segments < _FEW
+    # A loop of two iterations has no use for more buffers, which would cost occupancy; small tiles, of which there are
+    # few, prefetch indices all the same. Such short loops are not shared.
+    stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or found.rows <= 64
     return replace(found, reduced=depth, stages=stages, packed=True, stream_k_chunk=0, prefetch_indices=ahead)
 
 
