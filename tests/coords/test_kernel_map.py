@@ -411,7 +411,7 @@ def test_every_stream_waits_for_what_others_lay_out(monkeypatch):
 
 
 def test_tiles_are_smaller_where_there_are_few():
-    assert [maps.tile_rows_for(outputs) for outputs in (0, 23_999, 24_000, 48_000)] == [64, 64, 128, 128]
+    assert [maps.tile_rows_for(outputs) for outputs in (0, 49_999, 50_000, 100_000)] == [64, 64, 128, 128]
 
 
 def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):

@@ -1553,3 +1553,30 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.INT32_LIMIT - 1) // 400, kernels.INT32_LIMIT // 400 + 1)]
     assert [template.instantiate(on, each, (400, 16)) is None for each in rows] == [False, False, True]
     assert template.instantiate(on, rows[0], (400, kernels.INT32_LIMIT // 400 + 1)) is None
+
+
+def test_maps_take_tiles_whose_kernels_are_there(monkeypatch):
+    """While those for one height are compiled in the background; it does not matter how that ends."""
+    waiting, heights = [], plan.maps.TileHeights()
+    monkeypatch.setattr(plan.maps.BACKGROUND, "submit", waiting.append)
+    usual, sizes = plan.maps.tile_rule(), (10, 10**6)
+
+    def blocks():
+        return [heights.rule().block(rows) for rows in sizes]
+
+    def fails():
+        raise RuntimeError("the compiler")
+
+    assert heights.rule() == usual and blocks() == [64, 128]
+    for height, other in ((64, 128), (128, 64)):
+        heights.compile(height, fails)
+        heights.compile(height, lambda: None)
+        assert blocks() == [other, other]
+        with pytest.raises(RuntimeError):
+            waiting.pop(0)()
+        assert blocks() == [other, other]
+        waiting.pop(0)()
+        assert blocks() == [64, 128]
+    # Of two heights neither is there.
+    heights.compile(64, fails), heights.compile(128, fails)
+    assert heights.rule() == usual
