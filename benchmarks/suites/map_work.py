@@ -25,7 +25,7 @@ from pumice.coords.relation import Relation
 from pumice.coords.tiles import SortSpec, TileList, Tiling
 from pumice.lower.maps import tile_rows_for
 from pumice.ops import SparseTensor, prepare_levels
-from pumice.ops.prepare import _RequestedMaps
+from pumice.ops.prepare import RequestedMaps
 
 WINDOW = Relation.of(3, 3)
 HALVED = Relation.of(3, 2, stride=2)
@@ -190,7 +190,7 @@ def level_by_level(voxels: Voxels) -> Geometry:
     """As prepared, each level and map by itself, without CUDA graphs."""
     geometry = Geometry(voxels.coords, voxels.site, settled=False)
     with torch.no_grad():
-        _RequestedMaps(tuple(STEPS), tuple(map(tuple, WINDOWS)), None).build(geometry)
+        RequestedMaps(tuple(STEPS), tuple(map(tuple, WINDOWS)), None).build(geometry)
     return geometry
 
 

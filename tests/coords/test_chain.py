@@ -212,7 +212,7 @@ def by_chain(monkeypatch):
     """`prepare` as where kernels run; the number of values in each transfer."""
     reads, read = [], kernel_maps.read
     monkeypatch.setattr(prepare, "has_triton", lambda tensor: True)
-    monkeypatch.setattr(prepare._RequestedMaps, "build", staged(prepare._RequestedMaps.build))
+    monkeypatch.setattr(prepare.RequestedMaps, "build", staged(prepare.RequestedMaps.build))
     monkeypatch.setattr(kernel_maps, "read", lambda tensors: (reads.append(len(tensors)), read(tensors))[1])
     return reads
 
@@ -251,7 +251,7 @@ def test_prepare_lays_out_what_the_layers_read(case, grad, by_chain, monkeypatch
     with torch.set_grad_enabled(grad):
         x.prepare(HALVES, same, consumers)
         first, by_chain[:] = list(by_chain), []
-        monkeypatch.setattr(prepare._RequestedMaps, "build_chain", lambda *_: False)
+        monkeypatch.setattr(prepare.RequestedMaps, "build_chain", lambda *_: False)
         want.prepare(HALVES, same, consumers)
     assert not any(first) or case in ("other windows", "dataflows")
     assert agree(x.geometry, want.geometry) > 0

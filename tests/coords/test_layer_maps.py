@@ -37,9 +37,9 @@ def built(monkeypatch):
     """How many maps were found together, by call."""
     found, build = [], chain_build.build_chain
 
-    def counted(geometry, request):
+    def counted(geometry, request, *given):
         found.append(len(request.maps))
-        return build(geometry, request)
+        return build(geometry, request, *given)
 
     monkeypatch.setattr(import_module("pumice.ops.prepare"), "build_chain", counted)
     monkeypatch.setattr(layer_maps, "has_triton", lambda x: True)

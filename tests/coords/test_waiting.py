@@ -61,7 +61,7 @@ def maps_of(geometry):
 
 
 def prepared(geometry, steps=STEPS, same=SAME, differentiable=False):
-    prepare._RequestedMaps(steps, same, None).build_in_buffers(geometry, differentiable)
+    prepare.RequestedMaps(steps, same, None).build_in_buffers(geometry, differentiable)
 
 
 # Who waits for what

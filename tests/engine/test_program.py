@@ -8,6 +8,7 @@ import pickle
 import random
 import threading
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -20,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 import pumice as pm
 from benchmarks.scenes.stream_nets import ENCODER, UNET, Encoder, UNet
+from pumice.coords import chain_build
 from pumice.engine import stretch
 from pumice.engine.trace import CallStep, Product
 from pumice.errors import DtypeError, GeometryError, OptionError, PumiceError, ShapeError
 from pumice.testing import random_cloud
 
+prepare = import_module("pumice.ops.prepare")
 NETS = {
     "unet": lambda: UNet([width // 8 for width in UNET]),
     "encoder": lambda: Encoder([width // 4 for width in ENCODER]),
@@ -150,6 +153,23 @@ def test_scenes_without_voxels(name, tmp_path):
             found = program(y)
             with on_cpu():
                 check(found, net(moved(y, 0)) if len(y.coords) else net(y), 1e-4)
+
+
+def test_tensors_are_checked_while_maps_are_built(tmp_path, monkeypatch):
+    """Before the host waits for the sizes of maps, once in a call; the next call has its maps."""
+    order, launches, fill = [], stretch.Stretch._launches, chain_build.fill_tiles
+    monkeypatch.setattr(stretch.Stretch, "_launches", lambda *given: order.append("checked") or launches(*given))
+    monkeypatch.setattr(chain_build, "fill_tiles", lambda *given: order.append("sizes are known") or fill(*given))
+    monkeypatch.setattr(prepare, "has_triton", lambda tensor: True)
+    net, x = strange(NETS["unet"]()).eval(), scene(0, 4, 300)
+    program = pm.compile(net)
+    with emulated(tmp_path), torch.no_grad():
+        found = [program(x), program(x)]
+        with on_cpu():
+            expected = net(x)
+    assert order == ["checked", "sizes are known", "checked"]
+    for one in found:
+        check(one, expected, 1e-4)
 
 
 def test_a_product_that_has_no_kernel_is_compiled_ahead_once(tmp_path, monkeypatch):

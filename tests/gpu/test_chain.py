@@ -32,7 +32,7 @@ def scene(count, dim=3, seed=0, extent=90, items=2, **options):
 
 def level_by_level(x, steps, same):
     other = pm.SparseTensor(x.feats, x.coords, x.stride, x.spatial_shape, x.batch_size, dim=x.spatial_dim)
-    prepare._RequestedMaps(tuple(steps), tuple(map(tuple, same)), None).build(other.geometry)
+    prepare.RequestedMaps(tuple(steps), tuple(map(tuple, same)), None).build(other.geometry)
     return other
 
 

@@ -11,10 +11,12 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType
+from unittest.mock import patch
 
 import torch
 from emulated import emulated
@@ -28,6 +30,7 @@ from pumice.lower import kernel
 from pumice.runtime.launch import CompiledKernel
 from pumice.testing import random_cloud
 
+prepare = import_module("pumice.ops.prepare")
 PACKAGE = str(Path(pm.__file__).parent) + os.sep
 LEFT_OUT = os.path.join(PACKAGE, "language", "nodes.py")
 MATMUL = "C[i,n] = A[i,k] * B[k,n]"
@@ -116,10 +119,20 @@ def of_a_layer(x: pm.SparseTensor) -> dict[str, int]:
     return found
 
 
+def of_a_new_scene() -> dict[str, int]:
+    """Of a compiled network on a scene that was never seen; its maps are found together, in plain torch."""
+    program = pm.compile(pm.models.MinkUNet(8, 5, width=0.125).eval())
+    with patch.object(prepare, "has_triton", lambda tensor: True):
+        for seed in range(SEEN):
+            program(scene(400 + seed, seed))
+        x = scene(390, SEEN)
+        return {"program of a U-Net, a scene never seen": calls_of(lambda: program(x))}
+
+
 def on_the_device() -> dict[str, int]:
     x = scene(400)
     with torch.no_grad():
-        found = of_a_layer(x)
+        found = of_a_layer(x) | of_a_new_scene()
         net = network().eval()
         program = pm.compile(net)
         found["Sequential, evaluation, seen"] = seen(lambda: net(x))

@@ -28,7 +28,7 @@ def wanted_of(geometry, users=None):
     """A step down, and windows of both levels."""
     same = ((WINDOW,), (WINDOW,))
     flows = None if users is None else prepare._flows_over((STEP,), same, users)
-    return list(prepare._RequestedMaps((STEP,), same, flows).maps(geometry))
+    return list(prepare.RequestedMaps((STEP,), same, flows).maps(geometry))
 
 
 def laid(found):
@@ -65,13 +65,13 @@ def test_without_users_all_is_laid_out_both_ways(monkeypatch):
 
 
 def test_what_is_prepared_is_not_looked_for_again(monkeypatch):
-    x, asked, real = random_tensor(60, 4, 3), [], prepare._RequestedMaps.build
+    x, asked, real = random_tensor(60, 4, 3), [], prepare.RequestedMaps.build
 
     def find(self, geometry):
         asked.append(len(geometry))
         real(self, geometry)
 
-    monkeypatch.setattr(prepare._RequestedMaps, "build", find)
+    monkeypatch.setattr(prepare.RequestedMaps, "build", find)
     for _ in range(2):
         x.prepare((STEP,), ((WINDOW,), (WINDOW,)))
         x.replace(x.feats + 1).prepare((STEP,), ((WINDOW,), (WINDOW,)))
@@ -92,3 +92,13 @@ def test_what_failed_is_looked_for_again(monkeypatch):
             x.prepare((STEP,))
     x.prepare((STEP,))
     assert (STEP, None) in x.geometry.maps
+
+
+def test_compiled_code_reads_maps_that_were_found_together(monkeypatch):
+    """What is kept of them are tensors, and metadata as it is."""
+    monkeypatch.setattr(prepare, "has_triton", lambda tensor: True)
+    net = torch.nn.Sequential(pm.nn.Conv3d(4, 2, 3), pm.nn.Conv3d(2, 2, 2, stride=2), pm.nn.Conv3d(2, 1, 3))
+    x = random_tensor(60, 4, 3).prepare([STEP], [[WINDOW]] * 2)
+    prepare._mark(x.geometry)
+    compiled = torch.compile(lambda x: net(x).feats, backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(x), net(x).feats, atol=1e-6)

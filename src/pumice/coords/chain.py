@@ -22,7 +22,7 @@ A segment is a map that is laid out in tiles (chain_tiles); the first maps are t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -46,6 +46,8 @@ SAME, DOWN, UP = range(3)  # Kinds of maps
 Place = tuple[int, int, Relation]
 """A map: its kind, the level of its outputs, its relation. SAME: a window; DOWN: a step to the level; UP: the
 transposed step to the level."""
+Level = tuple[tuple[tuple[int, Relation], ...], tuple[int, int | None, Relation] | None]
+"""Maps of a level: the number and the relation of each window; of the step from it, and of the transposed step."""
 AXIS_BITS = {1: 32, 2: 25, 3: 17, 4: 12}  # Bits of an axis in a key, by D
 BATCHES = 1 << 10
 MARGIN = 64  # Coordinates that are this close to the ends of the keys are refused
@@ -117,8 +119,15 @@ class ChainRequest:
         return tuple(dict.fromkeys((*self.tiled, *same, *down)))
 
     @cached_property
-    def place_of(self) -> Mapping[Place, int]:
-        return {place: number for number, place in enumerate(self.maps)}
+    def by_level(self) -> tuple[Level, ...]:
+        """The maps of each level by their numbers."""
+        number = {place: number for number, place in enumerate(self.maps)}
+        found: list[Level] = []
+        for level in range(self.levels):
+            windows = self.windows[level] if level < len(self.windows) else ()
+            steps = [(number[DOWN, level + 1, s], number.get((UP, level, s)), s) for s in self.steps[level : level + 1]]
+            found.append((tuple([(number[SAME, level, w], w) for w in windows]), steps[0] if steps else None))
+        return tuple(found)
 
     @cached_property
     def volumes(self) -> tuple[int, ...]:

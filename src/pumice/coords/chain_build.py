@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -14,16 +14,11 @@ from pumice.coords.box import Bounds
 from pumice.coords.buffer import OVERFLOW, RANGE
 from pumice.coords.chain import (
     COUNTS,
-    DOWN,
-    ENTRIES,
     PAIRS,
-    SAME,
     SIDE,
     STRIDE,
-    UP,
     Chain,
     ChainRequest,
-    Place,
     estimate_of,
     find_maps,
 )
@@ -47,10 +42,12 @@ class TiledMap:
     tiled: Tiled
 
 
-def build_chain(geometry: Geometry, request: ChainRequest) -> list[TiledMap] | None:
+def build_chain(
+    geometry: Geometry, request: ChainRequest, meanwhile: Callable[[], object] | None = None
+) -> list[TiledMap] | None:
     """Build the levels and maps of a request that `refusal` does not refuse, and keep them in their geometries; those
     with tiles, in the order of the request. One host synchronisation, another where there was too little room. None for
-    coordinates that exceed the keys, which nobody knew.
+    coordinates that exceed the keys, which nobody knew. meanwhile: what the host does before it waits.
 
     Raises CoordinateError for duplicates and for coordinates outside the geometry's bounds."""
     geometry.require_unwritten()
@@ -62,6 +59,8 @@ def build_chain(geometry: Geometry, request: ChainRequest) -> list[TiledMap] | N
             most = estimate.most(rows, needed)
             chain = find_maps(geometry.coords, geometry.outline, request, most)
             tile_maps(chain)
+            if meanwhile is not None and not needed:
+                meanwhile()
             words = chain.words.tensor().tolist()
             if geometry.outline.bounds.batch < 0:
                 if words[0] & RANGE and geometry.bounds:
@@ -107,30 +106,29 @@ class _Assembler:
 
     def assemble(self, geometry: Geometry) -> list[TiledMap]:
         """Cache all levels and maps in their geometries; the maps with tiles, in the order of the request."""
-        maps, request = dict[Place, KernelMap](), self._request
-        for level in range(request.levels):
-            for window in request.windows[level] if level < len(request.windows) else ():
-                maps[SAME, level, window] = found = self._map((SAME, level, window), level)
+        maps, coarse = dict[int, KernelMap](), self._chain.coarse
+        for level, (windows, step) in enumerate(self._request.by_level):
+            for number, window in windows:
+                maps[number] = found = self._map(number, level)
                 geometry.keep(window, None, (found, None))
-            if level == len(request.steps):
+            if step is None:
                 break
-            step, coarse = request.steps[level], self._chain.coarse
+            down, up, relation = step
             shape = self._counts[level + 1], coarse.shape[2]
             coords = coarse.cut(level * coarse.shape[1] * coarse.shape[2], shape).tensor()
-            outputs = Geometry(coords.clone() if self._copies else coords, site_of(geometry.site, step))
-            maps[DOWN, level + 1, step] = found = self._map((DOWN, level + 1, step), level)
-            geometry.keep(step, None, (found, outputs))
-            if (key := level_key(step)) is not None:
+            outputs = Geometry(coords.clone() if self._copies else coords, site_of(geometry.site, relation))
+            maps[down] = found = self._map(down, level, up)
+            geometry.keep(relation, None, (found, outputs))
+            if (key := level_key(relation)) is not None:
                 geometry.levels[key] = outputs
-            if (UP, level, step) in request.place_of:
-                maps[UP, level, step] = found.transpose()
+            if up is not None:
+                maps[up] = found.transpose()
             geometry = outputs
-        return [TiledMap(maps[place], one) for place, one in zip(request.tiled, self._lists, strict=True)]
+        return [TiledMap(maps[number], one) for number, one in enumerate(self._lists)]
 
-    def _map(self, place: Place, inputs: int) -> KernelMap:
-        """A map with all that is known of it. inputs: their level."""
-        kind, level, relation = place
-        number, chain = self._request.place_of[place], self._chain
+    def _map(self, number: int, inputs: int, turned: int | None = None) -> KernelMap:
+        """A map with all that is known of it. inputs: their level; turned: the number of its transpose."""
+        (_, level, relation), chain = self._request.maps[number], self._chain
         volume, rows, outputs = self._request.volumes[number], self._counts[inputs], self._counts[level]
         at = PAIRS + SIDE * number
         storages: dict[Any, Any] = {
@@ -139,22 +137,28 @@ class _Assembler:
             ("valid_count", False): self._valid[level],
             ("masks", False): Deferred(partial(_column, chain, number, outputs)),
         }
-        self._tile(storages, place, False)
-        if kind == DOWN and (turned := self._request.place_of.get((UP, inputs, relation))) is not None:
-            self._tile(storages, (UP, inputs, relation), True)
+        self._tile(storages, number, False)
+        if turned is not None:
+            self._tile(storages, turned, True)
             storages["rows", True] = Deferred(partial(_table, chain, turned, rows))
             storages["masks", True] = Deferred(partial(_column, chain, turned, rows))
         table = chain.table_of(number, outputs).tensor()
         return KernelMap(relation, table.clone() if self._copies else table, rows, outputs, _storages=storages)
 
-    def _tile(self, storages: dict[Any, Any], place: Place, flipped: bool) -> None:
+    def _tile(self, storages: dict[Any, Any], number: int, flipped: bool) -> None:
         """Tiles of a map, and the number of their entries."""
-        number = self._request.place_of[place]
         if number < len(self._lists):
             one = self._lists[number]
-            key = one.parts[0].shape[1], SortSpec(0, one.volume, sort=one.sorted)
-            storages[("compacted", *key), flipped] = Deferred(one.tiles)
-            storages[("entries", *key), flipped] = [self._words[ENTRIES + number]]
+            tiles, entries = _names(one.block, one.volume, one.sorted)
+            storages[tiles, flipped] = Deferred(one.tiles)
+            storages[entries, flipped] = [one.entries]
+
+
+@lru_cache(maxsize=256)
+def _names(block: int, volume: int, sort: bool) -> tuple[Hashable, Hashable]:
+    """Names of the storages of a map for its tiles, and for the number of their entries."""
+    how = SortSpec(0, volume, sort=sort)
+    return ("compacted", block, how), ("entries", block, how)
 
 
 def _table(chain: Chain, place: int, count: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -139,38 +140,76 @@ def tile_segments_torch(chain: Chain) -> None:
 
 
 class PieceLists(NamedTuple):
-    """The five lists of segments.Pieces, int32 [5, .], of which the first `size` entries are used."""
+    """The five lists of segments.Pieces, of `size` entries each, which begin one aligned list apart."""
 
-    lists: Part
+    memory: Part
+    begin: int
     size: int
 
     def addresses(self) -> list[int]:
         """Where each list begins."""
-        begin, each = self.lists.data_ptr(), 4 * self.lists.shape[1]
-        return [begin, begin + each, begin + 2 * each, begin + 3 * each, begin + 4 * each]
+        first, each = self.memory.data_ptr() + 4 * self.begin, 4 * aligned(self.size)
+        return [first, first + each, first + 2 * each, first + 3 * each, first + 4 * each]
+
+    def tensors(self) -> Pieces:
+        """The lists."""
+        return Pieces(*self.memory.cut(self.begin, (5, aligned(self.size))).tensor()[:, : self.size])
+
+
+class TileArrays(NamedTuple):
+    """Those of a TileList, and prefix counts of entries by tile: of all segments, one after the other."""
+
+    rows: Part
+    tiles: Part
+    taps: Part
+    inputs: Part
+    ends: Part
 
 
 class Tiled:
-    """Tiles of a segment as parts of the chain's arrays; see TileList.
+    """Tiles of a segment within the arrays of all; see TileList.
 
-    sorted: False if rows keep their order. pieces: of its runs, by the maximum length; wanted: lengths that somebody
-    asked for, on this scene or before."""
+    begins: where its entries of each array begin. count, block, entries: tiles, rows of a tile, entries. sorted: False
+    if rows keep their order. pieces: of its runs, by the maximum length; wanted: lengths that somebody asked for, on
+    this scene or before."""
 
-    __slots__ = ("_ends", "_list", "parts", "pieces", "sorted", "volume", "wanted")
+    __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "pieces", "sorted", "volume", "wanted")
 
-    def __init__(self, parts: tuple[Part, Part, Part, Part], ends: Part, volume: int, wanted: set[int]) -> None:
-        self.parts, self._ends, self.volume, self.wanted = parts, ends, volume, wanted
+    def __init__(
+        self,
+        arrays: TileArrays,
+        begins: tuple[int, int, int, int, int],
+        sizes: tuple[int, int, int],
+        volume: int,
+        wanted: set[int],
+    ) -> None:
+        self._arrays, self._begins, self.volume, self.wanted = arrays, begins, volume, wanted
+        self.count, self.block, self.entries = sizes
         self.pieces: dict[int, PieceLists] = {}
         self.sorted = True
         self._list: TileList | None = None
 
+    def lengths(self) -> list[int]:
+        """Lengths of the arrays of a TileList."""
+        return [self.count, self.entries, self.entries, self.entries]
+
+    def addresses(self) -> list[int]:
+        """Where the arrays of a TileList lie."""
+        return [array.data_ptr() + 4 * begin for array, begin in zip(self._arrays[:4], self._begins, strict=False)]
+
+    def tensors(self) -> list[Tensor]:
+        """All arrays."""
+        shapes = (self.count, self.block), (self.entries,), (self.entries,), (self.entries, self.block), (self.count,)
+        places = zip(self._arrays, self._begins, shapes, strict=True)
+        return [array.cut(begin, shape).tensor() for array, begin, shape in places]
+
     def tiles(self) -> TileList:
         """The tiles as tensors, the same in each call."""
         if self._list is None:
-            rows, own, taps, inputs = (part.tensor() for part in self.parts)
-            self._list = TileList(rows, own, taps, inputs)
-            pieces = {most: Pieces(*known.lists.tensor()[:, : known.size]) for most, known in self.pieces.items()}
-            RUNS.register(own, self._ends.tensor(), self.volume, self.wanted, pieces)
+            *own, ends = self.tensors()
+            self._list = TileList(*own)
+            pieces = {most: known.tensors() for most, known in self.pieces.items()}
+            RUNS.register(self._list.tiles, ends, self.volume, self.wanted, pieces)
         return self._list
 
 
@@ -181,11 +220,11 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     long = sum([aligned(entries) for _, _, entries in shapes])
     wide = sum([entries * block for _, block, entries in shapes])
     own, taps, inputs = allocate(chain.coords.device, ((long,), (long,), (wide,)))
+    arrays = TileArrays(chain.tile_rows, own, taps, inputs, chain.ends)
     slot, tile, entry, cell = 0, 0, 0, 0
-    for (count, block, entries), volume, wanted in zip(shapes, request.volumes, _wanted(request), strict=False):
-        rows = chain.tile_rows.cut(slot, (count, block))
-        lists = own.cut(entry, (entries,)), taps.cut(entry, (entries,)), inputs.cut(cell, (entries, block))
-        found.append(Tiled((rows, *lists), chain.ends.cut(tile, (count,)), volume, wanted))
+    for shape, volume, wanted in zip(shapes, request.volumes, _wanted(request), strict=False):
+        found.append(Tiled(arrays, (slot, entry, entry, cell, tile), shape, volume, wanted))
+        count, block, entries = shape
         slot, tile = slot + count * block, tile + aligned(count)
         entry, cell = entry + aligned(entries), cell + entries * block
     if not has_triton(chain.coords):
@@ -222,12 +261,10 @@ def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, 
     if not wanted and not is_compiling_launches():
         return
     sizes = [shapes[place][0] + (shapes[place][2] // most if most else 0) for place, most in wanted]
-    (out,) = allocate(chain.coords.device, ((sum([5 * aligned(size) for size in sizes]),),))
-    begin = 0
-    for (place, most), size in zip(wanted, sizes, strict=True):
-        each = aligned(size)
-        found[place].pieces[most] = PieceLists(out.cut(begin, (5, each)), size)
-        begin += 5 * each
+    begins = itertools.accumulate([5 * aligned(size) for size in sizes], initial=0)
+    (out,) = allocate(chain.coords.device, ((5 * sum(map(aligned, sizes)),),))
+    for (place, most), begin, size in zip(wanted, begins, sizes, strict=False):
+        found[place].pieces[most] = PieceLists(out, begin, size)
     count = max([shapes[place][0] for place, _ in wanted], default=0)
     blocks = max(1, -(-count // _RUNS))
     tensors = (chain.layout, chain.words, _wanted_lists(wanted, chain.coords.device), chain.ends, out)
@@ -249,7 +286,7 @@ def fill_segments_torch(chain: Chain, lists: Sequence[Tiled]) -> None:
     """The entries of all segments, in plain torch."""
     layout = chain.layout.tensor()
     for place, tiled in enumerate(lists):
-        tile_rows, own, offsets, inputs = (part.tensor() for part in tiled.parts)
+        tile_rows, own, offsets, inputs, _ = tiled.tensors()
         tile, rows = int(layout[5, place]), int(layout[0, place])
         tile_masks = chain.tile_masks.tensor()[tile : tile + len(tile_rows)]
         tile_of, taps = ((tile_masks[:, None] >> torch.arange(tiled.volume)) & 1).nonzero().unbind(1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,9 +57,9 @@ class GridSpec:
     bounds: Bounds
     frame: VoxelFrame | None = None
 
-    def scaled(self, factor: Sequence[Fraction | int], **changes: Any) -> GridSpec:
-        """The metadata of a level whose voxels are `factor` times as large."""
-        return replace(self, stride=_scaled(self.stride, tuple(factor)), **changes)
+    def scaled(self, factor: Stride, shape: tuple[int, ...] | None, bounds: Bounds) -> GridSpec:
+        """The metadata of a level whose voxels are `factor` times as large, of another extent and bounding box."""
+        return GridSpec(_scaled(self.stride, factor), shape, self.batch_size, bounds, self.frame)
 
 
 @lru_cache(maxsize=256)

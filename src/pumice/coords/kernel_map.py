@@ -103,13 +103,9 @@ class KernelMap:
 
     def transpose(self) -> KernelMap:
         """The same pairs with inputs and outputs exchanged; kernel offsets keep their order."""
-        return replace(
-            self,
-            num_inputs=self.num_outputs,
-            num_outputs=self.num_inputs,
-            flipped=not self.flipped,
-            calls=self._transposed_calls,
-            _transposed_calls=self.calls,
+        sizes, calls = (self.num_outputs, self.num_inputs), (self._transposed_calls, self.calls)
+        return KernelMap(
+            self.relation, self.table, *sizes, not self.flipped, self.inputs, self.buffered, self._storages, *calls
         )
 
     def rows(self) -> Tensor:

@@ -71,23 +71,25 @@ def level_key(relation: Relation) -> Hashable:
 def site_of(site: GridSpec, relation: Relation) -> GridSpec:
     """Metadata of a relation's outputs, without host synchronisation: bounding box, extents, strides."""
     finer = relation.policy == "transposed_support"
-    factor = [Fraction(1, s) if finer else s for s in relation.stride]
+    factor = tuple([Fraction(1, s) for s in relation.stride]) if finer else relation.stride
     bounded = site.spatial_shape is not None and relation.bounded
     shape = relation.output_shape(site.spatial_shape) if bounded and site.spatial_shape else None
-    return site.scaled(factor, bounds=_box(site.bounds, relation, shape), spatial_shape=shape)
+    return site.scaled(factor, shape, _box(site.bounds, relation, shape))
 
 
 def _box(bounds: Bounds, relation: Relation, shape: tuple[int, ...] | None) -> Bounds:
     axis_box = _AXIS_BOXES[relation.policy]
-    low, high = [], []
-    for axis, stride in enumerate(relation.stride):
-        first, last = axis_box((bounds.low[axis], bounds.high[axis], *relation.spans[axis], stride))
+    low, high, axes = [], [], zip(bounds.low, bounds.high, relation.spans, relation.stride, strict=True)
+    for axis, (least, most, span, stride) in enumerate(axes):
+        first, last = axis_box((least, most, *span, stride))
         if shape is not None:
             # Outputs outside the extent are dropped.
             first, last = max(first, 0), min(last, shape[axis] - 1)
-        # An empty range becomes one cell of the extent, which is not reached.
-        low.append(first if first <= last else max(last, 0))
-        high.append(max(last, 0) if first > last else last)
+        if first > last:
+            # An empty range becomes one cell of the extent, which is not reached.
+            first = last = max(last, 0)
+        low.append(first)
+        high.append(last)
     return Bounds(tuple(low), tuple(high), bounds.batch).checked()
 
 

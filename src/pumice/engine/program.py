@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +23,7 @@ from pumice.nn.conv import Convolution, InverseConv
 from pumice.nn.hooks import REQUIRES_GRAD, has_no_backward_hooks, has_no_forward_hooks
 from pumice.ops import MapConsumers, SparseTensor, autograd
 from pumice.ops.conv import autocast_dtype
-from pumice.ops.prepare import prepare_levels
+from pumice.ops.prepare import RequestedMaps, requested_maps
 from pumice.ops.tensor import raw_feats
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.compile import BACKGROUND
@@ -250,14 +251,15 @@ class _Traced:
         env: Env = dict(zip(graph.placeholders, given, strict=True))
         first = next(raw_feats(x) for x in given if isinstance(x, SparseTensor))
         on_gpu = autograd.uses_gpu(first) and _is_current(first)
-        if on_gpu and self._pyramid is not None:
-            self._pyramid.prepare(env)
         key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = _items(graph, key, self._root)
+        begun: list[Callable[[], None]] = []
+        if on_gpu and self._pyramid is not None:
+            self._pyramid.prepare(env, lambda: begun.append(plan[0].begin(env)))
         for item in plan:
-            item.run(env)
+            (begun.pop() if begun else item.begin(env))()
             for node in item.last:
                 del env[node]
         return map_arg(graph.result, env.__getitem__)
@@ -295,9 +297,10 @@ def _told(number: int, step: Step) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """A step, or a stretch of them, and the nodes whose values nobody reads later."""
+    """A step, or a stretch of them, and the nodes whose values nobody reads later. begin(env)() runs it, the first call
+    what needs no kernel maps."""
 
-    run: Callable[[Env], None]
+    begin: Callable[[Env], Callable[[], None]]
     reads: tuple[Node, ...]
     makes: tuple[Node, ...]
     last: tuple[Node, ...] = ()
@@ -310,12 +313,13 @@ def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -
     on_gpu = train_stretches(graph) if way is TRAINING else stretches(graph, size or 0)
     for each in graph.steps if size is None else on_gpu:
         if isinstance(each, Stretch | TrainStretch):
-            made.append(_Item(each.run, each.inputs, each.outputs))
+            begin = each.begin if isinstance(each, Stretch) else partial(partial, each.run)
+            made.append(_Item(begin, each.inputs, each.outputs))
         elif isinstance(each, Product):
             reads = tuple(n for n in (each.x, each.target, each.residual) if n is not None)
-            made.append(_Item(_by_modules(each), reads, (each.node,)))
+            made.append(_Item(partial(partial, _by_modules(each)), reads, (each.node,)))
         elif isinstance(each, CallStep):
-            made.append(_Item(_caller(each, root), tuple(each.node.all_input_nodes), (each.node,)))
+            made.append(_Item(partial(partial, _caller(each, root)), tuple(each.node.all_input_nodes), (each.node,)))
     needed = {*nodes_in(graph.result)}
     for place in range(len(made) - 1, -1, -1):
         touched = dict.fromkeys((*made[place].reads, *made[place].makes))
@@ -359,22 +363,17 @@ def _caller(step: CallStep, root: Mapping[str, Any]) -> Callable[[Env], None]:
 
 @dataclass(frozen=True, eq=False)
 class _Pyramid:
-    """The kernel maps of a network on one of its arguments, as pumice.ops.prepare takes them."""
+    """The kernel maps of a network on one of its arguments, of relations of `dims` axes."""
 
     node: Node
-    steps: tuple[Relation, ...]
-    same: tuple[tuple[Relation, ...], ...]
-    consumers: MapConsumers
+    maps: RequestedMaps
+    dims: set[int]
 
-    def prepare(self, env: Env) -> None:
-        """Find all maps together, in two transfers, where they are not there yet."""
-        x = env[self.node]
-        geometry: Geometry = x.geometry
-        if geometry.maps or not len(geometry.coords):
-            return
-        relations = (*self.steps, *(one for level in self.same for one in level))
-        if all(one.dim == geometry.dim for one in relations):
-            prepare_levels(x, self.steps, self.same, self.consumers)
+    def prepare(self, env: Env, meanwhile: Callable[[], object]) -> None:
+        """Find all maps together, in two transfers, where they are not there yet. meanwhile: see build_chain."""
+        geometry: Geometry = env[self.node].geometry
+        if not geometry.maps and len(geometry) and self.dims == {geometry.dim}:
+            self.maps.prepare(geometry, meanwhile)
 
 
 def _pyramid_of(graph: Graph) -> _Pyramid | None:
@@ -404,5 +403,5 @@ def _pyramid_of(graph: Graph) -> _Pyramid | None:
         back = [layer for step, layer in convs if isinstance(layer, InverseConv) and graph.levels[step.x] == below]
         consumers[1].append([b for b in back if replace(b.relation, policy=relation.policy) == relation])
         level = below
-    maps = any(same) or steps
-    return _Pyramid(node, tuple(steps), tuple(same), MapConsumers(*consumers)) if maps else None
+    dims = {one.dim for relations in (steps, *same) for one in relations}
+    return _Pyramid(node, requested_maps(steps, same, MapConsumers(*consumers)), dims) if dims else None

@@ -237,25 +237,26 @@ class Stretch:
         beside = _NONE if first is step.node else self.geometries[first]
         return Wired(step, relation, *values, *at, beside, buffer if buffer.born == number else None)
 
-    def run(self, env: Env) -> None:
-        """Put the values of `outputs` into env."""
+    def begin(self, env: Env) -> Callable[[], None]:
+        """What puts the values of `outputs` into env, after all that needs no kernel maps."""
         tensors = [where.get(name) for where, name in self.sources]
         given = [raw_feats(env[node]) for node in self.features]
-        dtype = autocast_dtype(given[0])
+        dtype, own = autocast_dtype(given[0]), env
         with autograd.autocast_disabled(given):
-            own = env
             if dtype is not None:
                 own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
             launches = self._launches(tensors, given)
-            if launches is not None:
-                going = _Run(self, own, launches, tensors)
-                going.all()
-                for node in self.outputs:
-                    env[node] = going.result(node) if going.buffered else going.value(node)
-                return
-        self._by_modules(env)
+        return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
+
+    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]) -> None:
+        """The products as kernels. own: the inputs as they take them."""
+        going = _Run(self, own, launches, tensors)
+        with autograd.autocast_disabled([going.like]):
+            going.all()
+            for node in self.outputs:
+                env[node] = going.result(node) if going.buffered else going.value(node)
 
     def _cast(self, env: Env, dtype: torch.dtype) -> Env:
         """The inputs as autocast casts those of a product; what is added to one is not cast."""
@@ -315,15 +316,9 @@ class Stretch:
         """Those of the products, None of one that is not known to be a kernel; None if the modules are to be called.
         tensors: of `sources`; given: features of `inputs`."""
         there = [t for t in tensors if t is not None]
-        facts: list[Any] = [
-            global_settings(),
-            kernels.float32_precision(),
-            [n for n, t in enumerate(tensors) if t is None],
-        ]
+        facts: list[Any] = [global_settings(), kernels.float32_precision(), [*map(type, tensors)]]
         facts += [(t.dtype, t.shape[1:], t.stride(), t.get_device()) for t in given]
-        facts += map(type, there)
-        for fact in TENSOR_GUARDS:
-            facts += map(fact, there)
+        facts += [[*map(fact, there)] for fact in TENSOR_GUARDS]
         # Options of layers are among the guards of the program.
         if facts != self._known[0]:
             self._known = facts, self._made(there, tensors, given)
@@ -434,7 +429,7 @@ class _Run:
             feats = raw_feats(x)
             self._geometries[number], self._addresses[number] = x.geometry, feats.data_ptr()
             self._rows[number] = feats.shape[0]
-        self._like = raw_feats(env[stretch.features[0]])
+        self.like = raw_feats(env[stretch.features[0]])
         self.buffered = self._geometries[0].buffered is not None
         self._memory: dict[Buffer, tuple[Tensor, int]] = {}
 
@@ -487,7 +482,7 @@ class _Run:
     def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
         """(features, weight, epilogue) like those of a product. rows: of its features, and of its result."""
         step, own = self._stretch.wired[number].step, self._own(number)
-        weight, lead, like = own[0], launch.residual_lead, self._like
+        weight, lead, like = own[0], launch.residual_lead, self.like
         assert weight is not None
         x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
         residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
@@ -501,7 +496,7 @@ class _Run:
         """All products, each started as soon as its kernel is known. All maps come first: in buffers other streams may
         still be building them, and each product waits for its own alone."""
         maps = self._maps()
-        if self.buffered and not is_capturing(self._like.device):
+        if self.buffered and not is_capturing(self.like.device):
             self._compile(maps)
         self._allocate([one for one in self._stretch.wired if one.starts is not None])
         at, geometries, counts = self._addresses, self._geometries, self._rows
@@ -520,7 +515,7 @@ class _Run:
                         call = call_over(on, launch.key, launch.row_shapes(rows, count), launch.columns)
             if call is not None and launch is not None and (call.executor is launch.executor or launch.takes(call)):
                 # Held until the kernel is under way, as the memory is.
-                own = None if call.needs is None else workspace(call.needs[0], call.needs[1], self._like.device)
+                own = None if call.needs is None else workspace(call.needs[0], call.needs[1], self.like.device)
                 call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], own)
             else:
                 if call is None and launch is not None:
@@ -536,7 +531,7 @@ class _Run:
 
     def _allocate(self, starting: Sequence[Wired]) -> None:
         """Memory of the buffers that these begin: one arena, and tensors for what is read outside."""
-        size, like = self._like.element_size(), self._like
+        size, like = self.like.element_size(), self.like
         slots: dict[int, int] = {}
         for one in starting:
             buffer, rows = one.starts, self._rows[one.at_y]
@@ -558,7 +553,7 @@ class _Run:
 
     def _point(self, buffers: Sequence[Buffer]) -> None:
         """The addresses of all values of these buffers."""
-        size, at = self._like.element_size(), self._addresses
+        size, at = self.like.element_size(), self._addresses
         for buffer in buffers:
             memory, begin = self._memory[buffer]
             base = memory.data_ptr() + begin
@@ -608,8 +603,8 @@ class _Run:
         buffer, number = place.buffer, self._stretch.geometries[node]
         (memory, begin), rows = self._memory[buffer], self._rows[number]
         if memory.dtype is torch.uint8:
-            size = rows * buffer.width * self._like.element_size()
-            memory = memory[begin : begin + size].view(self._like.dtype).view(rows, buffer.width)
+            size = rows * buffer.width * self.like.element_size()
+            memory = memory[begin : begin + size].view(self.like.dtype).view(rows, buffer.width)
         columns = memory if place.channels == buffer.width else memory[:, place.column : place.column + place.channels]
         return unchecked_tensor(columns, self._geometries[number])
 

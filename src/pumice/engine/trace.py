@@ -38,35 +38,35 @@ class Snapshot:
         self.modules = tuple(modules)
         self._types = [*map(type, self.modules)]
         # Modules of TorchScript have none.
-        self._forwards = [getattr(kind, "forward", None) for kind in self._types]
+        self._forwards = {kind: getattr(kind, "forward", None) for kind in self._types}
         self._live = [module.__dict__ for module in self.modules]
         self._kept = [dict(own) for own in self._live]
         left_out = () if tensors else ("_parameters", "_buffers")
-        self._copies = [{k: v if k in left_out else _copied(v) for k, v in own.items()} for own in self._kept]
+        every = [v for own in self._kept for k, v in own.items() if type(v) in _CONTAINERS and k not in left_out]
+        # Most containers are empty, such as those of hooks.
+        self._empty, self._filled = [v for v in every if not v], [v for v in every if v]
+        self._contents = [(dict if type(v) is OrderedDict else type(v))(v) for v in self._filled]
 
     def holds(self) -> bool:
         """True if nothing has changed since."""
         try:
             # Hooks, submodules, modes, options and a `forward` of an instance are all among the attributes.
-            alike = self._live == self._copies and [*map(type, self.modules)] == self._types
-            return alike and [getattr(kind, "forward", None) for kind in self._types] == self._forwards
+            alike = self._live == self._kept and not any(self._empty) and self._filled == self._contents
+            alike = alike and [*map(type, self.modules)] == self._types
+            return alike and {kind: getattr(kind, "forward", None) for kind in self._forwards} == self._forwards
         except Exception:  # a tensor or an array that was exchanged: its == is no truth value
             return False
 
     def restore(self) -> None:
         """Undo changes, as far as `holds` sees them."""
-        for own, kept, copies in zip(self._live, self._kept, self._copies, strict=True):
+        for own, kept in zip(self._live, self._kept, strict=True):
             own.clear()
             own.update(kept)
-            for name, value in kept.items():
-                if copies[name] is not value:
-                    value.clear()
-                    (value.update if isinstance(value, dict | set) else value.extend)(copies[name])
-
-
-def _copied(value: Any) -> Any:
-    kind = type(value)
-    return (dict if kind is OrderedDict else kind)(value) if kind in _CONTAINERS else value
+        for value in self._empty:
+            value.clear()
+        for value, contents in zip(self._filled, self._contents, strict=True):
+            value.clear()
+            (value.update if isinstance(value, dict | set) else value.extend)(contents)
 
 
 # Proxies

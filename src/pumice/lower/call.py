@@ -182,7 +182,7 @@ class CallTemplate:
         run, where addresses need 64 bits or are not aligned to 16 bytes, where Triton interprets kernels, and where the
         planner has to choose."""
         executor, device = self.executor, self.family.device
-        if on.needs_int64 or executor.needs_int64(shape):
+        if on.needs_int64 or not on.is_aligned or executor.needs_int64(shape):
             return None
         for count, stride in rows:
             # Of the others it is as it was.
@@ -205,16 +205,13 @@ class CallTemplate:
         compiled = kernel.binary(values, everything, device) if programs else None
         if compiled is None:
             return None
-        bits = 0
+        addresses = on.addresses
         for place, which in layout.arrays:
-            values[place] = address = on.addresses[which]
-            bits |= address
+            values[place] = addresses[which]
         if segments is not None:
+            addresses = segments.addresses
             for place, name in layout.segments:
-                values[place] = address = segments.addresses[name]
-                bits |= address
-        if bits & 15:
-            return None
+                values[place] = addresses[name]
         needs = None if layout.workspace is None else (programs, kernel.workspace_bytes(programs))
         kept = None if segments is None else segments.kept
         return BoundCall(executor, compiled, layout, programs, values, needs, shape, device, kept)
@@ -311,7 +308,9 @@ def call_over(
         buffered.pending_events.wait_for((signature, found.flipped))
     call = calls.get(signature)
     if call is None:
-        call = MapCall(signature, bound_map(found), rows, (found.num_outputs, columns)).instantiate()
+        on = bound_map(found)
+        template = find_template(signature, on)
+        call = None if template is None else template.instantiate(on, rows, (found.num_outputs, columns))
         if call is not None:
             keep_call(found, signature, call)
     return call

@@ -385,9 +385,9 @@ class MapSignature(NamedTuple):
 
 class BoundMap:
     """The arrays of a map that calls over it take. signature: key of a MapSignature; rows, addresses: of the arrays;
-    needs_int64: True if one is so long that addressing needs 64 bits."""
+    needs_int64: True if one is so long that addressing needs 64 bits; is_aligned: True if all are, to 16 bytes."""
 
-    __slots__ = ("_arrays", "_segments", "addresses", "needs_int64", "rows", "signature")
+    __slots__ = ("_arrays", "_segments", "addresses", "is_aligned", "needs_int64", "rows", "signature")
 
     def __init__(self, arrays: Sequence[Tensor], signature: MapSignature) -> None:
         rows = [x.shape[0] if x.ndim else 1 for x in arrays]
@@ -397,6 +397,10 @@ class BoundMap:
     def _set(self, signature: MapSignature, rows: Sequence[int], addresses: Sequence[int]) -> None:
         self.signature, self.rows, self.addresses = signature.key, rows, addresses
         self.needs_int64 = any([n * s >= INT32_LIMIT for n, s in zip(rows, signature.row_strides, strict=True)])
+        bits = 0
+        for address in addresses:
+            bits |= address
+        self.is_aligned = not bits & 15
 
     @property
     def arrays(self) -> Sequence[Tensor]:
@@ -432,8 +436,7 @@ class BoundTiles(BoundMap):
 
     def __init__(self, tiled: Tiled, signature: MapSignature) -> None:
         self._tiled, self._segments = tiled, {}
-        parts = tiled.parts
-        self._set(signature, [part.shape[0] for part in parts], [part.data_ptr() for part in parts])
+        self._set(signature, tiled.lengths(), tiled.addresses())
 
     @property
     def arrays(self) -> Sequence[Tensor]:
@@ -484,16 +487,20 @@ def bound_map(found: KernelMap | NoMap) -> BoundMap:
     """The arrays of a map that calls without gradients take, cached with it."""
     if isinstance(found, NoMap):
         return _NO_MAP
-    return found.get_cached("bound") or found.cached("bound", _bind_map)
+    known = found.get_cached("bound")
+    if known is None:
+        laid = laid_out(found)
+        known = found.cached("bound", _bind_map) if laid is None else found.keep("bound", _bind_tiles(found, *laid))
+    return known
 
 
 def _bind_map(found: KernelMap) -> BoundMap:
-    laid = laid_out(found)
-    if laid is not None:
-        tokens, tiled = laid
-        return BoundTiles(tiled, _signature_of_tiles(tokens, tiled.parts[0].shape[1], found.volume, found.device))
     tokens, arrays = planner_operands(found, False)
     return BoundMap(arrays, MapSignature.of(tokens, found.volume, arrays))
+
+
+def _bind_tiles(found: KernelMap, tokens: tuple[str, ...], tiled: Tiled) -> BoundMap:
+    return BoundTiles(tiled, _signature_of_tiles(tokens, tiled.block, found.volume, found.device))
 
 
 @lru_cache(maxsize=64)

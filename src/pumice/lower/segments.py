@@ -67,7 +67,7 @@ _ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
 
 class SegmentArgs(NamedTuple):
     """Segments as arguments of a kernel. addresses: of their arrays, by name; kept: what holds these; one_kernel: False
-    where some are among the outliers, which take a kernel of their own."""
+    where some are among the outliers, which take a kernel of their own, or an array is not aligned to 16 bytes."""
 
     count: int
     addresses: Mapping[str, int]
@@ -77,7 +77,8 @@ class SegmentArgs(NamedTuple):
     @staticmethod
     def of(found: Segments) -> SegmentArgs:
         addresses = {name: x.data_ptr() for name in _ARRAYS if (x := getattr(found, name)) is not None}
-        return SegmentArgs(found.rows.shape[0], addresses, found, found.outliers is None)
+        one_kernel = found.outliers is None and not any([address & 15 for address in addresses.values()])
+        return SegmentArgs(found.rows.shape[0], addresses, found, one_kernel)
 
 
 @cached_per_tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
 from typing import Any, Protocol, TypeVar
@@ -87,41 +87,54 @@ def prepare_levels(
     if torch.compiler.is_compiling():
         return SparseTensor(x.feats, trace_local(x.geometry))
     check_steps(steps)
-    wanted = _RequestedMaps(
-        tuple(steps), tuple(map(tuple, same)), None if consumers is None else _flows_over(steps, same, consumers)
-    )
-    geometry, differentiable = x.geometry, torch.is_grad_enabled()
-    request = wanted.steps, wanted.same, wanted.flows, differentiable
-    if geometry.buffered is not None:
-        wanted.build_in_buffers(geometry, differentiable)
-    elif request not in geometry.prepared_requests:
-        if not wanted.build_chain(geometry):
-            wanted.build(geometry)
-        geometry.prepared_requests.add(request)
+    requested_maps(steps, same, consumers).prepare(x.geometry)
     return x
 
 
+def requested_maps(
+    steps: Sequence[Relation], same: Sequence[Sequence[Relation]], consumers: MapConsumers | None = None
+) -> RequestedMaps:
+    """The maps of `prepare_levels`. Raises ShapeError if `consumers` does not match them."""
+    flows = None if consumers is None else _flows_over(steps, same, consumers)
+    return _requested(tuple(steps), tuple(map(tuple, same)), flows)
+
+
 @dataclass(frozen=True, eq=False)
-class _RequestedMaps:
+class RequestedMaps:
     """Requested maps with the dataflows of their layers; flows None: automatic, with transposed maps."""
 
     steps: tuple[Relation, ...]
     same: tuple[tuple[Relation, ...], ...]
     flows: tuple[frozenset[Chosen | None], ...] | None
+    _chains: dict[Any, tuple[ChainRequest, int, bool]] = field(default_factory=dict)
+
+    def prepare(self, geometry: Geometry, meanwhile: Callable[[], object] | None = None) -> None:
+        """Build all maps, unless these were built before. meanwhile: see build_chain; not called if no kernel runs."""
+        differentiable = torch.is_grad_enabled()
+        if geometry.buffered is not None:
+            self.build_in_buffers(geometry, differentiable)
+        elif (self, differentiable) not in geometry.prepared_requests:
+            if not self.build_chain(geometry, meanwhile):
+                self.build(geometry)
+            geometry.prepared_requests.add((self, differentiable))
 
     def maps(self, geometry: Geometry) -> Iterator[tuple[KernelMap, Iterable[Chosen | None]]]:
         """(map, dataflows), built lazily."""
         flows = repeat((None,)) if self.flows is None else self.flows
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
-    def build_chain(self, geometry: Geometry) -> bool:
+    def build_chain(self, geometry: Geometry, meanwhile: Callable[[], object] | None = None) -> bool:
         """Build all maps together in one transfer; False if kernels do not run or coords.chain does not support the
         steps."""
         if not has_triton(geometry.coords) or is_capturing(geometry.device):
             return False
-        facts = geometry.dim, self.steps, self.same, self.flows, torch.is_grad_enabled()
-        request, wanted, complete = chain_of(*facts, TILE_HEIGHTS.rule())
-        if not keep_chain(geometry, request, wanted):
+        facts = geometry.dim, torch.is_grad_enabled(), TILE_HEIGHTS.rule()
+        known = self._chains.get(facts)
+        if known is None:
+            dim, differentiable, rule = facts
+            known = self._chains[facts] = chain_of(dim, self.steps, self.same, self.flows, differentiable, rule)
+        request, wanted, complete = known
+        if not keep_chain(geometry, request, wanted, meanwhile):
             return False
         if not complete:
             self.build(geometry)
@@ -143,10 +156,18 @@ class _RequestedMaps:
                     materialize([(one, flows)], differentiable)
 
 
-def keep_chain(geometry: Geometry, request: ChainRequest, wanted: int | None = None) -> bool:
+_requested = lru_cache(maxsize=64)(RequestedMaps)
+
+
+def keep_chain(
+    geometry: Geometry,
+    request: ChainRequest,
+    wanted: int | None = None,
+    meanwhile: Callable[[], object] | None = None,
+) -> bool:
     """Build the maps of a request together and keep them, the first `wanted` laid out for layers; False where
     coords.chain does not support them. Raises as build_chain."""
-    found = None if refusal(geometry, request) is not None else build_chain(geometry, request)
+    found = None if refusal(geometry, request) is not None else build_chain(geometry, request, meanwhile)
     for one in (found or ())[:wanted]:
         keep_tiles(one)
     return found is not None

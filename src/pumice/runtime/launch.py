@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, wraps
 from threading import RLock
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -230,12 +231,12 @@ class KernelLauncher:
         programs: int,
         tensors: Sequence[Array],
         numbers: Sequence[float] = (),
-        constants: Mapping[str, Any] | None = None,
+        constants: Mapping[str, Any] = MappingProxyType({}),
         warps: int = 4,
     ) -> None:
         """Launch `programs` programs on the tensors' device and its current stream."""
-        known = tuple((constants or {}).values())
-        key = (warps, *[t.dtype for t in tensors], *known)
+        known = tuple(constants.values())
+        key = (warps, known, *[t.dtype for t in tensors])
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps)

@@ -16,10 +16,11 @@ _ALIGNED = 4
 class Part:
     """A contiguous array within an allocation, from entry `start` on."""
 
-    __slots__ = ("_address", "_tensor", "memory", "shape", "start")
+    __slots__ = ("_address", "_tensor", "dtype", "memory", "shape", "start")
 
     def __init__(self, memory: Tensor, address: int, start: int, shape: tuple[int, ...]) -> None:
         self.memory, self._address, self.start, self.shape = memory, address, start, shape
+        self.dtype = memory.dtype
         self._tensor: Tensor | None = None
 
     def data_ptr(self) -> int:
@@ -31,10 +32,6 @@ class Part:
     @property
     def device(self) -> torch.device:
         return self.memory.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.memory.dtype
 
     def tensor(self) -> Tensor:
         """The array as a tensor, the same in each call."""
@@ -59,20 +56,31 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def carve(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Part]:
-    """Arrays of these shapes, one after the other, aligned to 16 bytes of int32."""
-    base, size, start, found = memory.data_ptr(), memory.element_size(), 0, []
+def begins_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
+    """Where arrays of these shapes begin, one after the other and aligned to 16 bytes of int32; where they end."""
+    begins, end = [], 0
     for shape in shapes:
-        found.append(Part(memory, base + start * size, start, shape))
-        start += aligned(math.prod(shape))
-    return found
+        begins.append(end)
+        end += aligned(math.prod(shape))
+    return begins, end
+
+
+def carve(memory: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Part]:
+    """Arrays of these shapes within an allocation; see `begins_of`."""
+    return _placed(memory, shapes, begins_of(shapes)[0])
 
 
 def allocate(
     device: torch.device, shapes: Sequence[tuple[int, ...]], make: Callable[..., Tensor] = torch.empty
 ) -> list[Part]:
     """int32 arrays of these shapes in one allocation by `make`."""
-    return carve(make(sum([aligned(math.prod(shape)) for shape in shapes]), dtype=torch.int32, device=device), shapes)
+    begins, end = begins_of(shapes)
+    return _placed(make(end, dtype=torch.int32, device=device), shapes, begins)
+
+
+def _placed(memory: Tensor, shapes: Sequence[tuple[int, ...]], begins: Sequence[int]) -> list[Part]:
+    base, size = memory.data_ptr(), memory.element_size()
+    return [Part(memory, base + size * begin, begin, shape) for begin, shape in zip(begins, shapes, strict=True)]
 
 
 def tensor_of(array: Array | Any) -> Any:
