@@ -87,7 +87,6 @@ class Robot:
         device = next(net.parameters()).device
         self.device, on_gpu = device, device.type == "cuda"
         self.arrived = torch.zeros(sensor.most, 4, pin_memory=on_gpu)
-        cells = math.ceil(sensor.reach / voxel) + 1
         capacities = [sensor.most]
         while capacities[-1] > GROWTH * max(1, sensor.least):
             capacities.append(math.ceil(capacities[-1] / GROWTH))
@@ -99,7 +98,6 @@ class Robot:
             size=voxel,
             max_points=sensor.most,
             buckets=capacities,
-            box=((-cells,) * 3, (cells,) * 3),
             dtype=torch.float16 if on_gpu else None,
         ).ready()
 

@@ -157,9 +157,8 @@ def _captured(setup: Setup, buckets: tuple[int, ...]) -> tuple[nn.Module, Captur
     feats = setup.random(len(coords), 4)
     net = net_for(setup, Sample(coords, feats, None, 1, "random")).to(setup.half)
     begin = time.perf_counter()
-    box = ((-SIDE,) * 3, (SIDE - 1,) * 3)
     example = SparseTensor(feats.to(setup.half), coords)
-    fast = capture(net, example, max_voxels=buckets[-1], buckets=buckets, level_capacity=1.0, box=box).ready()
+    fast = capture(net, example, max_voxels=buckets[-1], buckets=buckets, level_capacity=1.0).ready()
     setup.say(f"  {len(buckets)} capacities in {time.perf_counter() - begin:.1f} s")
     return net, fast
 

@@ -34,7 +34,7 @@ def inference(setup: Setup) -> Iterator[Row]:
     """Every scene that is wanted and at hand.
 
         captured          fast(feats, coords): nothing is read or checked before
-        captured-tensor   fast(SparseTensor(feats, coords)): the box of the coordinates is read first
+        captured-tensor   fast(SparseTensor(feats, coords))
         eager             net(SparseTensor(feats, coords))
 
     A call begins with coordinates and features on the device and ends with logits; kernel maps are part of it. Each

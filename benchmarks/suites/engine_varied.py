@@ -23,7 +23,7 @@ from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup, quietly
 from benchmarks.harness.timing import synchronize
 from benchmarks.scenes.engine import net_for
-from benchmarks.scenes.varied import BOX, Varied, hungry, source
+from benchmarks.scenes.varied import Varied, hungry, source
 from benchmarks.scenes.workloads import Sample
 from pumice.engine import Captured, capture
 from pumice.engine.compare import differ, perturb
@@ -113,7 +113,7 @@ def _captured(setup: Setup, scans: Varied) -> tuple[nn.Module, Captured]:
     net = net_for(setup, Sample(coords, feats, None, 1, "scans")).to(setup.half)
     buckets = [*FEW, scans.high] if setup.quick else 1.5
     example = SparseTensor(feats.to(setup.half), coords)
-    return net, capture(net, example, max_voxels=scans.high, buckets=buckets, box=BOX)
+    return net, capture(net, example, max_voxels=scans.high, buckets=buckets)
 
 
 def _seen(setup: Setup, scans: Varied, fast: Captured, count: int) -> Seen:

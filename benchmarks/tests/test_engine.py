@@ -87,8 +87,8 @@ def test_a_captured_network_that_is_wrong_is_not_timed(monkeypatch):
 @pytest.mark.filterwarnings("ignore:a scene somewhere else")
 def test_calls_that_ran_eagerly_are_not_called_captured(monkeypatch):
     engine = importlib.import_module("pumice.engine.buckets").GraphRunner
-    monkeypatch.setattr(engine, "_host_rejection", lambda self, scene: ("box", "somewhere else"))
-    with pytest.raises(PumiceError, match=r"captured calls ran eagerly: \{'box': "):
+    monkeypatch.setattr(engine, "_host_rejection", lambda self, scene: ("range", "somewhere else"))
+    with pytest.raises(PumiceError, match=r"captured calls ran eagerly: \{'range': "):
         quick("inference")
 
 

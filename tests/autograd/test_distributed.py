@@ -102,7 +102,7 @@ def scene_of(rank, step):
     """Of different sizes in both processes: one of them finds a graph, where the other has no room, or none at all."""
     if step == 2 and rank:
         # Far from each other: as many voxels on the next level.
-        places = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), *[2 * torch.arange(6)] * 3)
+        places = torch.cartesian_prod(torch.zeros(1, dtype=torch.int64), *[4 * torch.arange(6)] * 3)
         return pm.SparseTensor(torch.randn(216, 4), places.int(), batch_size=1)
     rows = 250 if step == 3 and rank else 64 + 20 * rank - 10 * (step == 1)
     return pm.SparseTensor(

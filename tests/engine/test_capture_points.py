@@ -138,18 +138,22 @@ def test_scans_that_do_not_fit():
         scan = cloud(251, 3)
         x, want = eager(net, *scan, {"size": 0.5})
         agrees(fast(*scan), want, x)
-    scan = (points + 100, feats, None)
-    with pytest.warns(RuntimeWarning, match="outside the box"):
+    for far in (100, -30_000):
+        scan = (points + far, feats, None)
         x, want = eager(net, *scan, {"size": 0.5})
         agrees(fast(*scan), want, x)
-    assert fast.fallbacks == {"points": 1, "box": 1}
+    scan = (points + 40_000, feats, None)
+    with pytest.warns(RuntimeWarning, match="coordinates beyond"):
+        x, want = eager(net, *scan, {"size": 0.5})
+        agrees(fast(*scan), want, x)
+    assert fast.fallbacks == {"points": 1, "range": 1}
 
 
 def test_more_voxels_than_expected():
     """Points close to each other are an example of few voxels."""
     net = strange(Heads())
     near, feats, _ = cloud(200, extent=1.0)
-    fast = pm.capture_points(net, near, feats, size=0.5, max_points=300, box=((0, 0, 0), (40, 40, 40)))
+    fast = pm.capture_points(net, near, feats, size=0.5, max_points=300)
     far = cloud(300, 1, extent=15.0)
     with pytest.warns(RuntimeWarning, match="voxels at stride .1, 1, 1., above the capacity"):
         x, want = eager(net, *far, {"size": 0.5})

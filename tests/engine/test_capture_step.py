@@ -715,10 +715,14 @@ def test_what_has_no_graph_runs_eagerly():
     falls_back(pair, scene(101, 2)[:1], "voxels", "101 voxels")
     falls_back(pair, scene(50, 3, batch=1)[:1], "batch", "1 items")
     x, _ = scene(60, 4)
-    far = pm.SparseTensor(x.feats, x.coords + torch.tensor([0, 90, 0, 0], dtype=torch.int32), batch_size=2)
-    falls_back(pair, (far,), "box", "outside")
+    for along in (-9_000, 70_000):
+        far = pm.SparseTensor(x.feats, x.coords + torch.tensor([0, along, 0, 0], dtype=torch.int32), batch_size=2)
+        if along < 0:
+            pair.both(far)
+        else:
+            falls_back(pair, (far,), "range", "coordinates beyond")
     pair.both(scene(100, 1)[0])
-    assert pair.step.replays == 2
+    assert pair.step.replays == 3
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -754,7 +758,7 @@ def block_and_sparse(dtype=torch.float64):
     return pm.SparseTensor(feats, block), pm.SparseTensor(feats, far)
 
 
-BOX = {"max_voxels": 640, "buckets": [640], "box": ((0, 0, 0), (64, 64, 64))}
+ROOM = {"max_voxels": 640, "buckets": [640]}
 NO_ROOM = "512 voxels at stride .2, 2, 2., above the capacity of.*re-planned, up to 3 times"
 
 
@@ -763,7 +767,7 @@ def test_an_inner_level_without_room_updates_once(optimizer):
     """Statistics of the pass that had no room are taken back before the scene runs eagerly; then there is room, and
     what was planned left no trace in statistics, gradients and the optimizer's state."""
     example, sparse = block_and_sparse()
-    pair = Pair(small(), squared, (example,), optimizer, **BOX)
+    pair = Pair(small(), squared, (example,), optimizer, **ROOM)
     pair.both(example)
     with pytest.warns(RuntimeWarning, match=NO_ROOM):
         pair.both(sparse)
@@ -777,7 +781,7 @@ def test_an_inner_level_without_room_updates_once(optimizer):
 
 def test_an_inner_level_that_was_given_stays_as_narrow():
     example, sparse = block_and_sparse()
-    pair = Pair(small(), squared, (example,), **BOX, level_capacity=0.2)
+    pair = Pair(small(), squared, (example,), **ROOM, level_capacity=0.2)
     falls_back(pair, (sparse,), "room", NO_ROOM)
     pair.both(example)
     assert pair.step.replays == 1
@@ -785,7 +789,7 @@ def test_an_inner_level_that_was_given_stays_as_narrow():
 
 def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
     example, sparse = block_and_sparse()
-    pair, made = Pair(small(), squared, (example,), **BOX), []
+    pair, made = Pair(small(), squared, (example,), **ROOM), []
     engine = pair.step._engine
     whole, held = type(engine)._build_bucket, engine.buckets[640]
 
@@ -814,7 +818,7 @@ def test_no_room_under_a_scaler():
     def loss(y, factor):
         return squared(y) * factor
 
-    step = pm.capture_step(net, loss, optimizers[0], example, torch.tensor(1.0), scaler=scalers[0], **BOX)
+    step = pm.capture_step(net, loss, optimizers[0], example, torch.tensor(1.0), scaler=scalers[0], **ROOM)
     far = pm.SparseTensor(sparse.feats, sparse.coords + torch.tensor([0, 1, 0, 0], dtype=torch.int32))
     scenes = ((example, 1.0), (sparse, 1e37), (sparse, 1.0), (far, 1.0), (example, 1e37), (sparse, 1.0))
     with pytest.warns(RuntimeWarning, match=NO_ROOM):

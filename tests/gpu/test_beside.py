@@ -107,8 +107,7 @@ def captured(net, device, dtype=torch.float32):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         net, x = strange(net).to(device, dtype), scene(device, 9000, 1000, dtype)
-        box = ((0, 0, 0), (63, 63, 63))
-        return net, pm.capture(net, x, max_voxels=10_000, buckets=[3000, 10_000], margin=27.0, box=box).ready()
+        return net, pm.capture(net, x, max_voxels=10_000, buckets=[3000, 10_000], margin=27.0).ready()
 
 
 def agrees(net, fast, scenes, limit):

@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn import functional
 
 import pumice as pm
-from pumice.coords import Bounds, CoordBuffer, Geometry, Relation, kernel_map
+from pumice.coords import Bounds, CoordBuffer, Geometry, Relation, build, chain, kernel_map
 from pumice.coords import tiles as tiles_module
-from pumice.coords.buffer import new_status
+from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, new_status
 from pumice.coords.capacity import BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.tiles import stable_argsort_torch
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
-from pumice.engine.capture import site_within
+from pumice.engine.capture import captured_site
 from pumice.lower import maps, norm
 from pumice.lower import rows as by_rows
 from pumice.lower import segments as segmented
@@ -107,7 +107,7 @@ def check_pieces() -> None:
 
     with patch.object(segmented, "split_runs", counted), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fast = pm.capture(net, far, max_voxels=70, buckets=[70], margin=1.0, box=((0, 0, 0), (20, 20, 20)))
+        fast = pm.capture(net, far, max_voxels=70, buckets=[70], margin=1.0)
         asked.append(len(cut))
         for x in (far, near, near, far):
             with torch.no_grad():
@@ -332,7 +332,7 @@ def check_wider_step() -> None:
     plain = copy.deepcopy(net)
     optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, plain)]
     near, far = scene(100, 0, extent=5), scene(100, 1, extent=20)
-    told = {"max_voxels": 110, "margin": 1.2, "box": ((0, 0, 0), (20, 20, 20))}
+    told = {"max_voxels": 110, "margin": 1.2}
 
     def mean(y: pm.SparseTensor) -> torch.Tensor:
         return pm.ops.row_mean(y, (y.feats + 1).square().sum(1))
@@ -357,7 +357,9 @@ def check_wider_step() -> None:
 
 
 def map_checks() -> Checks:
-    return {"maps in buffers": check_maps, "nothing waits": check_waits, "points": check_points}
+    chains = {f"chains in buffers, D={dim}": partial(check_chain, dim) for dim in (1, 2, 3, 4)}
+    more = {"chains without room": check_chain_without_room, "chains of wrong coordinates": check_chain_status}
+    return {"maps in buffers": check_maps, "nothing waits": check_waits, "points": check_points} | chains | more
 
 
 def levels(geometry: Geometry) -> list[Any]:
@@ -378,7 +380,7 @@ def levels(geometry: Geometry) -> list[Any]:
 
 
 def built(buffers: VoxelBuffers, rooms: Any, x: pm.SparseTensor) -> Geometry:
-    return buffers.make_input(site_within(x.geometry.site, 1, None), BufferedState(rooms)).x.geometry
+    return buffers.make_input(captured_site(x.geometry.site, 1), BufferedState(rooms)).x.geometry
 
 
 def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapacities]:
@@ -387,6 +389,7 @@ def planned(x: pm.SparseTensor, capacity: int) -> tuple[VoxelBuffers, FixedCapac
     planner = CapacityPlanner(capacity, len(x), 2.0, None)
     with by_torch():
         levels(built(buffers, planner, x))
+        chain_of(built(buffers, planner, x), 3)
     return buffers, planner.to_fixed()
 
 
@@ -417,6 +420,113 @@ def check_maps() -> None:
                 assert bool((made.rows >= 0).sum() == outputs) and len(made.rows) == tiles
 
 
+def chain_steps(dim: int) -> tuple[list[Relation], list[list[Relation]]]:
+    """Steps of both kinds and the windows of their levels, two of them on the first."""
+    wide = Relation.of(dim, 3, stride=2, padding=1) if dim < 4 else Relation.of(dim, 2, stride=2)
+    steps = [Relation.of(dim, 2, stride=2), wide, Relation.of(dim, 2, stride=2)]
+    small, large = Relation.of(dim, (*(3,) * min(dim, 3), *(1,) * (dim - 3))), Relation.of(dim, (5, *(1,) * (dim - 1)))
+    return steps, [[small, large], [small], [], [large]]
+
+
+def chain_of(geometry: Geometry, dim: int) -> list[Any]:
+    """The maps of such a network, found together."""
+    steps, windows = chain_steps(dim)
+    pm.SparseTensor(torch.zeros(len(geometry.coords), 1), geometry).prepare(steps, windows)
+    found, here = [], geometry
+    for number, each in enumerate(windows):
+        found += [(kernel_map(here, window)[0], here) for window in each]
+        if number < len(steps):
+            kept, other = kernel_map(here, steps[number])
+            found.append((kept, other))
+            here = other
+    return found
+
+
+def cloud_of(dim: int, count: int, seed: int, along: int = 0) -> pm.SparseTensor:
+    coords = random_cloud(count, dim, extent=(40, 8, 6, 4)[dim - 1], batch_size=min(2, count), seed=seed)
+    coords = coords + torch.tensor([0, along, *(0,) * (dim - 1)], dtype=torch.int32)
+    return pm.SparseTensor(torch.randn(count, 2), coords, batch_size=2, dim=dim)
+
+
+def chain_in(buffers: VoxelBuffers, rooms: Any, x: pm.SparseTensor) -> tuple[Geometry, list[Any]]:
+    """The maps of a scene in buffers, all of them by the kernels of chains."""
+    VoxelScene(x.feats, x.coords, x.geometry, x).fill(buffers)
+    geometry = buffers.make_input(captured_site(x.geometry.site, 2), BufferedState(rooms)).x.geometry
+    with patch.object(build, "make_outputs", refused), patch.object(build, "_search", refused):
+        return geometry, chain_of(geometry, x.spatial_dim)
+
+
+def refused(*given: Any) -> Any:
+    raise AssertionError("level by level")
+
+
+def check_chain(dim: int) -> None:
+    """Maps that are found together are those that are found one by one, wherever a scene lies."""
+    x, planner = cloud_of(dim, 50, 1), CapacityPlanner(80, 50, 3.0, None)
+    buffers = VoxelBuffers.of(80, x)
+    # What does not fit in the first estimate of a coarser level is found again.
+    with patch.multiple(chain, _FIRST_ESTIMATE=0.01, _LEAST=0):
+        chain.estimate_of.cache_clear()
+        chain_in(buffers, planner, x)
+    chain.estimate_of.cache_clear()
+    rooms = planner.to_fixed()
+    reach = {1: 1 << 24, 2: 1 << 24, 3: 1 << 16, 4: 1 << 11}[dim]
+    for number, (count, along) in enumerate(((50, 0), (80, reach - 110), (1, 7), (66, 66 - reach), (0, 0))):
+        y = cloud_of(dim, count, number, along) if count else pm.SparseTensor(torch.zeros(0, 2), x.coords[:0], dim=dim)
+        with fenced():
+            geometry, found = chain_in(buffers, rooms, y)
+        with plain():
+            want = chain_of(Geometry(y.coords, y.geometry.site), dim)
+        assert int(geometry.cloud.status) == 0 and geometry.searched
+        for (got, outputs), (eager, level) in zip(found, want, strict=True):
+            here, there = got.rows(), eager.rows()
+            assert torch.equal(here[: len(there)], there) and bool((here[len(there) :] == -1).all())
+            assert torch.equal(got.masks()[: len(there)], eager.masks()) and not got.masks()[len(there) :].any()
+            assert int(got.valid_count()) == len(there) and int(got.transpose().valid_count()) == eager.num_inputs
+            assert torch.equal(outputs.coords[: len(there)], level.coords)
+            if outputs is not geometry:
+                assert bool((outputs.coords[len(there) :] == -1).all())
+            assert outputs.stride == level.stride and not outputs.cloud.count.data_ptr() % 16
+            assert got.buffered is not None and outputs.cloud.status is geometry.cloud.status
+
+
+def check_chain_without_room() -> None:
+    """Nothing is read beyond the rows of a level, and what it needs is told."""
+    near = pm.SparseTensor(torch.zeros(216, 2), torch.cartesian_prod(*[torch.arange(n) for n in (1, 6, 6, 6)]).int())
+    far = pm.SparseTensor(near.feats, near.coords * torch.tensor([1, 8, 8, 8], dtype=torch.int32), batch_size=1)
+    planner, buffers = CapacityPlanner(216, 216, 1.0, None), VoxelBuffers.of(216, near)
+    chain_in(buffers, planner, near)
+    with fenced():
+        geometry, found = chain_in(buffers, planner.to_fixed(), far)
+    assert int(geometry.cloud.status) == OVERFLOW
+    coarse = found[2][1].cloud
+    assert coarse.needed is not None and int(coarse.needed) == 216 and int(coarse.count) == coarse.capacity == 64
+    for got, _ in found:
+        assert int(got.rows().max()) < got.num_inputs
+
+
+def check_chain_status() -> None:
+    """Duplicates, items and coordinates outside are told; so they are where there are no maps."""
+    x, planner = cloud_of(3, 50, 1), CapacityPlanner(80, 50, 3.0, None)
+    buffers = VoxelBuffers.of(80, x)
+    chain_in(buffers, planner, x)
+    rooms = planner.to_fixed()
+    for status, column, value in ((DUPLICATE, None, 9), (RANGE, 0, 2), (RANGE, 2, 1 << 16), (RANGE, 0, -1)):
+        coords = x.coords.clone()
+        if column is None:
+            coords[7] = coords[value]
+        else:
+            coords[7, column] = value
+        scene_of = VoxelScene(x.feats, coords, None, x)
+        for maps_too in (True, False):
+            scene_of.fill(buffers)
+            geometry = buffers.make_input(captured_site(x.geometry.site, 2), BufferedState(rooms)).x.geometry
+            if maps_too:
+                chain_of(geometry, 3)
+            geometry.search()
+            assert int(geometry.cloud.status) & (DUPLICATE | RANGE) == status, (status, maps_too)
+
+
 def check_waits() -> None:
     """From coordinates to what kernels read, in rooms that were settled, without a value that Python sees."""
     x = scene(50, 1)
@@ -439,6 +549,7 @@ def check_waits() -> None:
             try:
                 levels(built(buffers, rooms, x))
                 points.make_input(*entered)
+                chain_of(built(buffers, rooms, x), 3)
             finally:
                 if guard:
                     watch.__exit__(None, None, None)
@@ -450,7 +561,7 @@ def pointed() -> tuple[PointBuffers, Any]:
     frame = pm.voxelize(cloud, size=0.9).geometry.frame
     assert frame is not None
     like = PointScene(cloud, None, None, VoxelGrid(frame, None, 1))
-    site = site_within(like.tensor().geometry.site, 1, None)
+    site = captured_site(like.tensor().geometry.site, 1)
     points = PointBuffers.of(120, like, site.bounds)
     like.fill(points)
     planner = CapacityPlanner(120, 90, 2.0, None)

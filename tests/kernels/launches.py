@@ -241,6 +241,8 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), chain.TileRule(24_000, 8, 1 << 15))
     made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
     chain_tiles.tile_maps(made)
+    buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
+    chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
     for _ in range(2):
         for one in chain_tiles.fill_tiles(made, [40] * request.num_read):
             one.wanted.update((0, 8))

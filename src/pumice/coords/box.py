@@ -54,6 +54,14 @@ class Bounds:
         above = all(a <= b for a, b in zip(self.low, other.low, strict=True))
         return above and all(a >= b for a, b in zip(self.high, other.high, strict=True))
 
+    def contains(self, coords: Tensor, scale: Sequence[int] | None = None) -> Tensor:
+        """bool [N]: True for `coords` int [N, 1+D] in the box, each axis first multiplied by `scale`."""
+        inside = (coords[:, 0] >= 0) & (coords[:, 0] < self.batch)
+        for axis, (low, high) in enumerate(zip(self.low, self.high, strict=True)):
+            value = coords[:, axis + 1].long() * (scale[axis] if scale else 1)
+            inside &= (value >= low) & (value <= high)
+        return inside
+
     def checked(self) -> Bounds:
         """The box itself. Raises CoordinateError if it exceeds int32."""
         if min(self.low) < -(2**31) or max(self.high) > INT32_MAX:

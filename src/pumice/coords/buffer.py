@@ -54,12 +54,6 @@ class CoordBuffer:
         """bool [capacity]: True for valid rows."""
         return torch.arange(self.capacity, device=self.device) < self.count
 
-    def inside(self) -> Tensor:
-        """bool [capacity]: True for rows inside the bounds."""
-        low = torch.tensor((0, *self.bounds.low), dtype=torch.int64, device=self.device)
-        high = torch.tensor((self.bounds.batch - 1, *self.bounds.high), dtype=torch.int64, device=self.device)
-        return ((self.coords >= low) & (self.coords <= high)).all(1)
-
     def read(self) -> int:
         """Number of valid rows; synchronises with the host. Raises CoordinateError if the status has an error bit."""
         words = [self.count, self.status, self.count if self.needed is None else self.needed]

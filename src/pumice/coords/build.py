@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pumice.coords import tracing as tracing_module
 from pumice.coords.buffer import CoordBuffer
-from pumice.coords.capacity import BufferedMapState
+from pumice.coords.chain_buffers import build_one_in_buffer, map_between
 from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.lookup import MapSchedule, Neighbours
@@ -163,9 +163,16 @@ def _build(
     geometry: Geometry, relation: Relation, target: Geometry | None, schedule: MapSchedule | None
 ) -> tuple[KernelMap, Geometry | None]:
     relation, target = _checked(geometry, relation, target)
+    if (
+        geometry.buffered is not None
+        and target is None
+        and schedule is None
+        and build_one_in_buffer(geometry, relation)
+    ):
+        return geometry.maps[relation, None]
     if relation.policy in ("same", "given"):
         outputs = geometry if target is None else target
-        found = _map_of(relation, _search(geometry, outputs, relation, schedule), geometry, outputs)
+        found = map_between(relation, _search(geometry, outputs, relation, schedule), geometry, outputs)
         return found, None if outputs is geometry else outputs
     return _level(geometry, relation, schedule)
 
@@ -195,21 +202,9 @@ def _map_to_outputs(
             table = table[: len(geometry)].clone()
         found = None if table is None else Neighbours(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
-        return _map_of(relation, found, outputs, geometry).transpose()
+        return map_between(relation, found, outputs, geometry).transpose()
     found = _search(geometry, outputs, relation, schedule) if table is None else Neighbours(table, None)
-    return _map_of(relation, found, geometry, outputs)
-
-
-def _map_of(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Geometry) -> KernelMap:
-    made = KernelMap.from_neighbours(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
-    here, there = inputs.buffered, outputs.buffered
-    if here is None and there is None:
-        return made
-    if here is None or there is None:
-        raise GeometryError("a captured network cannot mix its own coordinates with coordinates from outside")
-    key = here.path, there.path, relation
-    state = BufferedMapState(inputs.cloud.count, outputs.cloud.count, inputs.cloud.status, here.capacities, key)
-    return replace(made, buffered=state)
+    return map_between(relation, found, geometry, outputs)
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
@@ -219,8 +214,8 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
     site = site_of(geometry.site, relation)
     if isinstance(made, TorchOutputs) and geometry.coords.is_cuda:
         raise GeometryError(
-            f"no kernel supports the bounding box {site.bounds.low} to {site.bounds.high}, and the torch fallback "
-            "synchronises with the host: a captured network needs a smaller box"
+            f"no kernel orders coordinates from {site.bounds.low} to {site.bounds.high}, and the torch fallback "
+            "synchronises with the host: capture an example with a spatial_shape"
         )
     path = (*buffered.path, relation)
     most = max_outputs(len(geometry), relation, site)

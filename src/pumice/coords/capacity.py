@@ -27,6 +27,10 @@ class Capacities(Protocol):
         """Capacity of the buffer `key`, at most `most`. needed: int32 [1] on device, entries in use."""
         ...
 
+    def planned(self, key: Hashable) -> int | None:
+        """Capacity of the buffer `key`; None if it is to be planned."""
+        ...
+
     def piece_lengths(self, key: Hashable) -> set[int]:
         """Maximum piece lengths into which the runs of `key` are split; callers add to the set."""
         ...
@@ -79,6 +83,10 @@ class CapacityPlanner:
             self.capacities[key] = self._planned(key, needed, most)
         return self.capacities[key]
 
+    def planned(self, key: Hashable) -> int | None:
+        """See Capacities."""
+        return self.capacities.get(key)
+
     def piece_lengths(self, key: Hashable) -> set[int]:
         """See Capacities."""
         return self._lengths.setdefault(key, set())
@@ -121,6 +129,10 @@ class FixedCapacities:
         return ((key, capacity) for key, capacity in self.capacities.items() if key[0] == "rows")
 
     def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
+        """See Capacities. Raises CaptureError for a buffer that was not planned."""
+        return self.planned(key)
+
+    def planned(self, key: Hashable) -> int:
         """See Capacities. Raises CaptureError for a buffer that was not planned."""
         found = self.capacities.get(key)
         if found is None:

@@ -25,17 +25,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from pumice.coords import tiles
 from pumice.coords.box import INT32_MAX, Bounds
-from pumice.coords.buffer import DUPLICATE, RANGE
+from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec
-from pumice.coords.lookup import WORD
+from pumice.coords.lookup import WORD, Neighbours
 from pumice.coords.outputs import distinct_outputs, level_key, site_of
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import Digits, SortSpec
@@ -55,9 +56,10 @@ MOST_ROWS = 1 << 20  # Beyond, buffers would be large, and launches no longer ma
 LEVELS = 8
 SIDE, GROUPS = 32, 64  # Maximum numbers of maps, and of groups of kernel offsets
 COUNTS, STRIDE = 4, 4
+_APART = 4  # Entries between the numbers of rows of levels in a buffer: kernels take aligned addresses
 ENTRIES = COUNTS + STRIDE * LEVELS
 PAIRS = ENTRIES + SIDE
-_FREE, _FAR = 2**63 - 1, 1 << 30
+FREE, _FAR = 2**63 - 1, 1 << 30
 _LANES = 256  # Cells that a program inserts
 _PLACED = 512  # Rows of a program
 _SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours that a program looks for, and its rows at most
@@ -172,16 +174,13 @@ def _spans(step: Relation) -> tuple[tuple[int, int], ...]:
 
 def refusal(geometry: Geometry, request: ChainRequest) -> str | None:
     """Reason why the maps of a request are not built together, or None."""
-    reason = _request_refusal(request)
+    reason = request_refusal(request)
     if reason is not None:
         return reason
     if geometry.dim != request.dim or geometry.buffered is not None:
         return "other axes, or coordinates in a buffer"
-    first = (*(request.windows[0] if request.windows else ()), *request.steps[:1])
-    if any((relation, None) in geometry.maps for relation in first):
-        return "there are maps already"
-    if request.steps and level_key(request.steps[0]) in geometry.levels:
-        return "there are levels already"
+    if begun(geometry, request):
+        return "there are levels or maps already"
     if not 0 < len(geometry) <= MOST_ROWS:
         return f"{len(geometry)} voxels; 1 to {MOST_ROWS} are supported"
     bounds = geometry.outline.bounds
@@ -196,8 +195,15 @@ def refusal(geometry: Geometry, request: ChainRequest) -> str | None:
     return None
 
 
+def begun(geometry: Geometry, request: ChainRequest) -> bool:
+    """True if a map of the finest level, or the next level, is there already."""
+    first = (*(request.windows[0] if request.windows else ()), *request.steps[:1])
+    there = any((relation, None) in geometry.maps for relation in first)
+    return there or (bool(request.steps) and level_key(request.steps[0]) in geometry.levels)
+
+
 @lru_cache(maxsize=256)
-def _request_refusal(request: ChainRequest) -> str | None:
+def request_refusal(request: ChainRequest) -> str | None:
     """The reason that lies in the request."""
     if not request.maps:
         return "there are no maps"
@@ -236,7 +242,9 @@ class Chain:
     coarser levels. tables, masks int32: rows of all maps, one after the other (`starts_of`). The rest is for tiles:
     layout, see lay_out; keys, starts, rooms, order: of the sort of the rows of all segments; tile_rows, tile_masks,
     ends int32: rows of tiles, -1 for padding, the kernel offsets of each tile, prefix counts of entries within each
-    segment."""
+    segment. status: receives error bits."""
+
+    buffered = False
 
     def __init__(self, coords: Tensor, most: int, request: ChainRequest) -> None:
         self.request, self.coords, self.rows, self.most = request, coords, len(coords), most
@@ -250,7 +258,7 @@ class Chain:
         cleared = (request.num_read,), (GROUPS * len(request.maps),), *(bins,) * digits.turns
         self.words, self.totals, *self.starts = allocate(device, cleared, torch.zeros)
         self.size = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
-        cells = torch.full((self.size + room,), _FREE, dtype=torch.int64, device=device)
+        cells = torch.full((self.size + room,), FREE, dtype=torch.int64, device=device)
         self.table, self.found = carve(cells, ((self.size,), (room,)))
         wide = torch.empty((digits.turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
         self.rooms = carve(wide, ((tiled,),) * (digits.turns - 1))
@@ -262,6 +270,13 @@ class Chain:
         parts = allocate(device, (*levels, *of_rows))
         self.values, self.slots, self.coarse, self.tables, self.masks = parts[:5]
         self.layout, self.keys, self.order, self.tile_rows, self.tile_masks, self.ends = parts[5:]
+        # Arguments of kernels that only BufferedChain has.
+        self.count = self.valid = self.limits = self.status = self.words
+
+    def programs(self, rows: int) -> int:
+        """Programs that find neighbours, of so many rows each."""
+        *_, (_, _, fine, coarse) = _coefficients(self.request)
+        return fine * -(-self.rows // rows) + coarse * -(-self.most // rows)
 
     def release(self) -> None:
         """Give back the memory that maps do not need."""
@@ -279,6 +294,82 @@ class Chain:
     def masks_of(self, place: int, count: int) -> Part:
         """int32 [count]: the masks of a map."""
         return self.masks.cut(self._begins[place][1], (count,))
+
+
+class BufferedChain:
+    """Arrays as of Chain, of coordinates in a buffer, with room for `most_rows` of each level; padding rows of levels
+    and maps are -1, of masks 0. valid: the number of rows of each level, every fourth entry. limits: see chain_kernels.
+    """
+
+    buffered = True
+
+    def __init__(self, cloud: CoordBuffer, request: ChainRequest, most_rows: tuple[int, ...]) -> None:
+        self.request, self._rows = request, most_rows
+        self.coords, self.count, self.status = cloud.coords, cloud.count, cloud.status
+        self.rows, self.most, self.room, device = cloud.capacity, max(most_rows), sum(most_rows[1:]), cloud.device
+        self.size = 1 << max(6, (2 * sum(most_rows) - 1).bit_length())
+        self._places = _places(request, most_rows)
+        *_, (entries, masked, _) = self._places
+        self.words, self.valid, self.masks = allocate(
+            device, ((COUNTS + STRIDE * LEVELS,), (_APART * LEVELS,), (masked,)), torch.zeros
+        )
+        shapes = (self.size,), (self.room, 1 + request.dim), (entries,)
+        count = sum([aligned(torch.Size(shape).numel()) for shape in shapes])
+        nowhere = torch.full((count,), -1, dtype=torch.int32, device=device)
+        self.values, self.coarse, self.tables = carve(nowhere, shapes)
+        cells = torch.full((self.size + self.room,), FREE, dtype=torch.int64, device=device)
+        self.table, self.found = carve(cells, ((self.size,), (self.room,)))
+        (self.slots,) = allocate(device, ((self.room,),))
+        self.totals, self.limits = self.words, _limit_table(request, most_rows, device)
+
+    def programs(self, rows: int) -> int:
+        """See Chain."""
+        assert rows == search_block(self.request)
+        return self._places[-1][2]
+
+    def table_of(self, place: int) -> Tensor:
+        """int32 [., K]: the table of a map."""
+        _, level, _ = self.request.maps[place]
+        return self.tables.cut(self._places[place][0], (self._rows[level], self.request.volumes[place])).tensor()
+
+    def neighbours(self, place: int) -> Neighbours:
+        """The table and the masks of a map."""
+        _, level, _ = self.request.maps[place]
+        masks = self.masks.cut(self._places[place][1], (self._rows[level],)).tensor()
+        return Neighbours(self.table_of(place), masks[:, None])
+
+    def level(self, level: int, bounds: Bounds, status: Tensor) -> CoordBuffer:
+        """The coordinates of a coarser level."""
+        columns = 1 + self.request.dim
+        first = sum(self._rows[1:level])
+        coords = self.coarse.cut(first * columns, (self._rows[level], columns)).tensor()
+        count = self.valid.cut(_APART * level, (1,)).tensor()
+        return CoordBuffer(coords, count, bounds, status, needed=self.rows_needed(level))
+
+    def rows_needed(self, level: int) -> Tensor:
+        """int32 [1]: rows of a coarser level, with unlimited room."""
+        return self.words.cut(COUNTS + STRIDE * level, (1,)).tensor()
+
+
+@lru_cache(maxsize=256)
+def _places(request: ChainRequest, most_rows: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """For each map, and for all, where its table and its masks begin, and the programs of the maps before."""
+    found, block = [(0, 0, 0)], search_block(request)
+    for (_, level, _), volume in zip(request.maps, request.volumes, strict=True):
+        (table, mask, programs), rows = found[-1], most_rows[level]
+        found.append((table + aligned(rows * volume), mask + aligned(rows), programs - rows // -block))
+    return found
+
+
+@cached_device_constant(1024)
+def _limit_table(request: ChainRequest, most_rows: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [5, 32]: see chain_kernels."""
+    found = torch.zeros(5, SIDE, dtype=torch.int64)
+    found[0, : len(most_rows)] = torch.tensor(most_rows)
+    found[1, : len(most_rows)] = torch.tensor([0, *accumulate(most_rows[1:], initial=0)][: len(most_rows)])
+    places = _places(request, most_rows)[:-1]
+    found[2:, : len(places)] = torch.tensor(places).t()
+    return to_device_async(found, device)
 
 
 @lru_cache(maxsize=64)
@@ -340,43 +431,55 @@ def find_maps(coords: Tensor, site: GridSpec, request: ChainRequest, most: int) 
     if not has_triton(coords):
         find_maps_torch(chain, site)
         return chain
-    _insert(chain, site)
-    if request.steps:
-        keys, order = torch.sort(chain.found.tensor())
-        tensors = (keys, order, chain.slots, chain.words, chain.values, chain.coarse)
-        constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "DEPTH": len(request.steps), "BLOCK": _PLACED}
-        kernel("chain_kernels.place")(-(-chain.room // _PLACED), tensors, (chain.rows, most), constants)
-    _find_neighbours(chain)
+    start_kernels(chain, site)
     return chain
 
 
-def _insert(chain: Chain, site: GridSpec) -> None:
+def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
+    """Fill the hash table, order coarser levels, and find all neighbours, by kernels."""
+    request = chain.request
+    _insert(chain, site)
+    if request.steps:
+        keys, order = torch.sort(chain.found.tensor())
+        tensors = (keys, order, chain.slots, chain.words, chain.values, chain.coarse, chain.status)
+        tensors += (chain.limits, chain.valid)
+        constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "DEPTH": len(request.steps), "BLOCK": _PLACED}
+        constants["BUFFERED"] = chain.buffered
+        kernel("chain_kernels.place")(-(-chain.room // _PLACED), tensors, (chain.most, chain.room), constants)
+    _find_neighbours(chain)
+
+
+def _insert(chain: Chain | BufferedChain, site: GridSpec) -> None:
     """Fill the hash table, and list the distinct cells of coarser levels."""
     request, rows, dim, box = chain.request, chain.rows, chain.request.dim, site.bounds
     if box.batch < 0:
         box = Bounds((-INT32_MAX,) * dim, (INT32_MAX,) * dim, BATCHES)
     block, zeros = max(1, _LANES // request.lanes), (0,) * (4 - dim)
     constants = {"D": dim, "AXIS": AXIS_BITS[dim], "DEPTH": len(request.steps), "WIDE": request.wide}
-    constants |= {"LANES": request.lanes, "BLOCK": block}
+    constants |= {"LANES": request.lanes, "BLOCK": block, "BUFFERED": chain.buffered}
     numbers = (rows, chain.most, chain.size - 1, box.batch, *box.low, *zeros, *box.high, *zeros)
     moves = _moves(request, site.spatial_shape, chain.coords.device)
     tensors = (chain.coords, moves, chain.table, chain.values, chain.found, chain.slots, chain.words)
+    tensors += (chain.status, chain.count, chain.limits)
     kernel("chain_kernels.insert_cells")(-(-rows // block) * request.levels, tensors, numbers, constants)
 
 
-def _find_neighbours(chain: Chain) -> None:
+def search_block(request: ChainRequest) -> int:
+    """Rows of a program that finds neighbours."""
+    return min(_MOST_SEARCHED, _SEARCHED // tiles.lanes_of(max(request.volumes)))
+
+
+def _find_neighbours(chain: Chain | BufferedChain) -> None:
     """Fill tables, masks, pairs and totals by the hash table of all levels."""
     request, rows, device = chain.request, chain.rows, chain.coords.device
-    lanes = tiles.lanes_of(max(request.volumes))
-    block = min(_MOST_SEARCHED, _SEARCHED // lanes)
-    constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "LANES": lanes, "BLOCK": block}
-    *_, (_, _, fine, coarse) = _coefficients(request)
-    programs = fine * -(-rows // block) + coarse * -(-chain.most // block)
+    block = search_block(request)
+    constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "LANES": tiles.lanes_of(max(request.volumes))}
+    constants |= {"BLOCK": block, "BUFFERED": chain.buffered}
     plan, offsets, groups = plan_of(request, device)
     tensors = (chain.coords, chain.coarse, chain.table, chain.values, plan, offsets, groups)
-    tensors += (chain.words, chain.totals, chain.tables, chain.masks)
+    tensors += (chain.words, chain.totals, chain.tables, chain.masks, chain.limits)
     numbers = (rows, chain.most, chain.size - 1, len(request.maps), SAMPLED)
-    kernel("chain_kernels.find_neighbours")(programs, tensors, numbers, constants, _WARPS)
+    kernel("chain_kernels.find_neighbours")(chain.programs(block), tensors, numbers, constants, _WARPS)
 
 
 @cached_device_constant(256)

@@ -1,5 +1,7 @@
 """Triton kernels that build the levels and kernel maps of a network together. Sizes are read from device counters
-(`words`, `layout`, see coords.chain), so that no launch waits for the host."""
+(`words`, `layout`, see coords.chain), so that no launch waits for the host; `status` receives error bits. BUFFERED:
+coordinates are in a buffer of `rows` rows, `count` of them valid; coarser levels and maps have the room that `limits`
+tell (BufferedChain)."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -32,9 +34,14 @@ TABLE_ROWS, TABLE_MOST, MASK_ROWS, MASK_MOST, FIRST_OFFSET, STEP = (
 ROWS, FIRST_ROW, BLOCK_ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FIRST_SLOT, FIRST_TILE, FIRST_MASK, SORTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 TILES_BEFORE, TOTAL, CHOSEN = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
+# Rows of `limits`: capacity of a level, and its first row among all coarser ones; by map the begin of its table and of
+# its masks, and the programs of the maps before
+LIMIT, FIRST, TABLE, MASK, BEFORE = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4),
+)  # fmt: skip
 _NUMBERS = [
-    "rows", "most", "batch", "low0", "low1", "low2", "low3", "high0", "high1", "high2", "high3", "last", "sampled",
-    "segments", "few", "per", "width", "maps", "lists", "blocks",
+    "rows", "most", "room", "batch", "low0", "low1", "low2", "low3", "high0", "high1", "high2", "high3", "last",
+    "sampled", "segments", "few", "per", "width", "maps", "lists", "blocks",
 ]  # fmt: skip
 
 
@@ -42,6 +49,16 @@ _NUMBERS = [
 def _rows_of(words, level, rows, most):
     """Rows of a level: all of the finest, of others as many as there is room for."""
     return tl.where(level == 0, rows, tl.minimum(tl.load(words + COUNTS + STRIDE * level), most)).to(tl.int32)
+
+
+@triton.jit
+def _room_of(limits, level, most, BUFFERED: tl.constexpr):
+    """(first row among those of all coarser levels, largest number of rows) of a coarser level."""
+    if BUFFERED:
+        begin, limit = tl.load(limits + FIRST * SIDE + level), tl.load(limits + LIMIT * SIDE + level)
+    else:
+        begin, limit = (level - 1) * most, most
+    return begin, limit
 
 
 @triton.jit
@@ -69,10 +86,11 @@ def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr, D
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def insert_cells(
-    coords, moves, table, values, found, slots, words, rows: "i64", most: "i64", last: "i64", batch: "i64",
-    low0: "i64", low1: "i64", low2: "i64", low3: "i64", high0: "i64", high1: "i64", high2: "i64", high3: "i64",
+    coords, moves, table, values, found, slots, words, status, count, limits, rows: "i64", most: "i64", last: "i64",
+    batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64", high0: "i64", high1: "i64", high2: "i64",
+    high3: "i64",
     D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
     """Insert what rows reach on one level into the hash table, the rows themselves for the finest, whose `values` are
     their numbers. words[1]: batch items; words[5 + 4 a], words[6 + 4 a]: FAR + the last, FAR - the first coordinate
@@ -81,7 +99,10 @@ def insert_cells(
     blocks = tl.cdiv(rows, BLOCK)
     level = (tl.program_id(0) // blocks).to(tl.int32)
     i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-    valid = i < rows
+    living = rows
+    if BUFFERED:
+        living = tl.load(count).to(tl.int64)
+    valid = i < living
     lane = tl.arange(0, LANES)[None, :]
     item = tl.load(coords + i * (D + 1), mask=valid, other=0).to(tl.int64)
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
@@ -99,10 +120,11 @@ def insert_cells(
         if AXIS == 32:
             fits = (c >= low) & (c <= high)
         inside = inside & fits
-        if level == 0 and AXIS < 32:
-            box = words + COUNTS + STRIDE * a
-            tl.atomic_max(box + 1, (tl.max(tl.where(valid, c, -FAR)) + FAR).to(tl.int32))
-            tl.atomic_max(box + 2, (tl.max(tl.where(valid, -c, -FAR)) + FAR).to(tl.int32))
+        if AXIS < 32 and not BUFFERED:  # noqa: SIM102  (known when the kernel is compiled)
+            if level == 0:
+                box = words + COUNTS + STRIDE * a
+                tl.atomic_max(box + 1, (tl.max(tl.where(valid, c, -FAR)) + FAR).to(tl.int32))
+                tl.atomic_max(box + 2, (tl.max(tl.where(valid, -c, -FAR)) + FAR).to(tl.int32))
         begin, end, any_ = _reached(coords, moves, i, level, valid, a, D, DEPTH)
         value = begin.to(tl.int64)[:, None] + lane // WIDE ** (D - 1 - a) % WIDE
         there = there & fits[:, None] & any_[:, None] & (value <= end[:, None])
@@ -113,7 +135,7 @@ def insert_cells(
     if level == 0:
         tl.atomic_max(words + 1, tl.max(tl.where(valid, item, -1)).to(tl.int32) + 1)
     if tl.sum((valid & ~inside).to(tl.int32)) > 0:
-        tl.atomic_or(words, RANGE)
+        tl.atomic_or(status, RANGE)
     key = tl.reshape(linear, [BLOCK * LANES])
     sorted_by = tl.reshape(morton, [BLOCK * LANES])
     row = tl.reshape(i[:, None] + tl.zeros([1, LANES], tl.int64), [BLOCK * LANES])
@@ -130,37 +152,48 @@ def insert_cells(
         slot = tl.where(pending, (slot + step) & last, slot)
         turn += 1
     if tl.sum(pending.to(tl.int32)) > 0:
-        tl.atomic_or(words, OVERFLOW)
+        tl.atomic_or(status, OVERFLOW)
     if level == 0:
-        tl.store(words + COUNTS, rows.to(tl.int32))
+        tl.store(words + COUNTS, living.to(tl.int32))
         tl.store(values + slot, row.to(tl.int32), mask=new)
         if tl.sum(twice.to(tl.int32)) > 0:
-            tl.atomic_or(words, DUPLICATE)
+            tl.atomic_or(status, DUPLICATE)
     else:
         mine = new.to(tl.int32)
         first = tl.atomic_add(words + COUNTS + STRIDE * level, tl.sum(mine), sem="relaxed")
         at = first + tl.cumsum(mine, axis=0) - mine
-        place = (level - 1) * most + at
-        tl.store(found + place, sorted_by, mask=new & (at < most))
-        tl.store(slots + place, slot.to(tl.int32), mask=new & (at < most))
+        base, limit = _room_of(limits, level, most, BUFFERED)
+        tl.store(found + base + at, sorted_by, mask=new & (at < limit))
+        tl.store(slots + base + at, slot.to(tl.int32), mask=new & (at < limit))
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def place(
-    keys, order, slots, words, values, coarse, rows: "i64", most: "i64",
-    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+    keys, order, slots, words, values, coarse, status, limits, counts, most: "i64", room: "i64",
+    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of coarser levels in the order of their sorted keys: their coordinates, and their numbers in `values`."""
+    """Rows of coarser levels in the order of their sorted keys: their coordinates, and their numbers in `values`. room:
+    number of keys. BUFFERED: counts[4 l] is the number of rows of level l, OVERFLOW that one needs more."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + p, mask=p < DEPTH * most, other=FREE)
+    if BUFFERED:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            each = tl.arange(0, LEVELS)
+            needed = tl.load(words + COUNTS + STRIDE * each)
+            most_of = tl.load(limits + LIMIT * SIDE + each).to(tl.int32)
+            tl.store(counts + 4 * each, tl.minimum(needed, most_of))
+            if tl.sum((needed > most_of).to(tl.int32)) > 0:
+                tl.atomic_or(status, OVERFLOW)
+    key = tl.load(keys + p, mask=p < room, other=FREE)
     valid = key != FREE
     level = (key >> TAG).to(tl.int32) + 4
     row = p
     for n in tl.static_range(1, DEPTH + 1):
-        row -= tl.where(n < level, tl.minimum(tl.load(words + COUNTS + STRIDE * n), most), 0)
+        _, limit = _room_of(limits, n, most, BUFFERED)
+        row -= tl.where(n < level, tl.minimum(tl.load(words + COUNTS + STRIDE * n), limit), 0)
+    begin, _ = _room_of(limits, level, most, BUFFERED)
     slot = tl.load(slots + tl.load(order + p, mask=valid, other=0), mask=valid, other=0)
     tl.store(values + slot, row.to(tl.int32), mask=valid)
-    to = coarse + ((level - 1) * most + row) * (D + 1)
+    to = coarse + (begin + row) * (D + 1)
     tl.store(to, ((key >> (D * AXIS)) & (BATCHES - 1)).to(tl.int32), mask=valid)
     for a in tl.static_range(D):
         value = key * 0
@@ -245,19 +278,31 @@ def _search(table, values, key, on, last):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def find_neighbours(
-    coords, coarse, table, values, plan, offsets, groups, words, totals, tables, masks, rows: "i64", most: "i64",
-    last: "i64", maps: "i64", sampled: "i64",
-    D: tl.constexpr, AXIS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    coords, coarse, table, values, plan, offsets, groups, words, totals, tables, masks, limits, rows: "i64",
+    most: "i64", last: "i64", maps: "i64", sampled: "i64",
+    D: tl.constexpr, AXIS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Tables and masks of all maps; words[PAIRS:]: pairs per kernel offset; totals: from _count_groups."""
+    """Tables and masks of all maps; unless BUFFERED, words[PAIRS:]: pairs per kernel offset; totals: from
+    _count_groups."""
     lane = tl.arange(0, SIDE)
     fine, wide = tl.cdiv(rows, BLOCK), tl.cdiv(most, BLOCK)
-    before = tl.load(plan + MASK_ROWS * SIDE + lane) * fine + tl.load(plan + MASK_MOST * SIDE + lane) * wide
+    if BUFFERED:
+        before = tl.load(limits + BEFORE * SIDE + lane)
+    else:
+        before = tl.load(plan + MASK_ROWS * SIDE + lane) * fine + tl.load(plan + MASK_MOST * SIDE + lane) * wide
     m = tl.sum(((lane < maps) & (before <= tl.program_id(0))).to(tl.int32)) - 1
     level = tl.load(plan + OUTPUT * SIDE + m)
-    base = tl.load(plan + MASK_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + MASK_MOST * SIDE + m) * most
+    if BUFFERED:
+        base, to = tl.load(limits + MASK * SIDE + m), tl.load(limits + TABLE * SIDE + m)
+    else:
+        base = tl.load(plan + MASK_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + MASK_MOST * SIDE + m) * most
+        to = tl.load(plan + TABLE_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + TABLE_MOST * SIDE + m) * most
     block = tl.program_id(0) - tl.sum(tl.where(lane == m, before, 0)).to(tl.int32)
-    count = _rows_of(words, level, rows, most)
+    begin, limit = _room_of(limits, level, most, BUFFERED)
+    if BUFFERED:
+        count = tl.minimum(tl.load(words + COUNTS + STRIDE * level), limit).to(tl.int32)
+    else:
+        count = _rows_of(words, level, rows, most)
     if block * BLOCK < count:
         j = block * BLOCK + tl.arange(0, BLOCK)
         valid = j < count
@@ -266,21 +311,21 @@ def find_neighbours(
         on = valid[:, None] & (v < volume)
         here = coords
         if level > 0:
-            here = coarse + (level - 1) * most * (D + 1)
+            here = coarse + begin * (D + 1)
         key, there = _key_at(
             here, offsets + tl.load(plan + FIRST_OFFSET * SIDE + m) * D, plan + STEP * SIDE + m, j, v,
             tl.load(plan + INPUT * SIDE + m), tl.load(plan + TURNED * SIDE + m), valid, on, D, AXIS,
         )  # fmt: skip
         near = _search(table, values, key, there, last)
-        to = tl.load(plan + TABLE_ROWS * SIDE + m) * _aligned(rows) + tl.load(plan + TABLE_MOST * SIDE + m) * most
         tl.store(tables + (to + j.to(tl.int64) * volume)[:, None] + v, near, mask=on)
         has = (near >= 0).to(tl.int32)
         mask = tl.sum(has << v, axis=1)
         tl.store(masks + base + j, mask, mask=valid)
-        pairs = tl.sum(has, axis=0)[None, :]
-        tl.atomic_add(words + PAIRS + m * SIDE + v, pairs, mask=v < volume, sem="relaxed")
-        chosen = valid & (j % _step(count.to(tl.int64), sampled).to(tl.int32) == 0)
-        _count_groups(totals + m * GROUPS, groups + m * 2 * GROUPS, mask, chosen)
+        if not BUFFERED:
+            pairs = tl.sum(has, axis=0)[None, :]
+            tl.atomic_add(words + PAIRS + m * SIDE + v, pairs, mask=v < volume, sem="relaxed")
+            chosen = valid & (j % _step(count.to(tl.int64), sampled).to(tl.int32) == 0)
+            _count_groups(totals + m * GROUPS, groups + m * 2 * GROUPS, mask, chosen)
 
 
 @triton.jit

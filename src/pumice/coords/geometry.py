@@ -73,13 +73,17 @@ class Geometry:
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
         self._valid_mask: Tensor | None = None
+        # True if duplicates and coordinates outside the bounds are in the status word of a buffer.
+        self.searched = False
         # In a captured network: events of side streams for "coords" and for all that is "found" from them.
         self.pending_events = PendingEvents(coords.device)
 
     @staticmethod
-    def in_buffer(cloud: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
+    def in_buffer(
+        cloud: CoordBuffer, site: GridSpec, buffered: BufferedState, inverse: Tensor | None = None
+    ) -> Geometry:
         """The valid rows of a buffer. Its length is the buffer's capacity; errors are only reported in its status."""
-        geometry = Geometry(cloud.coords, site)
+        geometry = Geometry(cloud.coords, site, inverse)
         geometry._cloud, geometry._buffered, geometry._version = cloud, buffered, None
         return geometry
 
@@ -311,8 +315,13 @@ class Geometry:
                 found = lookup_of(self.cloud, schedule)
             if not self._settled and not self._coords.is_cuda:
                 self.settle(int(self.cloud.status))
-            self._lookup, self._schedule = found, schedule
+            self._lookup, self._schedule, self.searched = found, schedule, True
         return self._lookup
+
+    def search(self) -> None:
+        """Make duplicates and coordinates outside the bounds of a buffer known to its status, if no map did."""
+        if not self.searched:
+            self.lookup()
 
     def explain(self) -> str:
         """The search structures, the cost model's estimate of each, and the one chosen."""

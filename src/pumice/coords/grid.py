@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from pumice.coords.box import Bounds
+from pumice.coords.box import UNKNOWN, Bounds
 from pumice.errors import OptionError
 from pumice.runtime.launch import vector
 
@@ -49,13 +49,18 @@ class GridSpec:
 
     stride: voxel size in units of the finest voxels, per axis (a Fraction for levels finer than these).
     spatial_shape: extent per axis if bounded. batch_size: number of batch items, including empty ones. frame: placement
-    of the finest voxels, if made from points. bounds: bounding box of all coordinates."""
+    of the finest voxels, if made from points. bounds: bounding box of all coordinates, in a captured network of those
+    that it takes."""
 
     stride: Stride
     spatial_shape: tuple[int, ...] | None
     batch_size: int
     bounds: Bounds
     frame: VoxelFrame | None = None
+
+    def unread(self) -> GridSpec:
+        """The metadata of coordinates of which nobody has read where they lie, but for their extent."""
+        return self if self.spatial_shape is not None else replace(self, bounds=UNKNOWN)
 
     def scaled(self, factor: Stride, shape: tuple[int, ...] | None, bounds: Bounds) -> GridSpec:
         """The metadata of a level whose voxels are `factor` times as large, of another extent and bounding box."""

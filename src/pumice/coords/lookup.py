@@ -353,7 +353,7 @@ class SortedKeys:
         self._cloud = cloud
         self._table: _Narrow | _Wide = _table_of(cloud, (1,) * cloud.dim)
         live = cloud.valid_mask()
-        set_status(cloud.status, RANGE, (live & ~_inside(cloud.coords, cloud.bounds)).any())
+        set_status(cloud.status, RANGE, (live & ~cloud.bounds.contains(cloud.coords)).any())
         keys = self._table.keys
         twice = (keys[1:] == keys[:-1]) & (keys[1:] != _DEAD)
         set_status(cloud.status, DUPLICATE, twice.any())
@@ -410,7 +410,7 @@ class _Narrow:
     def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
         """int32 [K, capacity]"""
         space, steps = self._space, [self._space.step(o) for o in relation.offsets]
-        near = _inside(outputs.coords, self._bounds.grown(reach), relation.stride)
+        near = self._bounds.grown(reach).contains(outputs.coords, relation.stride)
         base = torch.where(near, space.keys(outputs.coords, relation.stride), min(-max(steps), 0) - 1)
         found: list[Tensor] = [base] * len(steps)
         for taps in _runs(steps):
@@ -435,7 +435,7 @@ class _Wide:
         self._bounds = cloud.bounds
         self._levels: list[Tensor | None] = []
         keys, cells = cloud.coords[:, 0].long(), max(cloud.bounds.batch, 1)
-        known = cloud.valid_mask() & _inside(cloud.coords, cloud.bounds)
+        known = cloud.valid_mask() & cloud.bounds.contains(cloud.coords)
         for axis, (low, high) in enumerate(zip(cloud.bounds.low, cloud.bounds.high, strict=True)):
             level = None
             if cells * (high - low + 1) >= _DEAD:
@@ -457,7 +457,7 @@ class _Wide:
         return torch.stack([self._rows_of(scaled + offset) for offset in offsets])
 
     def _rows_of(self, coords: Tensor) -> Tensor:
-        known, keys = _inside(coords, self._bounds), coords[:, 0]
+        known, keys = self._bounds.contains(coords), coords[:, 0]
         axes = zip(self._levels, self._bounds.low, self._bounds.high, strict=True)
         for axis, (level, low, high) in enumerate(axes):
             if level is not None:
@@ -472,14 +472,6 @@ def _bisect(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """(index of each wanted key in a sorted list, True if present)."""
     at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return at, keys[at] == wanted
-
-
-def _inside(coords: Tensor, bounds: Bounds, scale: Sequence[int] | None = None) -> Tensor:
-    inside = (coords[:, 0] >= 0) & (coords[:, 0] < bounds.batch)
-    for axis, (low, high) in enumerate(zip(bounds.low, bounds.high, strict=True)):
-        value = coords[:, axis + 1].long() * (scale[axis] if scale else 1)
-        inside &= (value >= low) & (value <= high)
-    return inside
 
 
 def _runs(steps: Sequence[int]) -> list[list[int]]:

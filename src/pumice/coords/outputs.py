@@ -17,14 +17,14 @@ from torch import Tensor
 from pumice.coords import bricks
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.bricks import Bricks, BrickSpace, Stencil
-from pumice.coords.buffer import OVERFLOW, CoordBuffer, read, set_status
-from pumice.coords.codes import morton_unique
+from pumice.coords.buffer import OVERFLOW, CoordBuffer, offset_table, read, set_status
+from pumice.coords.codes import interleave, morton_unique
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec
 from pumice.coords.lookup import MapSchedule
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
-from pumice.runtime.launch import has_triton
+from pumice.runtime.launch import cached_device_constant, has_triton, to_device_async
 
 Axis = tuple[int, int, int, int, int]  # Minimum and maximum coordinate, minimum and maximum offset, stride
 
@@ -187,7 +187,11 @@ class TorchOutputs:
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         # Inputs outside the box are dropped, as in the other implementations.
-        coords = inputs.coords if inputs.exact else inputs.coords[inputs.valid_mask() & inputs.inside()]
+        coords = (
+            inputs.coords
+            if inputs.exact
+            else inputs.coords[inputs.valid_mask() & inputs.bounds.contains(inputs.coords)]
+        )
         self._coords = distinct_outputs(coords, inputs.bounds, relation, site)
         self._site, self._inputs = site, inputs
         if len(self._coords) > INT32_MAX:
@@ -243,36 +247,27 @@ _NO_CODE = 2**63 - 1
 
 def codes_fit(bounds: Bounds) -> bool:
     """True if a box's cells, with the batch index, have one-word codes."""
-    try:
-        space = BrickSpace.of(bounds)
-        space.layout.tables("cpu")
-    except CoordinateError:
-        return False
-    return space.bits + bounds.batch.bit_length() <= 62
+    return BrickSpace.of(bounds).bits + bounds.batch.bit_length() <= 62
 
 
 def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: BrickSpace) -> Tensor:
     """int64 [K * N]: Morton code of the cell reached at each offset, the largest int64 if none."""
-    box, layout = space.bounds, space.layout
-    tables, coords = layout.tables(cloud.device), cloud.coords.long()
-    found = []
-    for offset in reach.offsets:
-        inside = cloud.valid_mask() & (coords[:, 0] >= 0) & (coords[:, 0] < box.batch)
-        code = coords[:, 0] << space.bits
-        for axis, (o, step) in enumerate(zip(offset, reach.steps, strict=True)):
-            value, whole = _moved(coords[:, axis + 1], o, step, reach.form)
-            inside &= whole & (value >= box.low[axis]) & (value <= box.high[axis])
-            at = torch.where(inside, value + layout.bias[axis], 0) + layout.starts[axis]
-            code = code | tables[at]
-        found.append(torch.where(inside, code, _NO_CODE))
-    return torch.cat(found)
+    box, layout, coords = space.bounds, space.layout, cloud.coords.long()
+    offsets, items = offset_table(reach.offsets, cloud.device), coords[:, 0]
+    inside, values = (cloud.valid_mask() & (items >= 0) & (items < box.batch))[None], []
+    for axis, step in enumerate(reach.steps):
+        value, whole = _moved(coords[:, axis + 1], offsets[:, axis, None], step, reach.form)
+        inside = inside & whole & (value >= box.low[axis]) & (value <= box.high[axis])
+        values.append(value + layout.bias[axis])
+    (code,) = interleave([torch.where(inside, value, 0) for value in values], layout.places, 1)
+    return torch.where(inside, code | items << space.bits, _NO_CODE).flatten()
 
 
-def _moved(values: Tensor, offset: int, step: int, form: str) -> tuple[Tensor, Tensor]:
-    """(coordinate reached along an axis, True if there is one)."""
+def _moved(values: Tensor, offset: Tensor | int, step: int, form: str) -> tuple[Tensor, Tensor]:
+    """(coordinate reached along an axis, True if there is one); for offsets [K, 1] of values [N]: [K, N]."""
     if form == "times":
         return values * step + offset, torch.ones_like(values, dtype=torch.bool)
-    shifted = values - (offset if form == "over" else 0)
+    shifted = values - (offset if form == "over" else 0 * offset)
     share = torch.div(shifted, step, rounding_mode="floor")
     return share, (share * step == shifted) | (form == "floor")
 
@@ -281,12 +276,17 @@ def coords_of_codes(codes: Tensor, space: BrickSpace) -> Tensor:
     """int32 [N, 1+D]: coordinates of codes, -1 for padding codes."""
     columns = [codes >> space.bits]
     for places, bias in zip(space.layout.places, space.layout.bias, strict=True):
-        value = torch.zeros_like(codes)
-        for bit, place in enumerate(places):
-            value |= ((codes >> place) & 1) << bit
-        columns.append(value - bias)
+        of_code, of_value = _bit_positions(places, codes.device)
+        columns.append((((codes[:, None] >> of_code) & 1) << of_value).sum(1) - bias)
     coords = torch.stack(columns, dim=1).int()
     return torch.where((codes != _NO_CODE)[:, None], coords, -1)
+
+
+@cached_device_constant(256)
+def _bit_positions(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 each: positions of bits in a code, and in a value."""
+    of_code = torch.tensor(places, dtype=torch.int64)
+    return to_device_async(of_code, device), to_device_async(torch.arange(len(places)), device)
 
 
 def _floor_unique(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:

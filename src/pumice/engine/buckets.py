@@ -146,7 +146,7 @@ class CapacityMargins:
 
 class GraphRunner:
     """Runs a static program: by the graph of a scene's capacity, or without one. fallbacks: scenes that ran without, by
-    reason ("voxels", "points", "box", "batch", "room", "capture"). replays: all others."""
+    reason ("voxels", "points", "range", "batch", "room", "capture"). replays: all others."""
 
     early_status = True
     """True if graphs write their status words to the host before they finish."""
@@ -236,16 +236,21 @@ class GraphRunner:
 
     def _host_rejection(self, scene: ModelInput) -> tuple[str, str] | None:
         """Reason (key, description) why a scene cannot use a graph, as far as the host knows, or None."""
-        most, box, bounds = self.limits.capacities[-1], self.program.site.bounds, scene.bounds
+        most = self.limits.capacities[-1]
         if scene.count > most:
             what = self.limits.what
             return what, f"of {scene.count} {what} exceeds the largest capacity max_{what}={most}"
-        items = max(scene.batch or 0, 0 if bounds is None else bounds.batch)
-        if items > box.batch:
-            return "batch", f"of {items} items exceeds batch={box.batch}"
-        if bounds is None or not scene.count or box.holds(bounds):
-            return None
-        return "box", f"from {bounds.low} to {bounds.high} is outside {self._box}"
+        return self._batch_rejection(scene.batch if self._reads_batch() else scene.known_batch)
+
+    def _reads_batch(self) -> bool:
+        """True if results depend on the number of batch items: then it is read before the graph runs, as a later read
+        would wait for its layers."""
+        kinds = () if self._cropping is None else self._cropping.kinds
+        return any(kind == "items" or (isinstance(kind, tuple) and len(kind) > 0) for kind in kinds)
+
+    def _batch_rejection(self, items: int | None) -> tuple[str, str] | None:
+        most = self.program.site.batch_size
+        return None if items is None or items <= most else ("batch", f"of {items} items exceeds batch={most}")
 
     def _device_rejection(self, scene: ModelInput, results: ProgramResult, words: Sequence[int]) -> tuple[str, str]:
         """Reason (key, description) why the graph rejected a scene. Raises if it is invalid in eager mode, too."""
@@ -253,15 +258,16 @@ class GraphRunner:
         bounded = self.program.site.spatial_shape is not None
         if status & DUPLICATE or (status & RANGE and bounded):
             scene.tensor().geometry.settle()
-            raise CoordinateError("coordinates are duplicated or outside their spatial_shape")
         if status & RANGE:
-            return "box", f"is outside {self._box}"
+            return self._batch_rejection(scene.batch) or ("range", self._range_message)
+        if status & DUPLICATE:
+            raise CoordinateError("coordinates are duplicated")
         return "room", overflow_message(results, words)
 
     @property
-    def _box(self) -> str:
-        box = self.program.site.bounds
-        return f"the box {box.low} to {box.high} with {box.batch} items"
+    def _range_message(self) -> str:
+        bounds = self.program.site.bounds
+        return f"has coordinates beyond {bounds.low} to {bounds.high}, or items beyond batch={bounds.batch}"
 
     def _run_eagerly(self, scene: ModelInput) -> Any:
         x = scene.tensor()
@@ -301,9 +307,11 @@ class GraphRunner:
     def _crop_context(self, scene: ModelInput, results: Results, words: Sequence[int]) -> CropContext:
         site = self.program.site
         own = scene.geometry(site)
-        items = site.batch_size if scene.batch is None else scene.batch
+        # Read from the device only where a result depends on it.
+        items = scene.batch if self._cropping is not None and "items" in self._cropping.kinds else None
+        items = site.batch_size if items is None else items
         counts = dict(zip(results.levels, words[1:], strict=True)) if words else {(): scene.count}
-        return CropContext(own, site if own is None else own.site, items, scene.count, counts, results.levels)
+        return CropContext(own, site, items, scene.count, counts, results.levels)
 
     def explain(self) -> str:
         """Text: the capacities, with the level capacities of captured ones."""
@@ -398,6 +406,8 @@ class GraphRunner:
         results = self.program.run(bucket.buffers, bucket.capacities, poison=True)
         words = results.status_words.tolist()
         if words[0]:
+            if words[0] & RANGE:
+                raise CaptureError(f"the example {self._range_message}")
             raise CaptureError(f"the example exceeds the capacity: it {overflow_message(results, words)}")
         reading = OutputCropping.of(results, words, wanted, (self.limits.batch, x.batch_size))
         self._cropping = reading
@@ -466,8 +476,9 @@ class CapturedModule:
     @property
     def fallbacks(self) -> Mapping[str, int]:
         """Number of scenes that ran without a graph, by reason: "voxels" or "points" (above the largest capacity),
-        "box", "batch" (too many items; for steps, another number of items), "room" (a coarser level or a kernel map
-        overflowed its capacity), "capture" (the capacity was not captured yet)."""
+        "range" (coordinates too far from the origin), "batch" (too many items; for steps, another number of items),
+        "room" (a coarser level or a kernel map overflowed its capacity), "capture" (the capacity was not captured
+        yet)."""
         return self._engine.fallbacks
 
     @property

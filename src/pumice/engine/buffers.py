@@ -12,9 +12,9 @@ from torch import Tensor
 from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, make_outputs
 from pumice.coords.buffer import RANGE, new_status, put_first
 from pumice.coords.capacity import BufferedState
+from pumice.coords.chain_buffers import distinct_cells
 from pumice.coords.grid import VoxelFrame
-from pumice.coords.outputs import TorchOutputs, max_outputs
-from pumice.errors import GeometryError
+from pumice.coords.outputs import max_outputs
 from pumice.ops import SparseTensor, voxelize
 
 
@@ -42,7 +42,7 @@ class Buffers(Protocol):
         ...
 
     def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        """The buffers as an input tensor; site: its grid, whose bounds contain all scenes."""
+        """The buffers as an input tensor; site: its grid, outside whose bounds coordinates set the status."""
         ...
 
     def poison(self, count: int) -> None:
@@ -65,12 +65,12 @@ class ModelInput(Protocol):
 
     @property
     def batch(self) -> int | None:
-        """Batch items of the results; None: those of the program."""
+        """Batch items of the results, which may be read from the device; None: those of the program."""
         ...
 
     @property
-    def bounds(self) -> Bounds | None:
-        """Bounding box, if the host knows one."""
+    def known_batch(self) -> int | None:
+        """`batch` if it is known without reading, else None."""
         ...
 
     def fill(self, buffers: Any) -> None:
@@ -133,10 +133,7 @@ class VoxelBuffers:
 
     def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         cloud = CoordBuffer(self.coords, self.count, site.bounds, new_status(self.coords.device))
-        geometry = Geometry.in_buffer(cloud, site, buffered)
-        # Detects duplicates and out-of-bounds coordinates, even if no kernel map is built.
-        geometry.lookup()
-        return InputBatch(SparseTensor(self.feats, geometry))
+        return InputBatch(SparseTensor(self.feats, Geometry.in_buffer(cloud, site, buffered)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +158,9 @@ class VoxelScene:
         return None if self.own is None else self.own.batch_size
 
     @property
-    def bounds(self) -> Bounds | None:
-        return None if self.own is None else self.own.bounds
+    def known_batch(self) -> int | None:
+        items = -1 if self.own is None else self.own.outline.batch_size
+        return None if items < 0 else items
 
     def fill(self, buffers: VoxelBuffers) -> None:
         put_first((buffers.coords, buffers.feats), (self.coords, self.feats), buffers.count)
@@ -174,7 +172,7 @@ class VoxelScene:
         return SparseTensor(feats, self.coords, self.like.stride, self.like.spatial_shape, dim=self.like.spatial_dim)
 
     def geometry(self, site: GridSpec) -> Geometry:
-        return Geometry(self.coords.contiguous(), site) if self.own is None else self.own
+        return Geometry(self.coords.contiguous(), site.unread()) if self.own is None else self.own
 
     def sample(self, most: int, near: bool = False) -> VoxelScene:
         chosen = sample_rows(self.coords[:, 1:], most, near)
@@ -239,18 +237,23 @@ class PointBuffers:
 
     def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
         cells = self._cells(site)
+        geometry = distinct_cells(cells, site, buffered) or self._distinct(cells, site, buffered)
+        rows = geometry.inverse
+        assert rows is not None
+        return InputBatch(SparseTensor(self._means(rows, len(geometry)), geometry), rows)
+
+    def _distinct(self, cells: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
+        """The distinct cells, and the row of each point among them, where kernels do not run or do not support them."""
         relation = Relation.of(cells.dim, 1, policy="floor_unique")
         made = make_outputs(cells, site, relation)
-        if isinstance(made, TorchOutputs) and cells.coords.is_cuda:
-            raise GeometryError(f"no voxelisation kernel supports the box {site.bounds.low} to {site.bounds.high}")
         key: Hashable = ("rows", buffered.path, site.stride)
         capacity = buffered.capacities.capacity(key, made.count, max_outputs(self.capacity, relation, site))
         geometry = Geometry.in_buffer(made.cloud(capacity, coords_only=True), site, buffered)
-        rows = geometry.assign_points(cells)
-        return InputBatch(SparseTensor(self._means(rows, capacity), geometry), rows)
+        geometry.assign_points(cells)
+        return geometry
 
     def _cells(self, site: GridSpec) -> CoordBuffer:
-        """Cell of each point; batch index -1 if the point is padding, invalid or outside the box."""
+        """Cell of each point; batch index -1 if the point is padding, invalid or outside the bounds."""
         live = torch.arange(self.capacity, device=self.points.device) < self.count
         units = (self.points.double() - self.origin) / self.size
         cells = torch.floor(units + 0.5 if self.grid.frame.rounding == "round" else units)
@@ -299,9 +302,7 @@ class PointScene:
     def batch(self) -> None:
         return None
 
-    @property
-    def bounds(self) -> None:
-        return None
+    known_batch = batch
 
     def fill(self, buffers: PointBuffers) -> None:
         to, arrays = [buffers.points], [self.points]

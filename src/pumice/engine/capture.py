@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pumice.coords import Bounds, GridSpec, check_points, frame_of
-from pumice.coords.box import INT32_MAX
 from pumice.coords.capacity import Shares
+from pumice.coords.chain_buffers import key_bounds
 from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.program import compile  # noqa: A004
@@ -20,10 +20,6 @@ from pumice.engine.static import Autocast, PaddedProgram
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode
-
-Box = tuple[Sequence[int], Sequence[int]]
-"""Smallest and largest coordinate along each axis."""
-_CELLS = 32  # Extents of boxes are multiples of this
 
 
 def capture(
@@ -36,7 +32,6 @@ def capture(
     dtype: torch.dtype | None = None,
     buckets: float | Sequence[int] = 1.5,
     margin: float = 1.5,
-    box: Box | None = None,
 ) -> Captured:
     """Capture the inference pass of `model`, kernel maps included, as one CUDA graph per capacity.
 
@@ -69,8 +64,9 @@ def capture(
     dtype: cast a copy of the model, and features, to this dtype (see refresh()). In half precision batch norms keep
         their dtype.
     buckets: factor between capacities, or the capacities.
-    box: smallest and largest coordinates; a scene outside runs by the program. Default: the example's spatial_shape,
-        which later scenes must share, or else its bounding box, enlarged by half along each axis.
+
+    Scenes lie where they like, up to 2^16 voxels from the origin along each axis (2^24 with one or two axes, 2^11 with
+    four), or within the example's spatial_shape, which they must share: others run by the program.
 
     Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
     has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
@@ -82,7 +78,7 @@ def capture(
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
-    program = _program_of(own, site_within(example.geometry.site, limits.batch, box), x.device.type)
+    program = _program_of(own, captured_site(example.geometry.site, limits.batch), x.device.type)
     scene = VoxelScene(x.feats, x.coords, x.geometry, x)
     with outside_inference_mode():
         buffers = VoxelBuffers.of(limits.capacities[-1], x)
@@ -113,10 +109,10 @@ def capture_points(
     points, feats, size, batch, origin, rounding, spatial_shape, dim: example and grid, as in voxelize(); the origin is
     one number or one per axis. batch_size: largest number of batch items. max_points: largest capacity; default twice
     the example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels
-    included), buckets (of points), margin, box.
+    included), buckets (of points), margin.
 
-    Results with one row per input voxel are returned with one row per point. A scene with points outside the box runs
-    by the program, unless the box is a spatial_shape.
+    Results with one row per input voxel are returned with one row per point. Points lie as voxels do in `capture`;
+    those outside a spatial_shape are dropped.
 
     Raises as `capture` and voxelize() do.
     """
@@ -127,13 +123,13 @@ def capture_points(
     if not len(points):
         raise ShapeError("the example has no points, so no capacities can be derived from it")
     frame = frame_of(points, size, origin, rounding)
-    limits, margins, box = _options_of_points(points, batch, max_points, batch_size, options)
+    limits, margins = _options_of_points(points, batch, max_points, batch_size, options)
     shape = None if spatial_shape is None else tuple(int(n) for n in spatial_shape)
     own = model if dtype is None else cast(model, dtype)
     scene = PointScene(points, feats, batch, VoxelGrid(frame, shape, limits.batch, dtype))
     # Raises if the example is invalid.
     x = scene.tensor()
-    program = _program_of(own, site_within(x.geometry.site, limits.batch, box), points.device.type)
+    program = _program_of(own, captured_site(x.geometry.site, limits.batch), points.device.type)
     with outside_inference_mode():
         buffers = PointBuffers.of(limits.capacities[-1], scene, program.site.bounds)
     return CapturedPoints(GraphRunner(program, buffers, scene, limits, margins), None if own is model else model)
@@ -145,14 +141,14 @@ def _program_of(model: nn.Module, site: GridSpec, kind: str) -> PaddedProgram:
 
 def _options_of_points(
     points: Tensor, batch: Tensor | None, most: int | None, items: int | None, options: dict[str, Any]
-) -> tuple[Limits, CapacityMargins, Box | None]:
-    known = {"level_capacity": None, "buckets": 1.5, "margin": 1.5, "box": None}
+) -> tuple[Limits, CapacityMargins]:
+    known = {"level_capacity": None, "buckets": 1.5, "margin": 1.5}
     if wrong := options.keys() - known:
         raise TypeError(f"capture_points has no option {', '.join(sorted(wrong))}; expected {', '.join(known)}")
     known |= options
     held = 1 if batch is None else int(batch.max()) + 1
     limits = Limits.of("points", (len(points), most), (held, items), known["buckets"])
-    return limits, CapacityMargins(known["margin"], known["level_capacity"]), known["box"]
+    return limits, CapacityMargins(known["margin"], known["level_capacity"])
 
 
 class _Base(CapturedModule):
@@ -245,28 +241,12 @@ def _held(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def site_within(site: GridSpec, batch: int, box: Box | None) -> GridSpec:
-    """GridSpec of the input coordinates, with the box that all scenes are expected in as its bounds."""
-    bounds = site.bounds
-    if site.spatial_shape is not None:
-        if box is not None:
-            raise OptionError(f"box cannot be combined with the example's spatial_shape={site.spatial_shape}")
-        low, high = (0,) * len(bounds.low), tuple(max(0, n - 1) for n in site.spatial_shape)
-    elif box is not None:
-        low, high = (tuple(int(c) for c in side) for side in box)
-        if len(low) != len(bounds.low) or len(high) != len(low) or any(a > b for a, b in zip(low, high, strict=True)):
-            raise OptionError(f"box takes the smallest and the largest coordinate of each axis, found {box!r}")
-    else:
-        ends = [_enlarged(a, b) for a, b in zip(bounds.low, bounds.high, strict=True)]
-        low, high = tuple(a for a, _ in ends), tuple(b for _, b in ends)
-    return GridSpec(site.stride, site.spatial_shape, batch, Bounds(low, high, batch), site.frame)
-
-
-def _enlarged(low: int, high: int) -> tuple[int, int]:
-    """Enlarge an axis by half, then to a multiple of _CELLS."""
-    extent = high - low + 1
-    margin = -(-(extent + 2 * (extent // 4 + 8)) // _CELLS) * _CELLS - extent
-    return max(-(2**31), low - margin // 2), min(INT32_MAX, high + margin - margin // 2)
+def captured_site(site: GridSpec, batch: int) -> GridSpec:
+    """GridSpec of the input coordinates; its bounds are those of all coordinates that a captured network takes."""
+    shape, bounds = site.spatial_shape, key_bounds(len(site.stride), batch)
+    if shape is not None:
+        bounds = Bounds((0,) * len(shape), tuple(max(0, n - 1) for n in shape), batch)
+    return GridSpec(site.stride, shape, batch, bounds, site.frame)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,8 +91,8 @@ class Autocast:
 
 @dataclass(frozen=True, eq=False)
 class PaddedProgram:
-    """A program over buffers. model: the network that it is of, or itself. site: grid of the input; its bounds contain
-    all coordinates."""
+    """A program over buffers. model: the network that it is of, or itself. site: grid of the input; coordinates outside
+    its bounds set the status."""
 
     program: Program
     model: nn.Module
@@ -108,6 +108,7 @@ class PaddedProgram:
             entered = buffers.make_input(self.site, BufferedState(capacities, (), poison))
         geometry = entered.x.geometry
         leaves, spec = pytree.tree_flatten(self.forward(entered.x), is_sparse)
+        geometry.search()
         found = dict(levels_of(geometry))
         # Kernel maps are not kept: other graphs of the pool reuse their memory.
         levels = {path: LevelOutput(g.coords, g.stride) for path, g in found.items()}
@@ -210,7 +211,7 @@ def _kind(leaf: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
 
 @dataclass(eq=False)
 class CropContext:
-    """Scene that results are cropped to. own: its geometry, None for points. site: the input's grid. items, points: its
+    """Scene that results are cropped to. own: its geometry, None for points. site: the program's. items, points: its
     batch items and rows. counts: voxels by path. levels: coordinate buffers by path."""
 
     own: Geometry | None
@@ -226,10 +227,12 @@ class CropContext:
         if not path and self.own is not None:
             return self.own
         if path not in self.cropped_levels:
-            site = self.site
+            site, own = self.site, self.own
+            if own is not None:
+                site = replace(site, batch_size=own.batch_size, frame=own.frame)
             for relation in path:
                 site = site_of(site, relation)
-            self.cropped_levels[path] = Geometry(self.levels[path].coords[: self.counts[path]].clone(), site)
+            self.cropped_levels[path] = Geometry(self.levels[path].coords[: self.counts[path]].clone(), site.unread())
         return self.cropped_levels[path]
 
     def crop(self, leaf: Any, kind: Kind) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from pumice.coords import Bounds, Geometry, GridSpec, join_side_streams
+from pumice.coords import Geometry, GridSpec, join_side_streams
 from pumice.coords.capacity import BufferedState, Capacities
 from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, sample_rows
 from pumice.engine.program import Program
@@ -114,8 +114,8 @@ class TrainingSample:
         return self.scene.batch
 
     @property
-    def bounds(self) -> Bounds | None:
-        return self.scene.bounds
+    def known_batch(self) -> int | None:
+        return self.scene.known_batch
 
     def fill(self, buffers: Targets) -> None:
         self.scene.fill(buffers.voxels)
@@ -243,6 +243,7 @@ class StepProgram:
             entered = buffers.make_input(self.site, BufferedState(capacities, (), poison, True))
             geometry = entered.x.geometry
             loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale)
+            geometry.search()
             levels = dict(levels_of(geometry))
             with join_side_streams(geometry):
                 words = status_words_of(geometry, levels.values())

@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from pumice.coords.capacity import CapacityPlanner, Shares
 from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, device_context
 from pumice.engine.buffers import ModelInput, VoxelScene
-from pumice.engine.capture import Box, check_example, check_scene, site_within
+from pumice.engine.capture import captured_site, check_example, check_scene
 from pumice.engine.compare import AMPLIFIED, steps_differ
 from pumice.engine.program import compile  # noqa: A004
 from pumice.engine.static import Autocast
@@ -47,7 +47,6 @@ def capture_step(
     level_capacity: Shares = None,
     buckets: float | Sequence[int] = 1.5,
     margin: float = 1.5,
-    box: Box | None = None,
     scaler: GradScaler | None = None,
     clip: float | None = None,
     ignored: int = -100,
@@ -83,7 +82,7 @@ def capture_step(
         hyperparameters stay constant; a learning rate that changes each step should be a tensor. Others run eagerly.
     example: typical scene. Scenes with another number of batch items find no graph.
     targets: tensors with one row per voxel of the example, scalars, or PerItemTarget(tensor) with one row per item.
-    max_voxels, level_capacity, buckets, margin, box: as in `capture`.
+    max_voxels, level_capacity, buckets, margin: as in `capture`.
     scaler: as torch.amp.GradScaler for half precision: a step with non-finite gradients updates only the scale.
     clip: largest total norm of the gradients, as torch.nn.utils.clip_grad_norm_.
     ignored: value of integer targets in padding rows.
@@ -111,7 +110,7 @@ def capture_step(
         compile(model),
         model,
         loss,
-        site_within(example.geometry.site, limits.batch, box),
+        captured_site(example.geometry.site, limits.batch),
         Autocast.current(example.device.type),
         _parameters(model, loss, optimizer),
         StepOptions(scaler, clip, ignored),
@@ -267,9 +266,9 @@ class _Steps(GraphRunner):
         self.program.rescale()
 
     def _host_rejection(self, scene: TrainingSample) -> tuple[str, str] | None:
-        box = self.program.site.bounds
-        if scene.batch != box.batch:
-            return "batch", f"of {scene.batch} items differs from the example's {box.batch}"
+        own = self.program.site.batch_size
+        if scene.batch != own:
+            return "batch", f"of {scene.batch} items differs from the example's {own}"
         return super()._host_rejection(scene)
 
     def prepared(self, count: int) -> CapacityBucket:

@@ -58,7 +58,7 @@ def layer_map(
         found = _kept(geometry, relation)
         if found is not None:
             return found
-        if has_triton(geometry.coords) and not is_capturing(geometry.device):
+        if geometry.buffered is None and has_triton(geometry.coords) and not is_capturing(geometry.device):
             return _found(geometry, relation, weight)
     return kernel_map(geometry, relation, target)
 

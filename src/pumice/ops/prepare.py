@@ -22,6 +22,7 @@ from pumice.coords import (
     trace_local,
 )
 from pumice.coords.chain import DOWN, SAME, UP, ChainRequest, TileRule, is_supported, refusal
+from pumice.coords.chain_buffers import NO_TILES, build_in_buffer
 from pumice.coords.chain_build import build_chain
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
@@ -150,6 +151,8 @@ class RequestedMaps:
     def build_in_buffers(self, geometry: Geometry, differentiable: bool) -> None:
         """Build maps in buffers, on a GPU laid out while the next is built."""
         with on_side_stream(geometry) as publish:
+            windows = tuple(tuple(window for window in each if is_supported(window)) for each in self.same)
+            build_in_buffer(geometry, ChainRequest(geometry.dim, self.steps, windows, (), NO_TILES))
             for one, flows in self.maps(geometry):
                 publish(one)
                 if geometry.device.type == "cuda":

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from pumice.coords import Bounds, Geometry, GridSpec, morton_argsort, morton_unique, same_geometry
+from pumice.coords import (
+    Bounds,
+    CoordBuffer,
+    Geometry,
+    GridSpec,
+    KeySpace,
+    morton_argsort,
+    morton_unique,
+    same_geometry,
+)
 from pumice.coords.box import INT32_MAX, places_in
+from pumice.coords.buffer import RANGE, set_status
 from pumice.coords.tracing import subset as traced_subset
 from pumice.coords.tracing import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
@@ -38,7 +48,7 @@ def to_dense(
         )
     if shape is None:
         x.geometry.require_host_size("to_dense without a spatial_shape")
-    box = x.geometry.bounds if buffered else None
+    box = None
     if shape is None:
         box = Bounds.of(x.coords)
         origin = box.low if origin is None else origin
@@ -57,13 +67,21 @@ def to_dense(
     cells = items * math.prod(shape)
     if torch.compiler.is_compiling():
         index = torch.ops.pumice.places(x.coords, list(shape), list(origin), items)
+    elif buffered:
+        index = _places_in_buffer(x.geometry.cloud, shape, origin, items)
     else:
         index = places_in(x.coords, shape, origin, items, box)
-    if buffered:
-        # Padding rows go to an extra cell at the end.
-        index = torch.where(x.geometry.cloud.valid_mask(), index, cells)
     flat = x.feats.new_zeros(cells + buffered, x.channels).index_copy(0, index, x.feats)[:cells]
     return flat.view(items, *shape, x.channels).movedim(-1, 1)
+
+
+def _places_in_buffer(cloud: CoordBuffer, shape: Sequence[int], origin: Sequence[int], items: int) -> Tensor:
+    """As places_in, of rows in a buffer: those outside, and padding rows, are at an extra place at the end. Voxels
+    outside set RANGE in the status, and are refused where the scene runs without a buffer."""
+    box = Bounds(tuple(origin), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True)), items)
+    valid, there = cloud.valid_mask(), box.contains(cloud.coords)
+    set_status(cloud.status, RANGE, (valid & ~there).any())
+    return torch.where(valid & there, KeySpace(box).keys(cloud.coords), items * math.prod(shape))
 
 
 def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:

@@ -89,7 +89,10 @@ class SparseTensor:
     def items(self) -> Tensor:
         """int64 [N]: batch item of each voxel, on the features' device; 0 in padding rows of a captured network."""
         found = self.coords[:, 0].to(self.device, torch.int64)
-        return found if self._geometry.buffered is None else torch.where(self._geometry.cloud.valid_mask(), found, 0)
+        if self._geometry.buffered is None:
+            return found
+        # Items beyond the batch are in the status; until it is read they must not index anything.
+        return torch.where(self._geometry.cloud.valid_mask(), found.clamp(0, self.batch_size - 1), 0)
 
     @property
     def item_counts(self) -> Tensor:
