@@ -346,6 +346,9 @@ def test_duplicates_change_nothing(gpu):
     pair.both(x, labels)
 
 
+@pytest.mark.xfail(
+    strict=False, reason="torch warns that nodes made by DistributedDataParallel are of another stream than the step's"
+)
 def test_a_replicated_model(gpu, tmp_path):
     """Gradients are averaged behind the graph; of one process they are its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)

@@ -103,13 +103,40 @@ def test_a_mark_that_tells_nothing_is_made_anew(gpu, broken):
     assert mark.read_text() == good
 
 
+def test_a_kernel_that_several_ask_for_is_compiled_once(gpu, monkeypatch):
+    kernels.loaded.cache_clear()
+    one, values = generated()
+    build, begun, go = ahead.compile_worker.build, [], threading.Event()
+
+    def counted(job, function):
+        begun.append(job["mark"])
+        go.wait(20)
+        return build(job, function)
+
+    monkeypatch.setattr(ahead.compile_worker, "build", counted)
+    made = []
+    ask = [
+        threading.Thread(target=lambda: made.append(one.kernel.warmup(*values, grid=(1,), **one.triton_options)))
+        for _ in range(3)
+    ]
+    for thread in ask:
+        thread.start()
+    go.set()
+    for thread in ask:
+        thread.join(60)
+    assert len(begun) == 1 and len(made) == 3 and made[0] is made[1] is made[2]
+    # Other options are another kernel.
+    one.kernel.warmup(*values, grid=(1,), **{**one.triton_options, "num_warps": 8})
+    assert len(set(begun)) == 2
+
+
 def kernel_calls():
     """(kernel, arguments, options) of a generated one and of some in files."""
     one, values = generated()
     yield one.kernel, values, one.triton_options
     flat, wide = (torch.empty(64, dtype=kind, device="meta") for kind in (torch.int32, torch.int64))
     place = ahead.TritonKernel.of("pumice.coords.chain_kernels", "place")
-    yield place, [wide, wide, flat, flat, flat, flat, 1, 1 << 40, 3, 17, 2, 64], {"num_warps": 4}
+    yield place, [wide, wide, *[flat] * 5, wide, flat, 1, 1 << 40, 3, 17, 2, 64, False], {"num_warps": 4}
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
@@ -195,8 +196,9 @@ class TritonKernel:
         """at: module, file and name. text: the source, "" for what the module's file holds; code: a digest of it and
         of what it calls."""
         self._at, self._text, self._code, self._parameters = at, text, code, tuple(parameters)
-        # By device and mark.
+        # By device and mark; those that ask at the same time wait for one compilation.
         self._loaded: dict[tuple[int, str], Any] = {}
+        self._locks: defaultdict[tuple[int, str], Lock] = defaultdict(Lock)
 
     @staticmethod
     def of(module: str, name: str) -> TritonKernel:
@@ -250,9 +252,10 @@ class TritonKernel:
         }
         mark = job["mark"] = str(Path(knobs.cache.dir) / f"pumice-{_digest(job, self._code)}.json")
         key = torch.cuda.current_device() if torch.cuda.is_initialized() else 0, mark
-        if key not in self._loaded:
-            self._loaded[key] = self._kept(mark, job) or self._compiled(mark, job)
-        return self._loaded[key]
+        with self._locks[key]:
+            if key not in self._loaded:
+                self._loaded[key] = self._kept(mark, job) or self._compiled(mark, job)
+            return self._loaded[key]
 
     def _compiled(self, mark: str, job: dict[str, Any]) -> Any:
         worker = getattr(_THREAD, "worker", None)
