@@ -3,6 +3,7 @@ those of both halves."""
 
 import warnings
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -67,7 +68,9 @@ def by_fsdp2(model):
 
 def begin(rank, file):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
+    # Who waits for the other process in vain fails.
+    patience = timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=patience)
 
 
 def rank_of_two(rank, file):
@@ -119,8 +122,7 @@ def ways_of_steps():
 
 def steps_of_two(rank, file):
     """Captured steps of DistributedDataParallel are its own, whether the scenes of the processes find graphs or not."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS)
+    begin(rank, file)
     for options, factors in ways_of_steps():
         models = [DistributedDataParallel(trainable()) for _ in range(2)]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models]
