@@ -238,14 +238,12 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     for level in range(steps):
         tiled += [(chain.DOWN, level + 1, step), (chain.UP, level, step)]
     windows = ((window,),) * (steps + 1)
-    request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), chain.TileRule(24_000, 8, 1 << 15))
+    request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), chain.TileRule(24_000, 8, 1 << 15, (8,)))
     made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
     chain_tiles.tile_maps(made)
     buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
     chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
-    for _ in range(2):
-        for one in chain_tiles.fill_tiles(made, [40] * request.num_read):
-            one.wanted.update((0, 8))
+    chain_tiles.fill_tiles(made, [40] * request.num_read)
 
 
 def _stages(volume: int) -> None:

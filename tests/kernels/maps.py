@@ -921,7 +921,10 @@ def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> No
 
 # Maps of a network
 
-RULES = {"tiled alike": chain.TileRule(24_000, 8, 1 << 15), "sorted and large tiles": chain.TileRule(60, 8, 80)}
+RULES = {
+    "tiled alike": chain.TileRule(24_000, 8, 1 << 15, (8,)),
+    "sorted and large tiles": chain.TileRule(60, 8, 80, (4,)),
+}
 STEPS: Mapping[str, Callable[[int], list[Relation]]] = {
     "no steps": lambda dim: [],
     "halved": lambda dim: [Relation.of(dim, 2, stride=2)] * 2,
@@ -951,7 +954,7 @@ def chain_checks() -> Checks:
         found[f"status {name}"] = partial(check_chain_status, name)
     found["a request of a network"] = check_network
     found["all kernels are compiled beforehand"] = check_compiled
-    found["pieces that were asked for"] = check_asked_pieces
+    found["pieces"] = check_pieces
     found["no wait for the host in a chain"] = check_chain_waits
     for first in range(0, 40, 10):
         found[f"hard coordinates from seed {first}"] = partial(check_hard, first)
@@ -1059,8 +1062,7 @@ def check_compiled() -> None:
         chain_build.compile_kernels(request, torch.device("cpu"))
         assert seen and not started
         for count in (1, 140, 100):
-            for one in chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request):
-                one.tiled.wanted.update((0, 4))
+            chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)
     # How coordinates are checked is no part of it.
     assert {k for k in started if "chain_kernels" in k.kernel.function.fn.__module__} <= seen.keys()
     assert len({k for k in started if "chain_kernels" in k.kernel.function.fn.__module__}) == 9
@@ -1183,18 +1185,19 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None
     assert agree(x.geometry, other) == len(made)
 
 
-def check_asked_pieces() -> None:
-    """What layers asked for on a scene is there on the next."""
-    request = chain_request(3, "padded", chain.TileRule(10, 8, 10))
-    for seed in (0, 1):
-        made = chain_build.build_chain(Geometry.checked(Scene(3, 300, 12, seed=seed).coords()), request)
-        for one in made or ():
-            array, count = one.tiled.tiles().tiles, len(one.tiled.tiles().rows)
-            found, runs = (segments.cached_pieces(array, count, most) for most in (4, segments.WHOLE))
-            assert (found is not None) == (runs is not None) == (seed == 1)
-            if found is not None and runs is not None:
-                same(found, split_runs_torch(array, count, 4))
-                same(runs[:3], segments_by_length_torch(array, count))
+def check_pieces() -> None:
+    """Runs of maps are cut into pieces of all lengths of the rule, but for those of few kernel offsets."""
+    request = chain_request(3, "both", chain.TileRule(10, 8, 10, (4,)))
+    made = chain_build.build_chain(Geometry.checked(Scene(3, 300, 12, seed=1).coords()), request)
+    assert made and {one.found.volume > 8 for one in made} == {True, False}
+    for one in made:
+        array, count = one.tiled.tiles().tiles, len(one.tiled.tiles().rows)
+        found, runs = (segments.cached_pieces(array, count, most) for most in (4, segments.WHOLE))
+        assert (found is not None) == (one.found.volume > 8)
+        if found is not None:
+            same(found, split_runs_torch(array, count, 4))
+        assert runs is not None
+        same(runs[:3], segments_by_length_torch(array, count))
 
 
 def check_chain_waits() -> None:

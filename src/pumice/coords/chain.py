@@ -39,6 +39,7 @@ from pumice.coords.grid import GridSpec
 from pumice.coords.lookup import WORD, Neighbours
 from pumice.coords.outputs import distinct_outputs, level_key, site_of
 from pumice.coords.relation import Relation
+from pumice.coords.segments import WHOLE
 from pumice.coords.tiles import Digits, SortSpec
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Part, aligned, allocate, carve
@@ -78,11 +79,13 @@ _ROOM = 1.15  # Room by rows of the largest level seen
 @dataclass(frozen=True)
 class TileRule:
     """Tiles have 64 outputs below `few_rows` outputs, else 128. Maps of at most `few_taps` kernel offsets keep the
-    order of rows below `sorted_rows` outputs."""
+    order of rows below `sorted_rows` outputs, and the runs of their entries are not cut, as those of others are, into
+    pieces of `lengths` too."""
 
     few_rows: int
     few_taps: int
     sorted_rows: int
+    lengths: tuple[int, ...] = ()
 
     def block(self, rows: int) -> int:
         return SMALL if rows < self.few_rows else LARGE
@@ -90,6 +93,10 @@ class TileRule:
     def least(self, volume: int) -> int:
         """Number of outputs from which a map is sorted."""
         return self.sorted_rows if volume <= self.few_taps else 0
+
+    def pieces(self, volume: int) -> tuple[int, ...]:
+        """Lengths of pieces of the runs of a map."""
+        return (WHOLE,) if volume <= self.few_taps else (*self.lengths, WHOLE)
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,12 @@ class ChainRequest:
     @cached_property
     def levels(self) -> int:
         return len(self.steps) + 1
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(number of a map in tiles, length of its pieces) of all lists of pieces."""
+        each = zip(range(len(self.tiled)), self.volumes, strict=False)
+        return tuple([(place, most) for place, volume in each for most in self.rule.pieces(volume)])
 
     @cached_property
     def maps(self) -> tuple[Place, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from pumice.coords.chain import (
 )
 from pumice.coords.segments import RUNS, WHOLE, Pieces, count_sort_constants
 from pumice.coords.tiles import SortSpec, TileList
-from pumice.runtime.launch import cached_device_constant, has_triton, is_compiling_launches, kernel, to_device_async
+from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Part, aligned, allocate
 
 _KEYED = 512  # Rows of a program that makes keys
@@ -170,10 +169,9 @@ class Tiled:
     """Tiles of a segment within the arrays of all; see TileList.
 
     begins: where its entries of each array begin. count, block, entries: tiles, rows of a tile, entries. sorted: False
-    if rows keep their order. pieces: of its runs, by the maximum length; wanted: lengths that somebody asked for, on
-    this scene or before."""
+    if rows keep their order. pieces: of its runs, by the maximum length."""
 
-    __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "pieces", "sorted", "volume", "wanted")
+    __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "pieces", "sorted", "volume")
 
     def __init__(
         self,
@@ -181,9 +179,8 @@ class Tiled:
         begins: tuple[int, int, int, int, int],
         sizes: tuple[int, int, int],
         volume: int,
-        wanted: set[int],
     ) -> None:
-        self._arrays, self._begins, self.volume, self.wanted = arrays, begins, volume, wanted
+        self._arrays, self._begins, self.volume = arrays, begins, volume
         self.count, self.block, self.entries = sizes
         self.pieces: dict[int, PieceLists] = {}
         self.sorted = True
@@ -209,7 +206,7 @@ class Tiled:
             *own, ends = self.tensors()
             self._list = TileList(*own)
             pieces = {most: known.tensors() for most, known in self.pieces.items()}
-            RUNS.register(self._list.tiles, ends, self.volume, self.wanted, pieces)
+            RUNS.register(self._list.tiles, ends, self.volume, pieces=pieces)
         return self._list
 
 
@@ -222,8 +219,8 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     own, taps, inputs = allocate(chain.coords.device, ((long,), (long,), (wide,)))
     arrays = TileArrays(chain.tile_rows, own, taps, inputs, chain.ends)
     slot, tile, entry, cell = 0, 0, 0, 0
-    for shape, volume, wanted in zip(shapes, request.volumes, _wanted(request), strict=False):
-        found.append(Tiled(arrays, (slot, entry, entry, cell, tile), shape, volume, wanted))
+    for shape, volume in zip(shapes, request.volumes, strict=False):
+        found.append(Tiled(arrays, (slot, entry, entry, cell, tile), shape, volume))
         count, block, entries = shape
         slot, tile = slot + count * block, tile + aligned(count)
         entry, cell = entry + aligned(entries), cell + entries * block
@@ -240,13 +237,6 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     return found
 
 
-@lru_cache(maxsize=64)
-def _wanted(request: ChainRequest) -> tuple[set[int], ...]:
-    """By segment the piece lengths (segments.RunInfo) that layers asked for on scenes before: those of all segments are
-    then found by one kernel."""
-    return tuple(set[int]() for _ in request.tiled)
-
-
 def _shape(chain: Chain, words: Sequence[int], place: int) -> tuple[int, int, int]:
     """(tiles, rows of a tile, entries) of a segment."""
     rows = chain.request.rows_in(words, chain.request.tiled[place][1])
@@ -255,30 +245,28 @@ def _shape(chain: Chain, words: Sequence[int], place: int) -> tuple[int, int, in
 
 
 def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, int, int]]) -> None:
-    """Pieces of the runs of all segments for the lengths that were asked for."""
-    # Other threads' calls may ask for more meanwhile.
-    wanted = tuple([(place, most) for place, one in enumerate(found) for most in tuple(one.wanted)])[:GROUPS]
-    if not wanted and not is_compiling_launches():
+    """Pieces of the runs of all segments."""
+    lists = chain.request.pieces
+    if not lists:
         return
-    sizes = [shapes[place][0] + (shapes[place][2] // most if most else 0) for place, most in wanted]
+    sizes = [shapes[place][0] + shapes[place][2] // most for place, most in lists]
     begins = itertools.accumulate([5 * aligned(size) for size in sizes], initial=0)
     (out,) = allocate(chain.coords.device, ((5 * sum(map(aligned, sizes)),),))
-    for (place, most), begin, size in zip(wanted, begins, sizes, strict=False):
+    for (place, most), begin, size in zip(lists, begins, sizes, strict=False):
         found[place].pieces[most] = PieceLists(out, begin, size)
-    count = max([shapes[place][0] for place, _ in wanted], default=0)
+    count = max([count for count, *_ in shapes], default=0)
     blocks = max(1, -(-count // _RUNS))
-    tensors = (chain.layout, chain.words, _wanted_lists(wanted, chain.coords.device), chain.ends, out)
+    tensors = (chain.layout, chain.words, _piece_lists(chain.request, chain.coords.device), chain.ends, out)
     constants = count_sort_constants(0, max(chain.request.volumes))
-    kernel("chain_kernels.cut_runs")(len(wanted) * blocks, tensors, (len(wanted), blocks), constants)
+    kernel("chain_kernels.cut_runs")(len(lists) * blocks, tensors, (len(lists), blocks), constants)
 
 
 @cached_device_constant(256)
-def _wanted_lists(wanted: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+def _piece_lists(request: ChainRequest, device: torch.device) -> Tensor:
     """int32 [2, 64]: segments, and the maximum lengths of a piece."""
     found = torch.zeros(2, GROUPS, dtype=torch.int32)
     found[1] = WHOLE
-    for place, (segment, most) in enumerate(wanted):
-        found[:, place] = torch.tensor((segment, most))
+    found[:, : len(request.pieces)] = torch.tensor(request.pieces).t()
     return to_device_async(found, device)
 
 

@@ -38,6 +38,7 @@ from pumice.lower.tile_family import INT32_LIMIT
 from pumice.runtime.cache import PERSISTENT, BoundedCache, intern_key
 from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.streams import MAP_STREAM_PRIORITY, is_capturing, record_event
+from pumice.schedule.tile import SHARED_CHUNK
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
@@ -274,7 +275,7 @@ def tile_rows_for(outputs: int) -> int:
 
 def tile_rule() -> TileRule:
     """How the default forms of maps are tiled, by their sizes."""
-    return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED)
+    return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED, (SHARED_CHUNK,))
 
 
 class TileHeights:
@@ -445,10 +446,8 @@ class BoundTiles(BoundMap):
     def _known_segments(self, number: int, rule: SegmentRule) -> SegmentArgs | None:
         if number != _TILE_OF_ENTRY or rule.stack or (rule.per_lane and not rule.chunk):
             return None
-        most = rule.chunk or WHOLE
-        found = self._tiled.pieces.get(most)
+        found = self._tiled.pieces.get(rule.chunk or WHOLE)
         if found is None:
-            self._tiled.wanted.add(most)
             return None
         return SegmentArgs(found.size, dict(zip(_PIECES, found.addresses(), strict=True)), found)
 

@@ -262,11 +262,6 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
     BACKGROUND.run([task for kernel, task in recorded.items() if not kernel.known])
 
 
-def is_compiling_launches() -> bool:
-    """True within `compiling_launches`."""
-    return _LAUNCHES.get() is not None
-
-
 class BoundKernel:
     """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment."""
 

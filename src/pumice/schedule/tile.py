@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles
 
+SHARED_CHUNK = 8
+"""Entries of a segment per program where several share it."""
 WHOLE_SEGMENTS = 1 << 30
 """A chunk that no segment is longer than."""
 
@@ -470,7 +472,7 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
         return 0
-    return 8
+    return SHARED_CHUNK
 
 
 def _waves(problem: Problem, tile: Tile, programs: int) -> int:
