@@ -1176,7 +1176,7 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None
             made = list(prepared._maps(x.geometry, steps, windows))
             materialize([(one, [None]) for one in made], False)
     sorts = sum(name in ("scan_digits", "place_digits") for name in started)
-    assert len(started) - sorts <= 8 and sorts == 6, started
+    assert len(started) - sorts <= 9 and sorts == 6, started
     assert len(made) == 3 * len(steps) + 1 and all(one.cached_keys() for one in made)
     other = Geometry.checked(coords)
     with plain(), patch.object(lowered, "_FORMS_OF", forms):
