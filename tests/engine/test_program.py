@@ -733,3 +733,34 @@ def test_dead_branches_are_dropped_where_nobody_notices():
     program = pm.compile(net)
     check(program(cloud(0)), net(cloud(0)))
     assert [step.names for step in steps(program)] == [("b",), ("drop",), ("c",), (".feats",), ("relu",)]
+
+
+def test_kernels_for_tiles_of_the_other_height_are_compiled_with_those_of_the_first_scene(tmp_path, monkeypatch):
+    """In the background: the first scene whose maps have such tiles makes none."""
+    family, maps = import_module("pumice.lower.tile_family").TileFamily, import_module("pumice.lower.maps")
+    made, heights, whole = [], [], stretch.compile_for_other_tiles
+    monkeypatch.setattr(maps, "_FEW_ROWS", 100)
+    monkeypatch.setattr(maps.TILE_HEIGHTS, "compile", lambda height, task: heights.append(height) or task())
+    init = family.__init__
+    monkeypatch.setattr(family, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+
+    def on_a_gpu(x, *given):
+        assert len(x) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+            whole(x, *given)
+
+    monkeypatch.setattr(stretch, "compile_for_other_tiles", on_a_gpu)
+    net, counts = strange(Residual(4, False)).half(), []
+    program = pm.compile(net)
+    with emulated(tmp_path), torch.no_grad():
+        for rows, height in ((40, 64), (300, 128), (60, 64)):
+            x = scene(rows, 4, rows).half()
+            found = program(x)
+            counts.append(len(made))
+            tiled = [maps.bound_map(one).arrays[0].shape[1] for one, _ in x.geometry.maps.values()]
+            assert tiled and {*tiled} == {height}
+            with on_cpu():
+                check(found, net(x), 1e-2)
+    assert heights and {*heights} == {128}
+    assert counts[0] and len({*counts}) == 1

@@ -23,7 +23,7 @@ from pumice.ops import autograd
 from pumice.runtime import cache, launch
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace
-from pumice.schedule.tile import Tile
+from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.schedule.tuned_tiles import Ledger
 
 
@@ -523,6 +523,24 @@ def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, 
         pm.ops.conv_features(x, weight, found, 100)
     (kernel,) = as_on_gpu.values()
     assert len(kernel.direct) == 2 and alive == [[True, True], [True, True]]
+
+
+def test_segments_that_are_whole_need_no_room(as_on_gpu, monkeypatch):
+    """By the kernel that shares them where they are cut."""
+    asked = []
+    for module in (kernels, calls):
+        real = module.workspace
+        monkeypatch.setattr(module, "workspace", lambda *given, real=real: asked.append(given[:2]) or real(*given))
+    for chunk in (2, WHOLE_SEGMENTS):
+        monkeypatch.setattr(Ledger, "get", lambda self, key, chunk=chunk: Tile(64, 16, 16, stream_k_chunk=chunk))
+        x, weight, found = layer(1)
+        for _ in range(2):
+            asked.clear()
+            pm.ops.conv_features(x, weight, found, 100)
+            ((programs, size),) = asked
+            assert size == (programs * 64 * 16 * 4 if chunk == 2 else 0)
+        forget()
+    assert len(as_on_gpu) == 1
 
 
 def test_on_amd_no_segments_are_shared(as_on_gpu, monkeypatch):
@@ -1048,7 +1066,7 @@ def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch)
     tasks[0]()
     own = family.at(many)
     assert own is not first and own is not None and own.is_compiled and len(tasks) == 1
-    family._by_size.pop(family.key(many)), family._asked.clear()
+    family._by_size.pop(family.key(many)), family._waiting.clear()
     monkeypatch.setattr(type(own), "is_compiled", property(lambda self: self is first))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert family.at(many) is own and len(tasks) == 1

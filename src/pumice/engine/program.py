@@ -306,6 +306,11 @@ class _Item:
     last: tuple[Node, ...] = ()
 
 
+def _with_maps(run: Callable[[Env], None]) -> Callable[[Env], Callable[[], None]]:
+    """The `begin` of what does nothing before there are kernel maps."""
+    return lambda env: partial(run, env)
+
+
 def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
     """How the steps are run. how: for inference or training, and bytes of a value on a GPU, None on a CPU."""
     made: list[_Item] = []
@@ -313,13 +318,13 @@ def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -
     on_gpu = train_stretches(graph) if way is TRAINING else stretches(graph, size or 0)
     for each in graph.steps if size is None else on_gpu:
         if isinstance(each, Stretch | TrainStretch):
-            begin = each.begin if isinstance(each, Stretch) else partial(partial, each.run)
+            begin = each.begin if isinstance(each, Stretch) else _with_maps(each.run)
             made.append(_Item(begin, each.inputs, each.outputs))
         elif isinstance(each, Product):
             reads = tuple(n for n in (each.x, each.target, each.residual) if n is not None)
-            made.append(_Item(partial(partial, _by_modules(each)), reads, (each.node,)))
+            made.append(_Item(_with_maps(_by_modules(each)), reads, (each.node,)))
         elif isinstance(each, CallStep):
-            made.append(_Item(partial(partial, _caller(each, root)), tuple(each.node.all_input_nodes), (each.node,)))
+            made.append(_Item(_with_maps(_caller(each, root)), tuple(each.node.all_input_nodes), (each.node,)))
     needed = {*nodes_in(graph.result)}
     for place in range(len(made) - 1, -1, -1):
         touched = dict.fromkeys((*made[place].reads, *made[place].makes))

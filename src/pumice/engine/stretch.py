@@ -450,6 +450,8 @@ class _Run:
                     tasks.append(compilation_of_linear(x, weight, epilogue))
                 else:
                     tasks.append(compilation_of_conv(x, weight, found, epilogue))
+                    # These may wait long: one row will do.
+                    x, weight, epilogue = self._like_call(number, launch, (1, 1))
                     later.append(partial(compile_for_other_tiles, x, weight, found, epilogue))
             else:
                 tasks.append(template.compilation(on, launch.row_shapes(rows, count), (count, launch.columns)))

@@ -267,8 +267,8 @@ def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
 def tile_rows_for(outputs: int) -> int:
     """Rows of a tile for that many outputs: fewer if there were too few tiles to fill a GPU.
 
-    H100, fp16, scans, tiles of 64 rows over those of 128: 42,000 outputs 0.70 (256 channels), 0.85 (96), 0.98 (128);
-    136,000 outputs 1.40, 1.06 and 1.33. A U-Net: 0.90 at 42,000 voxels, 1.03 at 70,000, 1.08 at 100,000.
+    Time with 64 rows by that with 128 (H100, fp16, scans), with 256, 96 and 128 channels: 42,000 outputs 0.70, 0.85 and
+    0.98; 136,000 outputs 1.40, 1.06 and 1.33. A U-Net: 0.90 at 42,000 voxels, 1.03 at 70,000, 1.08 at 100,000.
     """
     return tile_rule().block(outputs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pumice.coords.segments import WHOLE
 from pumice.language.bind import BoundStatement, bare_places, leading_indices
 from pumice.language.contraction import ContractionRoles, segment_axis
 from pumice.language.nodes import accesses_of
@@ -36,7 +36,8 @@ _Product = tuple[int, tuple[int, ...], int]
 @lru_cache(maxsize=256)
 def segment_rule(roles: ContractionRoles, tile: Tile) -> SegmentRule:
     """How programs with this tile take segments. roles: of the statement."""
-    return SegmentRule(tile.stream_k_chunk, tile.rows if tile.stacked else 0, bool(roles.laned))
+    chunk = WHOLE if tile.stream_k_chunk == WHOLE_SEGMENTS else tile.stream_k_chunk
+    return SegmentRule(chunk, tile.rows if tile.stacked else 0, bool(roles.laned))
 
 
 @dataclass(frozen=True)
@@ -357,9 +358,8 @@ class TileFamily:
             self._entries = self.names.index(own.segment.array)
         self._by_size: dict[SizeKey, GeneratedKernel | None] = {}
         self._by_tile = {(first.tile, first.options.splits): first}
-        self._chosen: dict[SizeKey, tuple[Tile, int] | None] = {}
-        # By sizes whose kernel is not compiled, how often it was asked for.
-        self._asked: Counter[SizeKey] = Counter()
+        # Of sizes whose kernel is not compiled: its tile and split-K factor, and how often it was asked for.
+        self._waiting: dict[SizeKey, tuple[tuple[Tile, int] | None, int]] = {}
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
         self._only = None if source.resizable else rows
         if was_run:
@@ -384,11 +384,13 @@ class TileFamily:
             return None
         key = self.key(rows)
         if key not in self._by_size:
-            chosen = self._choice(key)
+            # Choosing takes as long as several launches, and compiling seconds: the choice is kept meanwhile.
+            known = self._waiting.get(key)
+            chosen, asked = known or (self._source.choose(self._like, key, self.device, self._precision), 0)
             other = None if chosen is None or waits else self._instead_of(chosen)
             if other is not None:
-                self._asked[key] += 1
-                if self._asked[key] == _OFTEN:
+                self._waiting[key] = chosen, asked + 1
+                if asked + 1 == _OFTEN:
                     BACKGROUND.submit(partial(self.at, rows, True))
                 return other
             self._by_size[key] = None if chosen is None else self._fitting(*chosen, rows)
@@ -396,12 +398,6 @@ class TileFamily:
         if waits and found is not None:
             found.compile(rows, self.device)
         return found
-
-    def _choice(self, key: SizeKey) -> tuple[Tile, int] | None:
-        """What the source chooses for these sizes."""
-        if key not in self._chosen:
-            self._chosen[key] = self._source.choose(self._like, key, self.device, self._precision)
-        return self._chosen[key]
 
     def _instead_of(self, chosen: tuple[Tile, int]) -> GeneratedKernel | None:
         """A compiled kernel to use until the chosen one is compiled; None where that one is, or is to be waited for."""

@@ -252,7 +252,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     flat = _flat(weight)
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
-        compile_for_other_tiles(x, weight, found, epilogue)
+        compile_for_other_tiles(x.new_empty_strided((1, x.shape[1]), x.stride()), weight, found, epilogue)
     return y
 
 
@@ -292,11 +292,9 @@ def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue 
 
 def compile_for_other_tiles(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> None:
     """Compile the kernel of calls like these over maps whose tiles have the other height, in the background; nothing
-    without a GPU."""
+    without a GPU. Tensors are held until then, and may have other numbers of rows than the map."""
     if not x.is_cuda:
         return
-    # The task may wait long: one row will do.
-    x = x.new_empty_strided((1, x.shape[1]), x.stride())
     tokens, arrays = maps.planner_operands(found, False)
     like = maps.in_other_tiles(arrays, found.num_outputs)
 

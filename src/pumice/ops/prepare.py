@@ -176,7 +176,6 @@ def keep_chain(
     return found is not None
 
 
-@lru_cache(maxsize=64)
 def chain_of(
     dim: int,
     steps: tuple[Relation, ...],
