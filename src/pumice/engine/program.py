@@ -308,7 +308,7 @@ class _Item:
 
 def _with_maps(run: Callable[[Env], None]) -> Callable[[Env], Callable[[], None]]:
     """The `begin` of what does nothing before there are kernel maps."""
-    return lambda env: partial(run, env)
+    return partial(partial, run)
 
 
 def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
