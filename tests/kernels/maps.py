@@ -6,7 +6,9 @@ allocated under a check lies between fences, which kernels must leave alone.
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -956,9 +958,29 @@ def chain_checks() -> Checks:
     found["all kernels are compiled beforehand"] = check_compiled
     found["pieces"] = check_pieces
     found["no wait for the host in a chain"] = check_chain_waits
+    found["no map outlives its coordinates"] = check_not_kept
     for first in range(0, 40, 10):
         found[f"hard coordinates from seed {first}"] = partial(check_hard, first)
     return found
+
+
+def check_not_kept() -> None:
+    """Without a collection: nothing holds itself, but for what is told by weak references."""
+    steps, windows = [Relation.of(3, 2, stride=2)] * 2, [[Relation.of(3, 3)]] * 3
+    gc.collect()
+    gc.disable()
+    try:
+        x = pm.SparseTensor(torch.zeros(40, 1), Scene(3, 40, 9).coords())
+        with torch.no_grad():
+            x.prepare(steps, windows)
+            held = [weakref.ref(x.geometry)]
+            for found, outputs in x.geometry.maps.values():
+                lowered.bound_map(found).arrays  # noqa: B018
+                held += [weakref.ref(found), weakref.ref(outputs or found)]
+        del x, found, outputs
+        assert len(held) == 5 and all(ref() is None for ref in held)
+    finally:
+        gc.enable()
 
 
 def check_hard(first: int) -> None:

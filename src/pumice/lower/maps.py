@@ -129,12 +129,13 @@ def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Te
 def keep_tiles(one: TiledMap) -> None:
     """Keep tiles as the form of the map that they are, without asking for its sizes."""
     name = "compacted" if one.tiled.sorted else "unsorted"
-    one.found.keep(("form", name), Deferred(partial(_form_of_tiles, one, name)))
+    # Not of the map, which would hold itself.
+    one.found.keep(("form", name), Deferred(partial(_form_of_tiles, one.tiled, name)))
     one.found.keep("laid out", (name, one.tiled))
 
 
-def _form_of_tiles(one: TiledMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    return build_form(one.found, name, [dict(zip(_TILE_ARRAYS, one.tiled.tiles(), strict=True))])
+def _form_of_tiles(tiled: Tiled, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    return _TILE_TOKENS[name], [*tiled.tiles()]
 
 
 def laid_out(found: KernelMap) -> tuple[tuple[str, ...], Tiled] | None:
@@ -243,13 +244,10 @@ def _missing(found: KernelMap) -> Sequence[int]:
     raise AssertionError("read_pending_sizes() has not cached it")
 
 
-def build_form(
-    found: KernelMap, name: str, parts: Sequence[Arrays] | None = None
-) -> tuple[tuple[str, ...], list[Tensor]]:
-    """(tokens, arrays) of a map in one form. parts: its arrays, if they are there already."""
+def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+    """(tokens, arrays) of a map in one form."""
     form = FORMS[name]
-    if parts is None:
-        parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
+    parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     named = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.buffered is not None:
         for _, x in named:
