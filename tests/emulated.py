@@ -542,21 +542,23 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         assert str(before.statement) == str(bound.statement) and before.adds == known.adds
         return made
 
-    def laid_out_too(found):
-        laid = laid_out(found)
-        if laid is not None:
-            # Kernels that take addresses alone are told whose these are.
-            found.get_cached(("form", laid[0][0].split("@")[1]))
-        return laid
-
-    def read_too(found, name, *parts):
-        tokens, arrays = read(found, name, *parts)
+    def remember(found, tokens, arrays):
         own = {t.split("@")[-1]: x for t, x in zip(tokens, arrays, strict=True)}
         places = {local: x.data_ptr() for local, x in own.items()}
         form = Form(places, {n: weakref.ref(x) for n, x in own.items()}, found.num_inputs, found.num_outputs)
         for item in places.items():
             gpu.forms[item] = [*(one for one in gpu.forms.get(item, ()) if one.alive), form]
         return tokens, arrays
+
+    def laid_out_too(found):
+        laid = laid_out(found)
+        if laid is not None and found.get_cached("remembered") is None:
+            # Kernels that take addresses alone are told whose these are.
+            found.keep("remembered", remember(found, laid[0], laid[1].tiles()))
+        return laid
+
+    def read_too(found, name):
+        return remember(found, *read(found, name))
 
     @contextmanager
     def within():

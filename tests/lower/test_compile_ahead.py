@@ -174,6 +174,26 @@ def test_background_tasks_run_in_order_and_go_on_after_one_that_fails():
     assert ended.wait(30) and done == [1, 2]
 
 
+def test_few_threads_run_what_nobody_waits_for():
+    """The others are there for what somebody waits for, until all are told to hurry."""
+    begun, ends, all_begun = [], threading.Event(), threading.Barrier(5)
+    background = ahead.Background(4)
+
+    def task():
+        begun.append(1)
+        all_begun.wait(30)
+
+    for _ in range(4):
+        background.submit(task)
+    background.run([lambda: None] * 8)
+    assert len(begun) <= 1 and background.left == 4
+    background.hurry()
+    all_begun.wait(30)
+    background.submit(ends.set)
+    assert ends.wait(30) and len(begun) == 4
+    background.close()
+
+
 def test_tasks_that_have_not_begun_are_dropped_at_exit():
     begun, ends, done = threading.Event(), threading.Event(), []
     background = ahead.Background(1)

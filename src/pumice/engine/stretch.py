@@ -33,7 +33,7 @@ from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND, Task
 from pumice.runtime.launch import keep_for_graph, outside_inference_mode
 from pumice.runtime.streams import is_capturing
-from pumice.runtime.workspace import workspace
+from pumice.runtime.workspace import Workspace, workspace
 
 Env = dict[Node, Any]
 """Values by node."""
@@ -138,10 +138,9 @@ class Launch:
         self.executor = call.executor if fits else None
         return fits
 
-    def row_shapes(self, inputs: int, outputs: int) -> list[tuple[int, int]]:
-        """As call.row_shapes of its tensors."""
-        own = [(inputs, self.lead)] + [(self.columns, 0)] * len(self.addresses)
-        return [*own, (outputs, self.residual_lead)] if self.residual_lead else own
+    def rows(self, inputs: int, outputs: int) -> list[int]:
+        """As call.rows_of its tensors."""
+        return [inputs, *[self.columns] * len(self.addresses), *[outputs] * bool(self.residual_lead)]
 
 
 class Stretch:
@@ -454,7 +453,7 @@ class _Run:
                     x, weight, epilogue = self._like_call(number, launch, (1, 1))
                     later.append(partial(compile_for_other_tiles, x, weight, found, epilogue))
             else:
-                tasks.append(template.compilation(on, launch.row_shapes(rows, count), (count, launch.columns)))
+                tasks.append(template.compilation(on, launch.rows(rows, count), (count, launch.columns)))
         BACKGROUND.run([task for task in tasks if task is not None])
         for task in later:
             task()
@@ -503,6 +502,8 @@ class _Run:
         self._allocate([one for one in self._stretch.wired if one.starts is not None])
         at, geometries, counts = self._addresses, self._geometries, self._rows
         call: BoundCall | None
+        # Kernels of one stream run in order: those that need no more share it.
+        shared: Workspace | None = None
         # Inlined: a function call takes as long as the rest of a step.
         for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
             rows, outputs, call = counts[one.at_x], geometries[one.at_y], None
@@ -514,11 +515,11 @@ class _Run:
                 if rows == on.num_inputs:
                     call = None if self.buffered else on.calls.get(launch.key)
                     if call is None:
-                        call = call_over(on, launch.key, launch.row_shapes(rows, count), launch.columns)
+                        call = call_over(on, launch.key, launch.rows(rows, count), launch.columns)
             if call is not None and launch is not None and (call.executor is launch.executor or launch.takes(call)):
-                # Held until the kernel is under way, as the memory is.
-                own = None if call.needs is None else workspace(call.needs[0], call.needs[1], self.like.device)
-                call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], own)
+                if (needs := call.needs) is not None and (shared is None or not shared.holds(*needs)):
+                    shared = workspace(*needs, self.like.device)
+                call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], shared)
             else:
                 if call is None and launch is not None:
                     self._compile_once(number, found, maps)

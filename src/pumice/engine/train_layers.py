@@ -130,8 +130,9 @@ class Layer:
     def _gradient_call(self, found: KernelMap, number: int, on: BoundMap) -> MapCall:
         """The gradient of the features (0) or the weight (1) over the arrays of a map that it reads."""
         outputs, _, channels = self.shape
-        rows = (found.num_inputs, channels), (outputs, 0), (found.num_outputs, outputs)
-        return MapCall(self.gradients[number], on, rows, self.shape if number else rows[0])
+        inputs = found.num_inputs
+        rows = inputs, outputs, found.num_outputs
+        return MapCall(self.gradients[number], on, rows, self.shape if number else (inputs, channels))
 
     def is_known(self, found: KernelMap) -> bool:
         """True if the kernels of both passes over a map are known, or were looked for."""
@@ -161,8 +162,8 @@ class Layer:
 
     def _known_compilations(self, found: KernelMap) -> list[Callable[[], object] | None]:
         """What compiles the kernels over a map whose templates are known."""
-        outputs, _, channels = self.shape
-        rows = (found.num_inputs, channels), (outputs, 0)
+        outputs = self.shape[0]
+        rows = found.num_inputs, outputs
         known = [MapCall(self.forward, bound_map(found), rows, (found.num_outputs, outputs))]
         for number, dtype in enumerate(self.wanted()):
             on = None if dtype is None else find_arrays_read(self.gradients[number], MapArrays.of(found))
@@ -184,8 +185,8 @@ class MapCalls:
 
     def __init__(self, layer: Layer, found: KernelMap) -> None:
         self._layer = layer
-        outputs, _, channels = layer.shape
-        rows = (found.num_inputs, channels), (outputs, 0)
+        outputs = layer.shape[0]
+        rows = found.num_inputs, outputs
         self._gradients: tuple[BoundCall | None, BoundCall | None] | None = None
         self.result = call_over(found, layer.forward, rows, outputs)
         self.known = layer.is_known(found)

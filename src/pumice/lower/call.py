@@ -9,6 +9,7 @@ call(tensors)                              addresses into the arguments of a com
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
@@ -73,12 +74,14 @@ def residual_matches(tensors: Sequence[Tensor], finish: EpilogueSignature, shape
     return not names or names[-1] != RESIDUAL or tensors[-1].shape == shape
 
 
-def row_shapes(tensors: Sequence[Tensor], dynamic: Sequence[bool]) -> list[tuple[int, int]]:
-    """(number of rows, row stride) of each tensor; stride 0 where all calls of a signature have the same."""
-    return [
-        (x.shape[0], x.stride(0) if varies else 0) if x.ndim else (1, 0)
-        for x, varies in zip(tensors, dynamic, strict=True)
-    ]
+def rows_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Number of rows of each tensor."""
+    return [x.shape[0] if x.ndim else 1 for x in tensors]
+
+
+def row_strides(tensors: Sequence[Tensor], dynamic: Sequence[bool]) -> list[int]:
+    """Entries between the rows of each tensor, 0 where all calls of a signature have the same number of them."""
+    return [x.stride(0) if varies and x.ndim else 0 for x, varies in zip(tensors, dynamic, strict=True)]
 
 
 class ArgumentLayout:
@@ -150,11 +153,8 @@ class BoundCall(NamedTuple):
             values[place] = addresses[which]
         if layout.workspace is not None and shared is not None:
             counters, sums = layout.workspace
-            values[counters], values[sums] = shared.counters.data_ptr(), shared.scratch.data_ptr()
+            values[counters], values[sums] = shared.addresses
         self.kernel(self.programs, values, self.device.index or 0)
-
-
-_RESULT, _MAP, _CALL = range(3)
 
 
 class CallTemplate:
@@ -164,32 +164,37 @@ class CallTemplate:
     not, unlike here.
     """
 
-    __slots__ = ("_arrays", "_layouts", "_rows", "_tensors", "executor", "family", "other")
+    __slots__ = ("_arrays", "_layouts", "_rows", "_strides", "_tensors", "_widest", "executor", "family", "other")
 
     def __init__(
-        self, family: TileFamily, executor: KernelExecutor, arrays: Mapping[str, int], tensors: Mapping[str, int]
+        self,
+        family: TileFamily,
+        executor: KernelExecutor,
+        arrays: Mapping[str, int],
+        tensors: Mapping[str, int],
+        strides: Sequence[int],
     ) -> None:
-        """arrays: which array of a map each bound operand is; tensors: which tensor of a call each other one is."""
+        """arrays: which array of a map each bound operand is; tensors: which tensor of a call each other one is;
+        strides: between the rows of each tensor of a call, 0 where all calls have the same number of rows."""
         self.family, self.executor, self._arrays, self._tensors = family, executor, arrays, tensors
         self.other: CallTemplate | None = None
         self._layouts: dict[GeneratedKernel, ArgumentLayout] = {}
-        self._rows = [
-            (_RESULT, 0) if not n else (_MAP, arrays[n]) if n in arrays else (_CALL, tensors[n]) for n in family.names
-        ]
+        # Sizes are taken from (rows of the result, of the map's arrays, of the call's tensors).
+        self._rows = [(0, 0) if not n else (1, arrays[n]) if n in arrays else (2, tensors[n]) for n in family.names]
+        self._strides, self._widest = tuple(strides), max(*strides, executor.row_stride, 1)
 
-    def instantiate(self, on: BoundMap, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> BoundCall | None:
-        """The call over a map. rows: as row_shapes gives them; shape: of the result. None where there is nothing to
-        run, where addresses need 64 bits or are not aligned to 16 bytes, where Triton interprets kernels, and where the
-        planner has to choose."""
-        executor, device = self.executor, self.family.device
-        if on.needs_int64 or not on.is_aligned or executor.needs_int64(shape):
+    def instantiate(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> BoundCall | None:
+        """The call over a map. rows: of each tensor; shape: of the result. None where there is nothing to run, where
+        addresses need 64 bits or are not aligned to 16 bytes, where Triton interprets kernels, and where the planner
+        has to choose."""
+        if on.needs_int64 or not on.is_aligned:
             return None
-        for count, stride in rows:
-            # Of the others it is as it was.
-            if count * stride >= INT32_LIMIT:
-                return None
         sizes = self._sizes(on, rows, shape)
-        kernel = self.family.at(sizes)
+        # The product with the widest stride is a bound for all.
+        if max(sizes) * self._widest >= INT32_LIMIT and self._needs_int64(rows, shape):
+            return None
+        family = self.family
+        kernel = family.at(sizes)
         if kernel is None:
             return None if self.other is None else self.other.instantiate(on, rows, shape)
         layout = self._layouts.get(kernel)
@@ -202,31 +207,35 @@ class CallTemplate:
                 return None
         everything = (0 if segments is None else segments.count, *sizes)
         programs, values = kernel.programs(everything), kernel.arguments(everything)
-        compiled = kernel.binary(values, everything, device) if programs else None
+        compiled = (kernel.only or kernel.binary(values, everything, family.device)) if programs else None
         if compiled is None:
             return None
         addresses = on.addresses
         for place, which in layout.arrays:
             values[place] = addresses[which]
+        kept = None
         if segments is not None:
-            addresses = segments.addresses
+            addresses, kept = segments.addresses, segments.kept
             for place, name in layout.segments:
                 values[place] = addresses[name]
         needs = None if layout.workspace is None else (programs, kernel.workspace_bytes(programs))
-        kept = None if segments is None else segments.kept
-        return BoundCall(executor, compiled, layout, programs, values, needs, shape, device, kept)
+        return BoundCall(self.executor, compiled, layout, programs, values, needs, shape, family.device, kept)
 
     def compilation(
-        self, on: BoundMap, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]
+        self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]
     ) -> Callable[[], object] | None:
         """What compiles the kernel of `instantiate` with these; None if it is compiled."""
         sizes = self._sizes(on, rows, shape)
         return None if self.family.is_compiled(sizes) else partial(self.family.at, sizes, True)
 
-    def _sizes(self, on: BoundMap, rows: Sequence[tuple[int, int]], shape: tuple[int, ...]) -> list[int]:
+    def _sizes(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> list[int]:
         """Numbers of rows in the order of the family's operands."""
-        first = shape[0] if shape else 1
-        return [on.rows[n] if of == _MAP else first if of == _RESULT else rows[n][0] for of, n in self._rows]
+        every = shape[:1] or (1,), on.rows, rows
+        return [every[of][n] for of, n in self._rows]
+
+    def _needs_int64(self, rows: Sequence[int], shape: tuple[int, ...]) -> bool:
+        products = map(operator.mul, rows, self._strides)
+        return self.executor.needs_int64(shape) or max(products, default=0) >= INT32_LIMIT
 
 
 TEMPLATES: BoundedCache[CallTemplate] = BoundedCache(2048)
@@ -238,12 +247,14 @@ def find_template(signature: Hashable, on: BoundMap) -> CallTemplate | None:
 
 
 class MapCall(NamedTuple):
-    """A call over a map. on: the map's arrays; rows: as row_shapes gives them; shape: of the result."""
+    """A call over a map. on: the map's arrays; rows, strides: as rows_of and row_strides give them, the latter for a
+    call whose template is kept; shape: of the result."""
 
     signature: Hashable
     on: BoundMap
-    rows: Sequence[tuple[int, int]]
+    rows: Sequence[int]
     shape: tuple[int, ...]
+    strides: Sequence[int] = ()
 
     @property
     def template(self) -> CallTemplate | None:
@@ -259,7 +270,7 @@ class MapCall(NamedTuple):
         if self.on.needs_int64 or not all([id(x) in places for x in bound.values()]):
             return None
         arrays = {name: places[id(x)] for name, x in bound.items()}
-        template, known = CallTemplate(family, kernel.executor, arrays, tensors), self.template
+        template, known = CallTemplate(family, kernel.executor, arrays, tensors, self.strides), self.template
         if known is not None and (known.executor.splits > 1) != (kernel.executor.splits > 1):
             known.other = template
             return template
@@ -294,14 +305,13 @@ def product_call(tensors: Sequence[Tensor], finish: EpilogueSignature, on: Bound
     """A convolution or linear map with `rows` results. tensors: (features, weight, operands of the epilogue...)."""
     dynamic = has_dynamic_rows(finish)
     shape = rows, tensors[1].shape[0]
-    return MapCall(call_signature(tensors, dynamic, finish), on, row_shapes(tensors, dynamic), shape)
+    signature = call_signature(tensors, dynamic, finish)
+    return MapCall(signature, on, rows_of(tensors), shape, row_strides(tensors, dynamic))
 
 
-def call_over(
-    found: KernelMap | NoMap, signature: Hashable, rows: Sequence[tuple[int, int]], columns: int
-) -> BoundCall | None:
+def call_over(found: KernelMap | NoMap, signature: Hashable, rows: Sequence[int], columns: int) -> BoundCall | None:
     """The call of a signature over a map, or one over another map instantiated for it and kept; None if there is none.
-    rows: as row_shapes gives them; columns: of the result."""
+    rows: of each tensor; columns: of the result."""
     calls, buffered = found.calls, found.buffered
     if buffered is not None:
         # Another stream may have bound it.
@@ -334,7 +344,7 @@ def run_product(tensors: Sequence[Tensor], found: KernelMap | NoMap, finish: Epi
     signature = call_signature(tensors, dynamic, finish)
     call = found.calls.get(signature) if found.buffered is None else None
     if call is None:
-        call = call_over(found, signature, row_shapes(tensors, dynamic), columns)
+        call = call_over(found, signature, rows_of(tensors), columns)
     return None if call is None else call(tensors)
 
 
@@ -393,7 +403,8 @@ class BoundExecutor:
         if family is None:
             return None
         arrays, tensors = ({name: n for n, name in enumerate(of)} for of in (self.bound_operands, operands))
-        template = CallTemplate(family, self.executor, arrays, tensors)
+        given = [*operands.values()]
+        template = CallTemplate(family, self.executor, arrays, tensors, row_strides(given, [True] * len(given)))
         return self.executor.templates.keep((self._layouts, key), template)
 
     def _key(self, operands: Mapping[str, Tensor]) -> Hashable:
@@ -411,9 +422,7 @@ class BoundExecutor:
         template = self.executor.templates.get((self._layouts, key))
         if template is None:
             return None
-        tensors = [*operands.values()]
-        rows = row_shapes(tensors, [True] * len(tensors))
-        call = template.instantiate(self._arrays, rows, self._shape)
+        call = template.instantiate(self._arrays, rows_of([*operands.values()]), self._shape)
         return call and self._calls.keep(key, call)
 
 

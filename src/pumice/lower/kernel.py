@@ -227,6 +227,11 @@ class KernelExecutor:
         """The dtype that the kernel writes or accumulates in."""
         return self._summed
 
+    @property
+    def row_stride(self) -> int:
+        """Entries between the rows of the result, its free columns included."""
+        return math.prod(self.bound.shape[1:]) + self.finish.row_padding
+
     def needs_int64(self, shape: tuple[int, ...]) -> bool:
         """True if a result of this shape, including its free columns, needs 64-bit addressing."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= INT32_LIMIT

@@ -91,8 +91,9 @@ class GeneratedKernel:
         self._axes = _axes(self._bound)
         self._segments = None if own.segment is None else self._segment_count(*segment_axis(own))
         self._set_arguments()
-        # Of aligned tensors, by device and what the sizes specialise.
+        # Of aligned tensors, by device and what the sizes specialise; `only`: that of all sizes below INT32_LIMIT.
         self._aligned: dict[tuple[int, ...], CompiledKernel] = {}
+        self.only: CompiledKernel | None = None
 
     def _set_arguments(self) -> None:
         """Split arguments and number of programs into what is the same for all calls, and what their sizes tell."""
@@ -112,6 +113,10 @@ class GeneratedKernel:
         form, tile = self.form, self.tile
         tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
         self._blocks = (blocks[0], self._product(*tiled)) if blocks else None
+        # Most tiles go over channels alone.
+        self._counted = self._blocks is not None and bool(self._blocks[1][1])
+        if self._blocks is not None and not self._counted:
+            self._values[self._blocks[0]] = _value(self._blocks[1], ())
         moving = {place for place, _ in self._dynamic}
         # Without 64-bit sizes these alone tell variants apart.
         self._specialised = [place for place in self.source.specialised if place in moving]
@@ -142,8 +147,11 @@ class GeneratedKernel:
     def programs(self, sizes: Sequence[int]) -> int:
         """The number of programs of a call."""
         found = self._programs
-        for factor in self._grid:
-            found *= _value(factor, sizes)
+        # As _value, without a call.
+        for number, places, divisor in self._grid:
+            for place in places:
+                number *= sizes[place]  # noqa: PLW2901
+            found *= -(-number // divisor)
         return found
 
     def arguments(self, sizes: Sequence[int]) -> list[Any]:
@@ -151,7 +159,7 @@ class GeneratedKernel:
         values = self._values.copy()
         for place, size in self._dynamic:
             values[place] = sizes[size]
-        if self._blocks is not None:
+        if self._counted and self._blocks is not None:
             place, blocks = self._blocks
             values[place] = _value(blocks, sizes)
         return values
@@ -180,7 +188,8 @@ class GeneratedKernel:
     def binary(self, values: Sequence[Any], sizes: Sequence[int], device: torch.device) -> CompiledKernel | None:
         """The binary for these arguments of aligned tensors, which is compiled if there is none; None if Triton
         interprets kernels."""
-        if self._blocks is None and max(sizes) < INT32_LIMIT:
+        small = not self._counted and max(sizes) < INT32_LIMIT
+        if small:
             key = tuple([2 if values[place] == 1 else values[place] % 16 == 0 for place in self._specialised])
         else:
             key = self.variant(values)
@@ -188,6 +197,8 @@ class GeneratedKernel:
         found = self._aligned.get(key)
         if found is None and (found := self._compiled(values, device)) is not None:
             self._aligned[key] = found
+            if small and not self._specialised:
+                self.only = found
         return found
 
     def _compiled(self, values: Sequence[Any], device: torch.device) -> CompiledKernel | None:
@@ -293,11 +304,8 @@ average, size classes of the leading indices. (0, 1.0, ...) without segments."""
 
 def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
     """The size key of a call. segments: 0 for a statement without segments."""
-    mean = mean_class(entries, segments) if segments else 1.0
-    return size_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
-
-
-_cached_size_key = lru_cache(maxsize=4096)(size_key)
+    few = (size_class(segments), mean_class(entries, segments)) if segments else (0, 1.0)
+    return *few, tuple([size_class(n) for n in leading])
 
 
 def leading_axes(bound: BoundStatement, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -350,7 +358,10 @@ class TileFamily:
         self._source, self._like, self.device, self._precision = source, like, device, first.options.precision
         bound, own = source.bound, source.roles
         self.names = tuple(like)
-        self._leading, self._entries = leading_axes(bound, self.names), 0
+        # The size class of an extent that is the same for all calls is known.
+        axes = leading_axes(bound, self.names)
+        self._leading = [(place, 0 if place >= 0 else size_class(extent)) for place, extent in axes]
+        self._entries = 0
         self._segments: tuple[int | None, int, int] | None = None
         if own.segment is not None:
             name, axis, coefficient = segment_axis(own)
@@ -367,12 +378,12 @@ class TileFamily:
 
     def key(self, rows: Sequence[int]) -> SizeKey:
         """The size key of a call with so many rows."""
-        leading = tuple([rows[place] if place >= 0 else extent for place, extent in self._leading])
+        leading = tuple([size_class(rows[place]) if place >= 0 else known for place, known in self._leading])
         if self._segments is None:
-            return _cached_size_key(0, 0, leading)
+            return 0, 1.0, leading
         place, count, coefficient = self._segments
-        segments = -(-(count if place is None else rows[place]) // coefficient)
-        return _cached_size_key(max(segments, 1), rows[self._entries], leading)
+        segments = max(-(-(count if place is None else rows[place]) // coefficient), 1)
+        return size_class(segments), mean_class(rows[self._entries], segments), leading
 
     def at(self, rows: list[int], waits: bool = False) -> GeneratedKernel | None:
         """The compiled kernel for these numbers of rows; None if the planner must run the call, as it does where a tile
@@ -383,6 +394,9 @@ class TileFamily:
         if self._only not in (None, rows):
             return None
         key = self.key(rows)
+        found = self._by_size.get(key)
+        if found is not None and not waits:
+            return found
         if key not in self._by_size:
             # Choosing takes as long as several launches, and compiling seconds: the choice is kept meanwhile.
             known = self._waiting.get(key)

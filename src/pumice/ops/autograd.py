@@ -36,7 +36,8 @@ from pumice.lower.call import (
     call_signature,
     find_arrays_read,
     keep_arrays_read,
-    row_shapes,
+    row_strides,
+    rows_of,
 )
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
@@ -336,7 +337,7 @@ class DifferentiableCall:
         signature = call_signature(tensors, dynamic, self._request.text, of)
         call = self._launches.get(signature)
         if call is None and (on := find_arrays_read(signature, self._arrays)) is not None:
-            call = MapCall(signature, on, row_shapes(tensors, dynamic), self._shape(tensors, of)).instantiate()
+            call = MapCall(signature, on, rows_of(tensors), self._shape(tensors, of)).instantiate()
             if call is not None:
                 self._launches[signature] = call
         return call
@@ -346,8 +347,10 @@ class DifferentiableCall:
         dynamic = self._dynamic[len(tensors)]
         signature = call_signature(tensors, dynamic, self._request.text, of)
         on = keep_arrays_read(signature, self._arrays, parts[0][0].kernel if len(parts) == 1 else None)
-        rows, shape = row_shapes(tensors, dynamic), self._shape(tensors, of)
-        return None if on is None else MapCall(signature, on, rows, shape)
+        if on is None:
+            return None
+        strides = row_strides(tensors, dynamic)
+        return MapCall(signature, on, rows_of(tensors), self._shape(tensors, of), strides)
 
     def _shape(self, tensors: Sequence[Tensor], of: _Gradient | None) -> tuple[int, ...]:
         return self._request.shape if of is None else tuple(tensors[of[0]].shape)

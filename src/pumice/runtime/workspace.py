@@ -30,6 +30,15 @@ class Workspace:
     scratch: Tensor
 
     @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of the counters and of the bytes."""
+        return self.counters.data_ptr(), self.scratch.data_ptr()
+
+    def holds(self, count: int, size: int) -> bool:
+        """True if there are that many counters and bytes."""
+        return self.count >= count and self.size >= size
+
+    @cached_property
     def count(self) -> int:
         """Number of counters."""
         return self.counters.shape[0]
@@ -55,7 +64,7 @@ def workspace(count: int, size: int, device: torch.device) -> Workspace:
         return Workspace(spare.take(count) if spare else _zeros(count, device), _bytes(size, device))
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     cached = _WORKSPACES.get(key)
-    if cached is not None and cached.count >= count and cached.size >= size:
+    if cached is not None and cached.holds(count, size):
         return cached
     if _COUNTER_POOLS.get(index) is None:
         _COUNTER_POOLS.keep(index, _CounterPool(device))

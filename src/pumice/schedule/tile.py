@@ -125,9 +125,13 @@ def size_class(count: int) -> int:
     return power_above(count) if count <= 64 else 2 << 2 * ((count.bit_length() - 1) // 2)
 
 
+_HALF_WAY = math.sqrt(0.5)
+
+
 def mean_class(entries: int, segments: int) -> float:
     """Entries of a segment on average, rounded to the nearest power of two."""
-    return 2.0 ** round(math.log2(max(entries, 1) / max(segments, 1)))
+    part, exponent = math.frexp(max(entries, 1) / max(segments, 1))
+    return math.ldexp(1.0, exponent - (part < _HALF_WAY))
 
 
 LONGEST = 27  # assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3
