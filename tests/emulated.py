@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from pumice.lower import kernel as kernels
 from pumice.ops import autograd
 from pumice.schedule.tuned_tiles import Ledger
 
+prepare = import_module("pumice.ops.prepare")
 STREAM = 7
 TENSORS = ("operand", "result")
 ADDRESSES = (*TENSORS, "before", "segment", "room", "waiting")
@@ -530,7 +532,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         torch.Tensor.new_empty,
         torch.Tensor.new_zeros,
     )
-    laid_out = maps.laid_out
+    keep = prepare.keep_tiles
     trains, goes_back, shared = train_pass.Started.run, train_pass._Backward.run, norm.workspace
 
     def emitted_too(bound, given, tile, how):
@@ -550,12 +552,10 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
             gpu.forms[item] = [*(one for one in gpu.forms.get(item, ()) if one.alive), form]
         return tokens, arrays
 
-    def laid_out_too(found):
-        laid = laid_out(found)
-        if laid is not None and found.get_cached("remembered") is None:
-            # Kernels that take addresses alone are told whose these are.
-            found.keep("remembered", remember(found, laid[0], laid[1].tiles()))
-        return laid
+    def keep_too(one):
+        # Kernels that take addresses alone are told whose these are.
+        keep(one)
+        remember(one.found, *maps._form_of_tiles(one.tiled, "compacted" if one.tiled.sorted else "unsorted"))
 
     def read_too(found, name):
         return remember(found, *read(found, name))
@@ -611,7 +611,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(autograd, "uses_gpu", lambda x: True)
         patch.setattr(kernels, "generated_kernel", emitted_too)
         patch.setattr(maps, "build_form", read_too)
-        patch.setattr(maps, "laid_out", laid_out_too)
+        patch.setattr(prepare, "keep_tiles", keep_too)
         patch.setattr(torch.Tensor, "new_empty", empty_too)
         patch.setattr(torch.Tensor, "new_zeros", zeros_too)
         patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)

@@ -1,5 +1,6 @@
 """Kernels that other processes compile: Triton finds them in its cache and compiles nothing."""
 
+import copy
 import importlib.util
 import io
 import os
@@ -8,16 +9,22 @@ import sys
 import threading
 import types
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
+from emulated import emulated
 
+import pumice as pm
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
+from pumice.ops import ahead as together
+from pumice.ops.ahead import CompiledTogether
 from pumice.runtime import compile as ahead
 from pumice.runtime import launch
 from pumice.schedule.tile import Tile
+from pumice.testing import random_cloud
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -294,3 +301,67 @@ def test_a_launch_gives_triton_three_axes_and_all_arguments(gpu, monkeypatch):
     one.kernel[(5,)](*values, **one.triton_options)
     ((*grid, _, _, _, _, _, _), given) = started[0][:9], started[0][9:]
     assert grid == [5, 1, 1] and [*given] == values
+
+
+def net_of_layers():
+    """Without levels of a few voxels, whose kernels are others."""
+    down, up = pm.nn.Conv3d(16, 32, 2, stride=2), pm.nn.InverseConv3d(32, 16, 2, stride=2)
+    head = pm.nn.Conv3d(4, 16, 3, bias=False), pm.nn.BatchNorm(16), pm.nn.ReLU(), down, pm.nn.BatchNorm(32)
+    return pm.nn.Sequential(*head, pm.nn.Conv3d(32, 32, 3), pm.nn.Linear(32, 32), up)
+
+
+def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatch):
+    """What their first calls generate differs at most in numbers that kernels are given."""
+    made, generate = [], kernels.KernelExecutor.generate
+
+    def generated_too(self, given, tile, *how):
+        layouts = {name: (x.shape[1:], x.stride(), x.dtype) for name, x in given.items()}
+        made.append((str(self.bound.statement), layouts, tile))
+        return generate(self, given, tile, *how)
+
+    monkeypatch.setattr(kernels.KernelExecutor, "generate", generated_too)
+    coords = random_cloud(2000, 3, extent=20, batch_size=1, seed=0)
+    x = pm.SparseTensor(torch.randn(len(coords), 4).half(), coords)
+    with emulated(tmp_path) as gpu, torch.no_grad():
+        net = net_of_layers().half().eval()
+        for layer in net:
+            if isinstance(layer, CompiledTogether):
+                for task in layer.compilations(x.feats, len(x)):
+                    task()
+        before, known = len(gpu.launches), [*made]
+        assert len(known) >= 5 and not before
+        norms = [each.cache_info().misses for each in gpu.of_norms]
+        net(x)
+        assert norms == [each.cache_info().misses for each in gpu.of_norms] and gpu.norms
+    for statement, layouts, tile in made[len(known) :]:
+        alike = [t for s, shapes, t in known if (s, shapes) == (statement, layouts)]
+        assert any(tile.has_code_of(other) for other in alike), (layouts, tile, alike)
+
+
+def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch):
+    asked, submitted = [], []
+
+    class Layer(CompiledTogether, torch.nn.Module):
+        there = True
+
+        def compilations(self, like, rows):
+            asked.append((self, like.dtype, rows))
+            return [lambda: None] * self.there
+
+    monkeypatch.setattr(together, "_LAYERS", WeakKeyDictionary())
+    monkeypatch.setattr(together.BACKGROUND, "submit", lambda task, later: submitted.append(later))
+    first, other = Layer(), copy.deepcopy(Layer())
+    other.there = False
+    like = types.SimpleNamespace(is_cuda=True, dtype=torch.half, device="cuda")
+    together.compile_layers(types.SimpleNamespace(is_cuda=False), 9)
+    assert not asked
+    for _ in range(2):
+        together.compile_layers(like, 9)
+    # One that has no kernel for these may have one when it is on their device.
+    assert asked == [(first, torch.half, 9), *[(other, torch.half, 9)] * 2] and submitted == [False]
+    like.dtype = torch.float32
+    together.compile_layers(like, 9)
+    assert len(submitted) == 2
+    del first, other
+    asked.clear()
+    assert len(together._LAYERS) == 0

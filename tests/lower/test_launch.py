@@ -1552,7 +1552,7 @@ def test_a_template_is_told_the_rows_of_every_tensor(straight, monkeypatch, ende
     monkeypatch.setattr(
         calls.CallTemplate,
         "instantiate",
-        lambda self, on, rows, shape: seen.append([count for count, _ in rows]) or at(self, on, rows, shape),
+        lambda self, on, rows, shape: seen.append([*rows]) or at(self, on, rows, shape),
     )
     for count in (400, 399, 397):
         x, found = voxels(count, 0)
@@ -1566,11 +1566,18 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     """Addresses then need 64 bits, and the kernel that was compiled has fewer."""
     (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
     pm.ops.conv_features(x, weight, found, 400)
-    (template,) = calls.TEMPLATES.values()
-    on = maps.bound_map(found)
-    rows = [[(400, lead), (16, 0)] for lead in (16, (kernels.INT32_LIMIT - 1) // 400, kernels.INT32_LIMIT // 400 + 1)]
-    assert [template.instantiate(on, each, (400, 16)) is None for each in rows] == [False, False, True]
-    assert template.instantiate(on, rows[0], (400, kernels.INT32_LIMIT // 400 + 1)) is None
+    (known,) = calls.TEMPLATES.values()
+    on, rows = maps.bound_map(found), (400, 16)
+
+    def instantiated(lead, shape=(400, 16)):
+        template = calls.CallTemplate(known.family, known.executor, known._arrays, known._tensors, (lead, 0))
+        return template.instantiate(on, rows, shape)
+
+    leads = 16, (kernels.INT32_LIMIT - 1) // 400, kernels.INT32_LIMIT // 400 + 1
+    assert [instantiated(lead) is None for lead in leads] == [False, False, True]
+    # Rows that all calls have, as those of a weight, do not count.
+    assert known._strides == (16, 0)
+    assert instantiated(16, (kernels.INT32_LIMIT // 16, 16)) is None
 
 
 def test_maps_take_tiles_whose_kernels_are_there(monkeypatch):

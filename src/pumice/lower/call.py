@@ -221,9 +221,7 @@ class CallTemplate:
         needs = None if layout.workspace is None else (programs, kernel.workspace_bytes(programs))
         return BoundCall(self.executor, compiled, layout, programs, values, needs, shape, family.device, kept)
 
-    def compilation(
-        self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]
-    ) -> Callable[[], object] | None:
+    def compilation(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> Callable[[], object] | None:
         """What compiles the kernel of `instantiate` with these; None if it is compiled."""
         sizes = self._sizes(on, rows, shape)
         return None if self.family.is_compiled(sizes) else partial(self.family.at, sizes, True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from threading import Lock
@@ -177,6 +177,35 @@ def in_other_tiles(arrays: Sequence[Tensor], outputs: int) -> tuple[list[Tensor]
     rows = _FEW_ROWS if height == rule.block(0) else _FEW_ROWS - 1
     grown = -(-rows // rule.block(rows)) / -(-outputs // height)
     return [x.new_empty((max(1, int(grown * x.shape[0])), *[rule.block(rows)] * (x.ndim - 1))) for x in arrays], rows
+
+
+class UsualTiles(NamedTuple):
+    """Tiles as maps of a scene have them. outputs: of a map; block: rows of a tile; mean: entries of a tile."""
+
+    outputs: int
+    block: int
+    mean: int
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Those of their arrays."""
+        return _TILE_TOKENS["compacted"]
+
+    def arrays(self, device: torch.device) -> list[Tensor]:
+        """Their arrays, without contents."""
+        tiles = -(-self.outputs // self.block)
+        entries = tiles * self.mean
+        shapes = (tiles, self.block), (entries,), (entries,), (entries, self.block)
+        return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+def usual_tiles(volume: int, rows: int) -> Iterator[UsualTiles]:
+    """Tiles of the maps of so many kernel offsets on the levels of a scene of `rows` voxels, for which kernels differ:
+    of each height, and of few kernel offsets with few and many entries."""
+    rule = tile_rule()
+    for outputs in sorted({min(rows, _FEW_ROWS - 1), rows}):
+        for mean in (1, volume) if 1 < volume <= _FEW_TAPS else (-(-volume // 2),):
+            yield UsualTiles(outputs, rule.block(outputs), mean)
 
 
 def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:

@@ -266,6 +266,17 @@ def by_statistics(x: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Te
     return y
 
 
+def compilation(like: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Callable[[], object]:
+    """What compiles the kernel of by_statistics for features of the dtype of `like`."""
+    mean, variance, weight, bias = vectors
+    assert mean is not None and variance is not None
+    dtypes = [
+        t.dtype for t in (like, mean, variance, mean if weight is None else weight, mean if bias is None else bias)
+    ]
+    fixed, _ = _of_blocks("by_statistics", len(mean), (eps, weight is not None, bias is not None), *dtypes, like.dtype)
+    return partial(fixed.compile, like.device, (*dtypes, like.dtype), (1,))
+
+
 def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState) -> Tensor:
     """Sums over valid rows of grad and of grad * (x - mean) * scale, [2, C]; kept: as in gradients."""
     x, y = kept

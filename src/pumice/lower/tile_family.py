@@ -304,8 +304,12 @@ average, size classes of the leading indices. (0, 1.0, ...) without segments."""
 
 def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
     """The size key of a call. segments: 0 for a statement without segments."""
-    few = (size_class(segments), mean_class(entries, segments)) if segments else (0, 1.0)
-    return *few, tuple([size_class(n) for n in leading])
+    mean = mean_class(entries, segments) if segments else 1.0
+    return size_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
+
+
+_cached_size_key = lru_cache(maxsize=4096)(size_key)
+"""Of the calls over one map most have the same."""
 
 
 def leading_axes(bound: BoundStatement, names: Sequence[str]) -> list[tuple[int, int]]:
@@ -358,10 +362,7 @@ class TileFamily:
         self._source, self._like, self.device, self._precision = source, like, device, first.options.precision
         bound, own = source.bound, source.roles
         self.names = tuple(like)
-        # The size class of an extent that is the same for all calls is known.
-        axes = leading_axes(bound, self.names)
-        self._leading = [(place, 0 if place >= 0 else size_class(extent)) for place, extent in axes]
-        self._entries = 0
+        self._leading, self._entries = leading_axes(bound, self.names), 0
         self._segments: tuple[int | None, int, int] | None = None
         if own.segment is not None:
             name, axis, coefficient = segment_axis(own)
@@ -378,12 +379,12 @@ class TileFamily:
 
     def key(self, rows: Sequence[int]) -> SizeKey:
         """The size key of a call with so many rows."""
-        leading = tuple([size_class(rows[place]) if place >= 0 else known for place, known in self._leading])
+        leading = tuple([rows[place] if place >= 0 else extent for place, extent in self._leading])
         if self._segments is None:
-            return 0, 1.0, leading
+            return _cached_size_key(0, 0, leading)
         place, count, coefficient = self._segments
-        segments = max(-(-(count if place is None else rows[place]) // coefficient), 1)
-        return size_class(segments), mean_class(rows[self._entries], segments), leading
+        segments = -(-(count if place is None else rows[place]) // coefficient)
+        return _cached_size_key(max(segments, 1), rows[self._entries], leading)
 
     def at(self, rows: list[int], waits: bool = False) -> GeneratedKernel | None:
         """The compiled kernel for these numbers of rows; None if the planner must run the call, as it does where a tile

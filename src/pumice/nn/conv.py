@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
 from pumice.ops import SparseTensor
-from pumice.ops.conv import Flow, Size, Target, convolve, target_of
+from pumice.ops.ahead import CompiledTogether
+from pumice.ops.conv import Flow, Size, Target, convolve, layer_compilations, target_of
 from pumice.schedule.dataflow import chosen
 
 
-class Convolution(nn.Module):
+class Convolution(CompiledTogether, nn.Module):
     """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
     Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
     (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
@@ -72,6 +73,11 @@ class Convolution(nn.Module):
     def convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         """What `forward` of all convolutions does."""
         return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow)
+
+    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
+        if self.groups > 1 or self.dataflow is not None:
+            return ()
+        return layer_compilations(self.weight, self.bias, like, rows)
 
     def reset_parameters(self) -> None:
         """Reinitialise weight and bias."""

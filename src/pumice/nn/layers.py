@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +20,12 @@ from pumice.ops import (
     group_norm,
     linear,
     max_pool,
+    norm,
     sum_pool,
 )
+from pumice.ops.ahead import CompiledTogether
 from pumice.ops.conv import Size
+from pumice.ops.linear import layer_compilations
 from pumice.ops.tensor import not_sparse, row_wise
 
 
@@ -49,7 +52,7 @@ class _Entrywise(_Featurewise):
         return row_wise(x, super(_Featurewise, self).forward)
 
 
-class BatchNorm(_Featurewise, nn.BatchNorm1d):
+class BatchNorm(CompiledTogether, _Featurewise, nn.BatchNorm1d):
     """torch.nn.BatchNorm1d over all voxels: mean and variance per channel.
 
     Fewer than two voxels have no variance: instead of batch statistics they are normalised by the running statistics,
@@ -58,6 +61,9 @@ class BatchNorm(_Featurewise, nn.BatchNorm1d):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return batch_norm(x, self)
+
+    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
+        return norm.layer_compilations(self, like)
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
@@ -161,11 +167,14 @@ class Identity(nn.Identity):
     """x."""
 
 
-class Linear(_Featurewise, nn.Linear):
+class Linear(CompiledTogether, _Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with kernel size 1."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return linear(x, self.weight, self.bias)
+
+    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
+        return layer_compilations(self.weight, self.bias, like)
 
 
 class _Pool(nn.Module):

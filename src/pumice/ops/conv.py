@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,12 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps, plan
-from pumice.lower.call import keep_call, product_call, run_product
+from pumice.lower.call import MapCall, keep_call, product_call, run_product
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied, check_epilogue
 from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import autograd
+from pumice.ops.ahead import compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
@@ -250,6 +253,8 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     if launches and rows == found.num_outputs and (y := run_product(tensors, found, finish)) is not None:
         return y
     flat = _flat(weight)
+    if launches and not found.buffered:
+        compile_layers(x, rows)
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
         compile_for_other_tiles(x.new_empty_strided((1, x.shape[1]), x.stride()), weight, found, epilogue)
@@ -298,12 +303,31 @@ def compile_for_other_tiles(x: Tensor, weight: Tensor, found: KernelMap, epilogu
     tokens, arrays = maps.planner_operands(found, False)
     like = maps.in_other_tiles(arrays, found.num_outputs)
 
-    def compile_it() -> None:
-        task = _compilation(x, weight, tokens, like, epilogue)
-        if task is not None:
-            task()
+    height = next(a.shape[1] for a in like[0] if a.ndim > 1)
+    maps.TILE_HEIGHTS.compile(height, partial(_compile, x, weight, tokens, like, epilogue))
 
-    maps.TILE_HEIGHTS.compile(next(a.shape[1] for a in like[0] if a.ndim > 1), compile_it)
+
+def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor, rows: int) -> Iterator[Callable[[], object]]:
+    """What compiles the kernels of a layer of one group over maps of the tiles that scenes of about so many voxels
+    have. like: features of any shape."""
+    if (weight.dtype, weight.device) == (like.dtype, like.device):
+        x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
+        for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), rows):
+            yield partial(_compile_over, x, weight.detach(), epilogue, tiles)
+
+
+def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:
+    # Arrays are made here: those of all layers would take memory together.
+    over = tiles.arrays(x.device), tiles.outputs
+    _compile(x, weight, tiles.tokens, over, epilogue)
+    call = _call_like(x, weight, tiles.tokens, over, epilogue)
+    if call.template is not None and (task := call.template.compilation(call.on, call.rows, call.shape)):
+        task()
+
+
+def _compile(*given: Any) -> None:
+    if (task := _compilation(*given)) is not None:
+        task()
 
 
 def _compilation(
@@ -311,15 +335,22 @@ def _compilation(
 ) -> Callable[[], object] | None:
     """`compilation` over the arrays of a map with so many outputs."""
     (arrays, rows), flat = over, _flat(weight)
-    tensors, finish = _tensors_and_signature(x, weight, epilogue)
-    signature = maps.MapSignature.of(tokens, flat.shape[1], arrays)
-    call = product_call(tensors, finish, maps.BoundMap(arrays, signature), rows)
+    call = _call_like(x, weight, tokens, over, epilogue)
     if flat.data_ptr() != weight.data_ptr() or call.template is not None:
         return None
+    tensors, finish = _tensors_and_signature(x, weight, epilogue)
     names, text, shape = _statement_of(tokens, flat, rows, 1)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), "", finish)
     ready = plan.bound_plan([x, flat, *arrays], ask)
     return ready.compilation(call, (x, flat, *tensors[2:]), (0, 1), finish)
+
+
+def _call_like(
+    x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
+) -> MapCall:
+    (arrays, rows), (tensors, finish) = over, _tensors_and_signature(x, weight, epilogue)
+    signature = maps.MapSignature.of(tokens, math.prod(weight.shape[1:-1]), arrays)
+    return product_call(tensors, finish, maps.BoundMap(arrays, signature), rows)
 
 
 def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int) -> Hashable:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +17,7 @@ from pumice.lower.call import keep_call, product_call, run_product
 from pumice.lower.epilogue import Epilogue, check_epilogue
 from pumice.lower.maps import NO_ARRAYS, NoMap, bound_map, no_map
 from pumice.ops import autograd
+from pumice.ops.ahead import compile_layers
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.tensor import SparseTensor, not_sparse, raw_feats, row_by_row
 
@@ -68,6 +70,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     if x.ndim == 2 and (y := run_product(tensors, no_map(x.shape[0]), finish)) is not None:
         return y
+    compile_layers(x, x.shape[0])
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
@@ -87,6 +90,21 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
     ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
     call = product_call(tensors, finish, bound_map(no_map(x.shape[0])), x.shape[0])
     return ready.compilation(call, tensors, (0, 1), finish)
+
+
+def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor) -> Iterator[Callable[[], object]]:
+    """What compiles the kernel of a layer in evaluation. like: features of any shape."""
+    if like.dtype in HALF and (weight.dtype, weight.device) == (like.dtype, like.device):
+        yield partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), bias)
+
+
+_USUAL = 1024
+"""Rows; kernels for more are the same."""
+
+
+def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if (task := compilation(x, weight, Epilogue(shift=None if bias is None else bias.detach()))) is not None:
+        task()
 
 
 def fits_one_kernel(*tensors: Tensor) -> bool:

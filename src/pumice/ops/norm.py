@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -61,6 +63,14 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
     if any([(t.shape, t.device) != alike or not t.is_contiguous() for t in there]):
         return None
     return lowered.by_statistics(feats, vectors, norm.eps)
+
+
+def layer_compilations(norm: nn.BatchNorm1d, like: Tensor) -> Iterator[Callable[[], object]]:
+    """What compiles the kernel of a norm in evaluation. like: features of any shape."""
+    vectors = _vectors(norm)
+    there = [t for t in vectors if t is not None]
+    if not norm.training and vectors[0] is not None and all([t.device == like.device for t in there]):
+        yield lowered.compilation(like, vectors, norm.eps)
 
 
 def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
