@@ -738,7 +738,7 @@ def test_dead_branches_are_dropped_where_nobody_notices():
 def test_kernels_for_tiles_of_the_other_height_are_compiled_with_those_of_the_first_scene(tmp_path, monkeypatch):
     """In the background: the first scene whose maps have such tiles makes none."""
     family, maps = import_module("pumice.lower.tile_family").TileFamily, import_module("pumice.lower.maps")
-    made, heights, whole = [], [], stretch.compile_for_other_tiles
+    made, heights, whole = [], [], stretch.plan_for_other_tiles
     monkeypatch.setattr(maps, "_FEW_ROWS", 100)
     monkeypatch.setattr(maps.TILE_HEIGHTS, "compile", lambda height, task: heights.append(height) or task())
     init = family.__init__
@@ -748,9 +748,9 @@ def test_kernels_for_tiles_of_the_other_height_are_compiled_with_those_of_the_fi
         assert len(x) == 1
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-            whole(x, *given)
+            return whole(x, *given)
 
-    monkeypatch.setattr(stretch, "compile_for_other_tiles", on_a_gpu)
+    monkeypatch.setattr(stretch, "plan_for_other_tiles", on_a_gpu)
     net, counts = strange(Residual(4, False)).half(), []
     program = pm.compile(net)
     with emulated(tmp_path), torch.no_grad():

@@ -23,7 +23,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, cat
-from pumice.ops.conv import autocast_dtype, compile_for_other_tiles, convolve
+from pumice.ops.conv import autocast_dtype, convolve, plan_for_other_tiles
 from pumice.ops.conv import compilation as compilation_of_conv
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.linear import compilation as compilation_of_linear
@@ -434,29 +434,38 @@ class _Run:
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:
         """Compile the kernels of all products in parallel: some are those of no call before. maps: of `_maps`."""
-        tasks, later = list[Task | None](), list[Task]()
-        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
-            rows, count = self._rows[one.at_x], self._rows[one.at_y]
-            if launch is None or not rows or not count:
-                continue
-            self._stretch.compiled.add(_kind_of_map(number, found))
-            on = bound_map(found or no_map(rows))
-            # In buffers no kernel of another size serves until this one is there.
-            template = find_template(launch.key, on) if self.buffered else None
-            if template is None:
-                x, weight, epilogue = self._like_call(number, launch, (rows, count))
-                if found is None:
-                    tasks.append(compilation_of_linear(x, weight, epilogue))
-                else:
-                    tasks.append(compilation_of_conv(x, weight, found, epilogue))
-                    # These may wait long: one row will do.
+        calls, others = [*self._calls(maps)], list[Task | None]()
+
+        def plan_others() -> None:
+            # In buffers no kernel of another size serves until one is there. Tensors wait long: one row will do.
+            for number, launch, found in () if self.buffered else calls:
+                if found is not None:
                     x, weight, epilogue = self._like_call(number, launch, (1, 1))
-                    later.append(partial(compile_for_other_tiles, x, weight, found, epilogue))
-            else:
-                tasks.append(template.compilation(on, launch.rows(rows, count), (count, launch.columns)))
-        BACKGROUND.run([task for task in tasks if task is not None])
-        for task in later:
-            task()
+                    others.append(plan_for_other_tiles(x, weight, found, epilogue))
+
+        BACKGROUND.run(filter(None, (self._compilation(*call) for call in calls)), plan_others)
+        for begin in filter(None, others):
+            begin()
+
+    def _calls(self, maps: Sequence[KernelMap | None]) -> Iterator[tuple[int, Launch, KernelMap | None]]:
+        """(number, launch, map) of the products that have results."""
+        for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
+            if launch is not None and self._rows[one.at_x] and self._rows[one.at_y]:
+                self._stretch.compiled.add(_kind_of_map(number, found))
+                yield number, launch, found
+
+    def _compilation(self, number: int, launch: Launch, found: KernelMap | None) -> Task | None:
+        """What compiles the kernel of a product; None where that is known."""
+        one = self._stretch.wired[number]
+        rows, count = self._rows[one.at_x], self._rows[one.at_y]
+        on = bound_map(found or no_map(rows))
+        template = find_template(launch.key, on) if self.buffered else None
+        if template is not None:
+            return template.compilation(on, launch.rows(rows, count), (count, launch.columns))
+        x, weight, epilogue = self._like_call(number, launch, (rows, count))
+        if found is None:
+            return compilation_of_linear(x, weight, epilogue)
+        return compilation_of_conv(x, weight, found, epilogue)
 
     def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
         """`_compile`, for a product without a kernel; once for its launch and maps like this: some have none."""

@@ -190,7 +190,7 @@ class TrainStretch:
                     tasks[layer] = layer.norm.compilations(call.rows, layer.steps)
                 if call.found is not None and (layer.key, id(call.found)) not in tasks:
                     tasks[layer.key, id(call.found)] = layer.compilations(like, call.found)
-        BACKGROUND.run([task for each in tasks.values() for task in each])
+        BACKGROUND.run(task for each in tasks.values() for task in each)
         self._compiled = [plan, *self._compiled[: _PLANS - 1]]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock
@@ -36,8 +37,11 @@ _Product = tuple[int, tuple[int, ...], int]
 @lru_cache(maxsize=256)
 def segment_rule(roles: ContractionRoles, tile: Tile) -> SegmentRule:
     """How programs with this tile take segments. roles: of the statement."""
-    chunk = WHOLE if tile.stream_k_chunk == WHOLE_SEGMENTS else tile.stream_k_chunk
-    return SegmentRule(chunk, tile.rows if tile.stacked else 0, bool(roles.laned))
+    return SegmentRule(_chunk(tile), tile.rows if tile.stacked else 0, bool(roles.laned))
+
+
+def _chunk(tile: Tile) -> int:
+    return WHOLE if tile.stream_k_chunk == WHOLE_SEGMENTS else tile.stream_k_chunk
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,12 @@ class GeneratedKernel:
         factors = [self._product(*of) for of in grid_of(form, (tile.rows, tile.columns), tile.segment_threads)]
         self._programs = math.prod(_value(factor, ()) for factor in factors if not factor[1])
         self._grid = [factor for factor in factors if factor[1]]
+
+    def for_tile(self, tile: Tile) -> GeneratedKernel:
+        """The kernel with a tile that has the code of this one's, and its binaries."""
+        other = copy(self)
+        other.tile, other.segment_rule = tile, self.segment_rule._replace(chunk=_chunk(tile))
+        return other
 
     @property
     def triton_options(self) -> dict[str, int]:
@@ -437,8 +447,7 @@ class TileFamily:
         while True:
             kernel = self._by_tile.get((tile, splits))
             if kernel is None:
-                kernel = self._source.generate(self._like, tile, splits, self._precision)
-                self._by_tile[tile, splits] = kernel
+                kernel = self._by_tile[tile, splits] = self._generated(tile, splits)
             try:
                 kernel.compile(rows, self.device)
                 return kernel
@@ -447,3 +456,10 @@ class TileFamily:
                 if smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 tile = smaller
+
+    def _generated(self, tile: Tile, splits: int) -> GeneratedKernel:
+        """The kernel with a tile, by the code of another one where that is the same: generating takes milliseconds."""
+        for (known, parts), kernel in [*self._by_tile.items()]:
+            if parts == splits and known.has_code_of(tile):
+                return kernel.for_tile(tile)
+        return self._source.generate(self._like, tile, splits, self._precision)

@@ -257,7 +257,9 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
         compile_layers(x, rows)
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
-        compile_for_other_tiles(x.new_empty_strided((1, x.shape[1]), x.stride()), weight, found, epilogue)
+        begin = plan_for_other_tiles(x, weight, found, epilogue)
+        if begin is not None:
+            begin()
     return y
 
 
@@ -295,16 +297,18 @@ def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue 
     return _compilation(x, weight, tokens, (arrays, found.num_outputs), epilogue)
 
 
-def compile_for_other_tiles(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> None:
-    """Compile the kernel of calls like these over maps whose tiles have the other height, in the background; nothing
-    without a GPU. Tensors are held until then, and may have other numbers of rows than the map."""
+def plan_for_other_tiles(
+    x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None
+) -> Callable[[], object] | None:
+    """Plan the kernel of calls like these over maps whose tiles have the other height. Returns what begins to compile
+    it in the background; None where it is known, and without a GPU. Tensors may have other numbers of rows than the
+    map."""
     if not x.is_cuda:
-        return
+        return None
     tokens, arrays = maps.planner_operands(found, False)
     like = maps.in_other_tiles(arrays, found.num_outputs)
-
-    height = next(a.shape[1] for a in like[0] if a.ndim > 1)
-    maps.TILE_HEIGHTS.compile(height, partial(_compile, x, weight, tokens, like, epilogue))
+    task, height = _compilation(x, weight, tokens, like, epilogue), next(a.shape[1] for a in like[0] if a.ndim > 1)
+    return None if task is None else partial(maps.TILE_HEIGHTS.compile, height, task)
 
 
 def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor, rows: int) -> Iterator[Callable[[], object]]:
@@ -319,14 +323,11 @@ def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor, rows: 
 def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:
     # Arrays are made here: those of all layers would take memory together.
     over = tiles.arrays(x.device), tiles.outputs
-    _compile(x, weight, tiles.tokens, over, epilogue)
+    task = _compilation(x, weight, tiles.tokens, over, epilogue)
     call = _call_like(x, weight, tiles.tokens, over, epilogue)
-    if call.template is not None and (task := call.template.compilation(call.on, call.rows, call.shape)):
-        task()
-
-
-def _compile(*given: Any) -> None:
-    if (task := _compilation(*given)) is not None:
+    if task is None and call.template is not None:
+        task = call.template.compilation(call.on, call.rows, call.shape)
+    if task is not None:
         task()
 
 

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache, partial
@@ -101,10 +101,11 @@ class Background:
             for thread in self._threads:
                 thread.start()
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Run these tasks at once, and wait for all of them, of which a terminal is told how many are done; within
-        `compiling_beside`, raise CompilationPending instead of waiting."""
-        ended = Semaphore(0)
+    def run(self, tasks: Iterable[Task], meanwhile: Task | None = None) -> None:
+        """Run these tasks, each as soon as it is made, and wait for all of them, of which a terminal is told how many
+        are done; within `compiling_beside`, raise CompilationPending instead of waiting. meanwhile: what the caller's
+        thread does before it waits."""
+        ended, made = Semaphore(0), 0
 
         def ending(task: Task) -> None:
             try:
@@ -112,16 +113,18 @@ class Background:
             finally:
                 ended.release()
 
-        for task in tasks:
+        for made, task in enumerate(tasks, 1):  # noqa: B007
             self.submit(partial(ending, task), later=False)
-        if tasks and _BESIDE.get():
-            raise CompilationPending(len(tasks), ended)
+        if meanwhile is not None:
+            meanwhile()
+        if made and _BESIDE.get():
+            raise CompilationPending(made, ended)
         begin, told = monotonic(), False
-        for number in range(len(tasks)):
+        for number in range(made):
             while not ended.acquire(timeout=_PATIENCE):
                 if sys.stderr.isatty() and monotonic() - begin > _PATIENCE:
                     told = True
-                    sys.stderr.write(f"\rpumice: {number} of {len(tasks)} kernels compiled ")
+                    sys.stderr.write(f"\rpumice: {number} of {made} kernels compiled ")
                     sys.stderr.flush()
         if told:
             sys.stderr.write("\r\033[K")
