@@ -121,6 +121,19 @@ def test_dtypes(gpu, dtype):
         agrees(fast(x.feats, x.coords).feats, eager(net, x).feats, limit)
 
 
+def test_graphs_are_made_anew_after_all_are_dropped(gpu):
+    """In other memory: torch refuses that of graphs that are gone."""
+    net, x = strange(pm.models.MinkUNet(4, 5, 0.5)).to(gpu), scene(gpu, 5000)
+    fast = captured(net, x)
+    agrees(fast(x), eager(net, x), 0.01)
+    net.head.weight = nn.Parameter(net.head.weight.detach() * 2)
+    fast.refresh()
+    assert not fast.prepared
+    fast.ready()
+    agrees(fast(x), eager(net, x), 0.01)
+    assert not fast.fallbacks and fast.replays == 2
+
+
 def test_a_copy_in_half_and_autocast(gpu):
     net, x = strange(pm.models.MinkUNet(4, 5, 0.5)).to(gpu), scene(gpu, 20_000)
     want = eager(net, x).feats

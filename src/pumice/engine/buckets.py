@@ -30,7 +30,7 @@ from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceErro
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
 from pumice.runtime.compile import CompilationPending, compiling_beside
-from pumice.runtime.launch import outside_inference_mode, recording_constants
+from pumice.runtime.launch import outside_inference_mode, record_graph
 
 _SMALLEST = 1024  # Smallest capacity, unless the largest is below it
 _MAX_REPLANS = 3  # How often a capacity may be re-planned
@@ -159,7 +159,8 @@ class GraphRunner:
         self.buckets: dict[int, CapacityBucket] = {}
         self._cropping: OutputCropping | None = None
         self.device = buffers.device
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool: Any = None
+        self.clear()
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._warned = set[str]()
         # Shape of the status words, once a capacity was captured.
@@ -170,6 +171,12 @@ class GraphRunner:
         self._refused = set[int]()
         self.fallbacks: Counter[str] = Counter()
         self.replays = 0
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self.buckets.clear()
+        # torch refuses a pool whose graphs are all gone, as long as their memory is not given back.
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
     def graphs(self) -> bool:
@@ -437,19 +444,13 @@ class GraphRunner:
                 ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
             self._words = ran.status_words.shape
         host = torch.zeros(self._words, dtype=torch.int32, pin_memory=True) if self.early_status else None
-        graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would wait for the device and give back all cached memory, for tens of milliseconds.
-        with recording_constants() as constants, torch.cuda.stream(side):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                more = {} if host is None else {"host_words": host}
-                bucket.results = self.program.run(bucket.buffers, bucket.capacities, **more)
-            finally:
-                graph.capture_end()
+        more = {} if host is None else {"host_words": host}
+        bucket.graph, bucket.results, constants = record_graph(
+            lambda: self.program.run(bucket.buffers, bucket.capacities, **more), side, self._pool
+        )
         torch.cuda.current_stream(self.device).wait_stream(side)
         bucket.host_words = host
         model = self.program.model
-        bucket.graph = graph
         bucket.kept_alive = [*constants, *(t.detach() for t in (*model.parameters(), *model.buffers()))]
 
 

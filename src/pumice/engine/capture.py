@@ -165,7 +165,7 @@ class _Base(CapturedModule):
         """
         with self._lock:
             if self._source is None:
-                self._engine.buckets.clear()
+                self._engine.clear()
                 return
             with torch.no_grad():
                 for own, other in zip(_held(self._engine.program.model), _held(self._source), strict=True):

@@ -34,7 +34,7 @@ from pumice.engine.train_program import (
 )
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import SparseTensor
-from pumice.runtime.launch import outside_inference_mode
+from pumice.runtime.launch import outside_inference_mode, record_graph
 
 
 def capture_step(
@@ -283,7 +283,7 @@ class _Steps(GraphRunner):
         """Drop all graphs if the guard fails."""
         if self._guard_failed():
             self.program.refresh_modules()
-            self.buckets.clear()
+            self.clear()
             self._guard = self.program.guard()
 
     def _build_bucket(
@@ -450,10 +450,8 @@ class CapturedOptimizerStep:
 
     def _capture(self, guard: tuple[Hashable, ...]) -> None:
         assert self._side is not None
-        self._graph = graph = torch.cuda.CUDAGraph()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"):
-            self.optimizer.step()
+        self._graph, _, _ = record_graph(self.optimizer.step, self._side)
         self._captured_guard, self._kept_alive = guard, list(_tensors(self.optimizer))
 
 

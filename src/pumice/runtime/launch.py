@@ -102,6 +102,24 @@ def recording_constants() -> Iterator[list[object]]:
         _RECORDED.reset(token)
 
 
+def record_graph(
+    work: Callable[[], Found], stream: torch.cuda.Stream, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Found, list[object]]:
+    """(CUDA graph of what `work` does on a stream, its result, cached constants that the graph reads). pool: the memory
+    of graphs that share it.
+
+    Other threads may launch kernels meanwhile, but not draw random numbers on the device. torch.cuda.graph would also
+    wait for the device and give back all cached memory, for tens of milliseconds."""
+    graph = torch.cuda.CUDAGraph()
+    with recording_constants() as constants, torch.cuda.stream(stream):
+        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+        try:
+            result = work()
+        finally:
+            graph.capture_end()
+    return graph, result, constants
+
+
 def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a CPU tensor to the device without host synchronisation (pinned, non-blocking)."""
     if device.type != "cuda":
