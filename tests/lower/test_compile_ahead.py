@@ -9,11 +9,11 @@ import sys
 import threading
 import types
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from emulated import emulated
+from torch.utils.weak import WeakIdKeyDictionary
 
 import pumice as pm
 from pumice.language.bind import bind
@@ -193,6 +193,9 @@ def test_few_threads_run_what_nobody_waits_for():
     for _ in range(4):
         background.submit(task)
     background.run([lambda: None] * 8)
+    next_ = threading.Event()
+    background.submit(next_.set, ahead.NEXT)
+    assert next_.wait(30)
     assert len(begun) <= 1 and background.left == 4
     background.hurry()
     all_begun.wait(30)
@@ -354,14 +357,17 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     asked, submitted = [], []
 
     class Layer(CompiledTogether, torch.nn.Module):
-        there = True
+        there, __hash__ = True, None
+
+        def __eq__(self, other):
+            return True
 
         def compilations(self, like, rows):
             asked.append((self, like.dtype, rows))
             return [lambda: None] * self.there
 
-    monkeypatch.setattr(together, "_LAYERS", WeakKeyDictionary())
-    monkeypatch.setattr(together.BACKGROUND, "submit", lambda task, later: submitted.append(later))
+    monkeypatch.setattr(together, "_LAYERS", WeakIdKeyDictionary())
+    monkeypatch.setattr(together.BACKGROUND, "submit", lambda task, turn: submitted.append(turn))
     first, other = Layer(), copy.deepcopy(Layer())
     other.there = False
     like = types.SimpleNamespace(is_cuda=True, dtype=torch.half, device="cuda")
@@ -370,10 +376,11 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     for _ in range(2):
         together.compile_layers(like, 9)
     # One that has no kernel for these may have one when it is on their device.
-    assert asked == [(first, torch.half, 9), *[(other, torch.half, 9)] * 2] and submitted == [False]
+    layers = [layer for layer, _, _ in asked]
+    assert layers[0] is first and layers[1] is layers[2] is other and len(layers) == 3 and submitted == [ahead.NEXT]
     like.dtype = torch.float32
     together.compile_layers(like, 9)
     assert len(submitted) == 2
-    del first, other
+    del first, other, layers
     asked.clear()
     assert len(together._LAYERS) == 0

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from pumice.runtime.compile import BACKGROUND
+from pumice.runtime.compile import BACKGROUND, NEXT
 
 Kind = tuple[torch.dtype, torch.device]
 _LOCK = Lock()
-_LAYERS: WeakKeyDictionary[CompiledTogether, set[Kind]] = WeakKeyDictionary()
-"""Layers, with dtype and device of the features that their kernels are compiled for."""
+_LAYERS = WeakIdKeyDictionary()
+"""Layers, with the kinds of the features that their kernels are compiled for."""
 
 
 class CompiledTogether:
@@ -51,4 +51,4 @@ def compile_layers(like: Tensor, rows: int) -> None:
         if tasks:
             _LAYERS[layer].add(kind)
         for task in tasks:
-            BACKGROUND.submit(task, later=False)
+            BACKGROUND.submit(task, NEXT)

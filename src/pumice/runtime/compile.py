@@ -32,6 +32,8 @@ _PATIENCE = 1.0
 """Seconds of waiting between reports."""
 _PATIENT = 4
 """One of so many threads runs tasks that nobody waits for."""
+NOW, NEXT, LATER = range(3)
+"""When a task runs: somebody waits for it, somebody is about to, or nobody does."""
 _THREAD = local()
 """worker: of a background thread."""
 
@@ -71,18 +73,18 @@ class Background:
     cores: 3.0 ms, 5.4 beside 12 processes)."""
 
     def __init__(self, threads: int) -> None:
-        self._ready, self._tasks = Condition(), list[tuple[bool, int, Task]]()
+        self._ready, self._tasks = Condition(), list[tuple[int, int, Task]]()
         self._lock, self._count, self._numbers = Lock(), threads, count()
         self._threads: list[Thread] = []
         self._owner, self._left, self._closed = 0, 0, False
         self._patient = max(1, threads // _PATIENT)
 
-    def submit(self, task: Task, later: bool = True) -> None:
-        """Run `task` in a copy of the caller's context; later: after those that are waited for."""
+    def submit(self, task: Task, turn: int = LATER) -> None:
+        """Run `task` in a copy of the caller's context. turn: NOW, NEXT or LATER; those of the first come first."""
         context = copy_context()
         self.start()
         with self._ready:
-            heappush(self._tasks, (later, next(self._numbers), partial(context.run, task)))
+            heappush(self._tasks, (turn, next(self._numbers), partial(context.run, task)))
             self._left += 1
             self._ready.notify_all()
 
@@ -114,7 +116,7 @@ class Background:
                 ended.release()
 
         for made, task in enumerate(tasks, 1):  # noqa: B007
-            self.submit(partial(ending, task), later=False)
+            self.submit(partial(ending, task), NOW)
         if meanwhile is not None:
             meanwhile()
         if made and _BESIDE.get():
@@ -163,7 +165,7 @@ class Background:
         """The next task for the thread of that number; None at the end."""
         with self._ready:
             while not self._closed:
-                if self._tasks and (number < self._patient or not self._tasks[0][0]):
+                if self._tasks and (number < self._patient or self._tasks[0][0] < LATER):
                     return heappop(self._tasks)[2]
                 self._ready.wait()
         return None
