@@ -57,11 +57,16 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
     "nn": {
         # A layer has its relation from construction: it calls what `ops.conv` calls behind its checks.
         "nn/conv.py": {
+            "pumice.ops.ahead": {"CompiledTogether"},
             "pumice.ops.conv": {"Flow", "Size", "Target", "convolve", "target_of"},
             "pumice.schedule.dataflow": {"chosen"},
         },
         # Padding rows of buffers may be undefined for what works on each row alone.
-        "nn/layers.py": {"pumice.ops.conv": {"Size"}, "pumice.ops.tensor": {"not_sparse", "row_wise"}},
+        "nn/layers.py": {
+            "pumice.ops.ahead": {"CompiledTogether"},
+            "pumice.ops.conv": {"Size"},
+            "pumice.ops.tensor": {"not_sparse", "row_wise"},
+        },
     },
 }
 

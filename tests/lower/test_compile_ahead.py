@@ -20,7 +20,7 @@ from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
 from pumice.ops import ahead as together
-from pumice.ops.ahead import CompiledTogether
+from pumice.ops.ahead import Calls, CompiledTogether
 from pumice.runtime import compile as ahead
 from pumice.runtime import launch
 from pumice.schedule.tile import Tile
@@ -204,6 +204,18 @@ def test_few_threads_run_what_nobody_waits_for():
     background.close()
 
 
+def test_what_a_background_task_would_wait_for_it_does_itself():
+    """The threads could all wait for each other."""
+    done, background = [], ahead.Background(2)
+    for number in range(4):
+        background.submit(lambda number=number: background.run([lambda: done.append(number)]), ahead.NEXT)
+    ended = threading.Event()
+    background.submit(ended.set)
+    assert ended.wait(30)
+    background.close()
+    assert sorted(done) == [0, 1, 2, 3]
+
+
 def test_a_task_begins_while_the_next_one_is_made():
     background, begun, told = ahead.Background(1), threading.Event(), []
 
@@ -327,28 +339,31 @@ def net_of_layers():
     return pm.nn.Sequential(*head, pm.nn.Conv3d(32, 32, 3), pm.nn.Linear(32, 32), up)
 
 
-def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatch):
-    """Their first calls generate none: those with other numbers of entries a piece share code."""
-    made, generate = [], kernels.KernelExecutor.generate
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatch, training):
+    """Their first calls need no others: those with other numbers of entries a piece share code."""
+    made, generate = set(), kernels.KernelExecutor.generate
 
     def generated_too(self, given, tile, *how):
-        layouts = {name: (x.shape[1:], x.stride(), x.dtype) for name, x in given.items()}
-        made.append((str(self.bound.statement), layouts, tile))
+        layouts = frozenset((name, x.shape[1:], x.stride(), x.dtype) for name, x in given.items())
+        made.add((str(self.bound.statement), layouts, tile))
         return generate(self, given, tile, *how)
 
     monkeypatch.setattr(kernels.KernelExecutor, "generate", generated_too)
     coords = random_cloud(2000, 3, extent=20, batch_size=1, seed=0)
-    x = pm.SparseTensor(torch.randn(len(coords), 4).half(), coords)
-    with emulated(tmp_path) as gpu, torch.no_grad():
-        net = net_of_layers().half().eval()
+    dtype = torch.float16
+    x = pm.SparseTensor(torch.randn(len(coords), 4, dtype=dtype), coords)
+    with emulated(tmp_path) as gpu, torch.set_grad_enabled(training):
+        net = net_of_layers().to(dtype).train(training)
         for layer in net:
             if isinstance(layer, CompiledTogether):
-                for task in layer.compilations(x.feats, len(x)):
+                for task in together.compilations(layer, Calls(x.feats, len(x), training)):
                     task()
-        before, known = len(gpu.launches), [*made]
-        assert len(known) >= 5 and not before
-        norms = [each.cache_info().misses for each in gpu.of_norms]
-        net(x)
+        known, norms = {*made}, [each.cache_info().misses for each in gpu.of_norms]
+        assert len(known) >= 5 and not gpu.launches
+        y = net(x)
+        if training:
+            y.feats.square().sum().backward()
         assert norms == [each.cache_info().misses for each in gpu.of_norms] and gpu.norms
     assert made == known
 
@@ -357,30 +372,35 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     asked, submitted = [], []
 
     class Layer(CompiledTogether, torch.nn.Module):
-        there, __hash__ = True, None
+        operation, there, __hash__ = "nothing", True, None
 
         def __eq__(self, other):
             return True
 
-        def compilations(self, like, rows):
-            asked.append((self, like.dtype, rows))
-            return [lambda: None] * self.there
+    def find(layer, calls):
+        asked.append((layer, calls.like.dtype, calls.rows))
+        return [lambda: None] * layer.there
 
     monkeypatch.setattr(together, "_LAYERS", WeakIdKeyDictionary())
+    monkeypatch.setitem(together._COMPILATIONS, "nothing", find)
     monkeypatch.setattr(together.BACKGROUND, "submit", lambda task, turn: submitted.append(turn))
     first, other = Layer(), copy.deepcopy(Layer())
     other.there = False
     like = types.SimpleNamespace(is_cuda=True, dtype=torch.half, device="cuda")
-    together.compile_layers(types.SimpleNamespace(is_cuda=False), 9)
+    together.compile_layers(Calls(types.SimpleNamespace(is_cuda=False), 9))
     assert not asked
     for _ in range(2):
-        together.compile_layers(like, 9)
+        together.compile_layers(Calls(like, 9))
     # One that has no kernel for these may have one when it is on their device.
     layers = [layer for layer, _, _ in asked]
     assert layers[0] is first and layers[1] is layers[2] is other and len(layers) == 3 and submitted == [ahead.NEXT]
     like.dtype = torch.float32
-    together.compile_layers(like, 9)
-    assert len(submitted) == 2
+    del other.there, Layer.there
+    together.compile_layers(Calls(like, 9))
+    assert len(submitted) == 1
+    Layer.there = True
+    together.compile_layers(Calls(like, 9))
+    assert len(submitted) == 3
     del first, other, layers
     asked.clear()
     assert len(together._LAYERS) == 0

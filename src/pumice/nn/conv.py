@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.ops.ahead import CompiledTogether
-from pumice.ops.conv import Flow, Size, Target, convolve, layer_compilations, target_of
+from pumice.ops.conv import Flow, Size, Target, convolve, target_of
 from pumice.schedule.dataflow import chosen
 
 
@@ -24,6 +24,7 @@ class Convolution(CompiledTogether, nn.Module):
     (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
     dataflow that pumice.tune set last; any other in `dataflow` is the user's."""
 
+    operation = "convolution"
     dim: ClassVar[int]
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -73,11 +74,6 @@ class Convolution(CompiledTogether, nn.Module):
     def convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
         """What `forward` of all convolutions does."""
         return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow)
-
-    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
-        if self.groups > 1 or self.dataflow is not None:
-            return ()
-        return layer_compilations(self.weight, self.bias, like, rows)
 
     def reset_parameters(self) -> None:
         """Reinitialise weight and bias."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +20,10 @@ from pumice.ops import (
     group_norm,
     linear,
     max_pool,
-    norm,
     sum_pool,
 )
 from pumice.ops.ahead import CompiledTogether
 from pumice.ops.conv import Size
-from pumice.ops.linear import layer_compilations
 from pumice.ops.tensor import not_sparse, row_wise
 
 
@@ -59,11 +57,10 @@ class BatchNorm(CompiledTogether, _Featurewise, nn.BatchNorm1d):
     which stay unchanged (without running statistics by mean 0 and variance 1).
     """
 
+    operation = "batch norm"
+
     def forward(self, x: SparseTensor) -> SparseTensor:
         return batch_norm(x, self)
-
-    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
-        return norm.layer_compilations(self, like)
 
 
 class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
@@ -170,11 +167,10 @@ class Identity(nn.Identity):
 class Linear(CompiledTogether, _Featurewise, nn.Linear):
     """y[n] = x[n] @ weight.T + bias: a convolution with kernel size 1."""
 
+    operation = "linear map"
+
     def forward(self, x: SparseTensor) -> SparseTensor:
         return linear(x, self.weight, self.bias)
-
-    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
-        return layer_compilations(self.weight, self.bias, like)
 
 
 class _Pool(nn.Module):

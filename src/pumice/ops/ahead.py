@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pumice.runtime.compile import BACKGROUND, NEXT
 
-Kind = tuple[torch.dtype, torch.device]
+
+class Calls(NamedTuple):
+    """What the calls of a network have in common. like: features, of any shape; rows: about how many a scene has;
+    training: whether autograd records them."""
+
+    like: Tensor
+    rows: int
+    training: bool = False
+
+    @property
+    def kind(self) -> Hashable:
+        """What kernels depend on."""
+        return self.like.dtype, self.like.device, self.training
+
+
+Tasks = Iterable[Callable[[], object]]
+_COMPILATIONS: dict[str, Callable[[Any, Calls], Tasks]] = {}
 _LOCK = Lock()
 _LAYERS = WeakIdKeyDictionary()
-"""Layers, with the kinds of the features that their kernels are compiled for."""
+"""Layers, with the kinds of calls that their kernels are compiled for."""
+
+
+def compilations_of(operation: str) -> Callable[[Callable[[Any, Calls], Tasks]], Callable[[Any, Calls], Tasks]]:
+    """Decorator of what gives, for a layer of an operation and calls, what compiles each kernel of such calls; nothing
+    where there is none, or where the layer is on another device."""
+
+    def register(find: Callable[[Any, Calls], Tasks]) -> Callable[[Any, Calls], Tasks]:
+        _COMPILATIONS[operation] = find
+        return find
+
+    return register
 
 
 class CompiledTogether:
-    """Base of layers with kernels.
+    """Base of layers with kernels. operation: what they compute.
 
-    A layer that is called for the first time waits until its kernel is compiled, some 0.5 s. No layer knows its
+    A layer that is called for the first time waits until its kernels are compiled, some 0.5 s each. No layer knows its
     network: with the first one the kernels of all layers of the process are compiled in parallel.
     """
+
+    operation: ClassVar[str]
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
         # Copies and pickles of modules are made without __init__.
@@ -32,22 +61,24 @@ class CompiledTogether:
             _LAYERS[made] = set()
         return made
 
-    def compilations(self, like: Tensor, rows: int) -> Iterable[Callable[[], object]]:
-        """What compiles each kernel of a call in evaluation; none where the layer has no kernel for such features, or
-        is on another device. like: features of any shape; rows: about how many there are."""
-        raise NotImplementedError
+
+def compilations(layer: CompiledTogether, calls: Calls) -> Tasks:
+    """What compiles each kernel of calls of a layer."""
+    return _COMPILATIONS[layer.operation](layer, calls)
 
 
-def compile_layers(like: Tensor, rows: int) -> None:
-    """Begin to compile the kernels of all layers for features of the dtype and on the device of `like`, once for each
-    layer; nothing without a GPU. rows: voxels of the scene."""
-    if not like.is_cuda:
+def compile_layers(calls: Calls) -> None:
+    """Begin to compile the kernels of all layers for such calls, once for each layer; nothing without a GPU."""
+    if not calls.like.is_cuda:
         return
-    kind = like.dtype, like.device
+    kind = calls.kind
     with _LOCK:
         layers = [layer for layer, known in _LAYERS.items() if kind not in known]
     for layer in layers:
-        tasks = [*layer.compilations(like, rows)]
+        tasks = []
+        # What is wrong with a layer of another network, its own calls tell.
+        with suppress(Exception):
+            tasks = [*compilations(layer, calls)]
         if tasks:
             _LAYERS[layer].add(kind)
         for task in tasks:

@@ -42,6 +42,7 @@ from pumice.lower.call import (
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.lower.reference import EIGHT_BITS
+from pumice.ops.ahead import Calls, compile_layers
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.dataflow import PASSES, Chosen
 
@@ -297,6 +298,8 @@ class DifferentiableCall:
         call = self._known_launch(tensors, of)
         y = None if call is None else call(tensors)
         if y is None:
+            if call is None:
+                compile_layers(Calls(tensors[0], tensors[0].shape[0], True))
             with autocast_disabled(tensors):
                 parts = self._planned(tensors, of)
                 first, *more = (plan.execute_plan(ready, [tensors[n] for n in numbers]) for ready, numbers in parts)
@@ -306,9 +309,9 @@ class DifferentiableCall:
                 self._launches[call.signature] = bound
         return y if of is None or y.dtype == of[1] else y.to(of[1])
 
-    def compilation(self, tensors: Sequence[Tensor], of: _Gradient) -> Callable[[], object] | None:
-        """Keep the template of a gradient that was not computed, and return what compiles its kernel; None where that
-        is known, or several kernels."""
+    def compilation(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Callable[[], object] | None:
+        """Keep the template of a result, or of a gradient, that was not computed, and return what compiles its kernel;
+        None where that is known, or several kernels."""
         with autocast_disabled(tensors):
             parts = self._planned(tensors, of)
         call = self._map_call(parts, tensors, of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied, check_epilogue
 from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import autograd
-from pumice.ops.ahead import compile_layers
+from pumice.ops.ahead import Calls, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
@@ -254,7 +255,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
         return y
     flat = _flat(weight)
     if launches and not found.buffered:
-        compile_layers(x, rows)
+        compile_layers(Calls(x, rows))
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
         begin = plan_for_other_tiles(x, weight, found, epilogue)
@@ -311,13 +312,41 @@ def plan_for_other_tiles(
     return None if task is None else partial(maps.TILE_HEIGHTS.compile, height, task)
 
 
-def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor, rows: int) -> Iterator[Callable[[], object]]:
-    """What compiles the kernels of a layer of one group over maps of the tiles that scenes of about so many voxels
-    have. like: features of any shape."""
-    if (weight.dtype, weight.device) == (like.dtype, like.device):
+@compilations_of("convolution")
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], object]]:
+    """Over maps of the tiles that the levels of a scene have; in training those of both passes over a map of few
+    voxels. Of one group and an automatic dataflow."""
+    if layer.groups > 1 or layer.dataflow is not None:
+        return
+    weight, bias, like = layer.weight, layer.bias, calls.like
+    dtype, device = weight.dtype, weight.device
+    # Autograd casts the weight.
+    if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
+        yield partial(_compile_passes, like.new_empty(weight.shape), dtype, layer.relation)
+    elif not calls.training and (dtype, device) == (like.dtype, like.device):
         x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
-        for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), rows):
+        for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), calls.rows):
             yield partial(_compile_over, x, weight.detach(), epilogue, tiles)
+
+
+_SIDE = 6
+"""Voxels along an axis of the scene whose maps kernels of training are compiled for."""
+
+
+def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation) -> None:
+    """Compile the kernels of both passes of a layer. weight: any of its shape, as the pass takes it; dtype: of its
+    gradient."""
+    axes = [torch.arange(_SIDE, dtype=torch.int32, device=weight.device)] * relation.dim
+    cells = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, relation.dim)
+    coords, inverse = torch.nn.functional.pad(cells, (1, 0)), relation.policy == "cached_inverse"
+    step = replace(relation, policy="support") if inverse else relation
+    found, _ = kernel_map(Geometry.checked(coords, batch_size=1), step)
+    found, flat = found.transpose() if inverse else found, _flat(weight)
+    x, grad = flat.new_empty((found.num_inputs, flat.shape[2])), flat.new_empty((found.num_outputs, flat.shape[0]))
+    call = differentiable_call(x, flat, found, found.num_outputs)
+    for tensors, of in (((x, flat), None), ((x, flat, grad), (0, x.dtype)), ((x, flat, grad), (1, dtype))):
+        if (task := call.compilation(tensors, of)) is not None:
+            task()
 
 
 def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:

@@ -17,7 +17,7 @@ from pumice.lower.call import keep_call, product_call, run_product
 from pumice.lower.epilogue import Epilogue, check_epilogue
 from pumice.lower.maps import NO_ARRAYS, NoMap, bound_map, no_map
 from pumice.ops import autograd
-from pumice.ops.ahead import compile_layers
+from pumice.ops.ahead import Calls, compilations_of, compile_layers
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.tensor import SparseTensor, not_sparse, raw_feats, row_by_row
 
@@ -70,7 +70,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     if x.ndim == 2 and (y := run_product(tensors, no_map(x.shape[0]), finish)) is not None:
         return y
-    compile_layers(x, x.shape[0])
+    compile_layers(Calls(x, x.shape[0]))
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
@@ -92,10 +92,12 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
     return ready.compilation(call, tensors, (0, 1), finish)
 
 
-def layer_compilations(weight: Tensor, bias: Tensor | None, like: Tensor) -> Iterator[Callable[[], object]]:
-    """What compiles the kernel of a layer in evaluation. like: features of any shape."""
-    if like.dtype in HALF and (weight.dtype, weight.device) == (like.dtype, like.device):
-        yield partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), bias)
+@compilations_of("linear map")
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], object]]:
+    """In evaluation; in training torch's serve."""
+    like, weight = calls.like, layer.weight
+    if not calls.training and like.dtype in HALF and (weight.dtype, weight.device) == (like.dtype, like.device):
+        yield partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), layer.bias)
 
 
 _USUAL = 1024

@@ -11,6 +11,7 @@ from torch.nn import functional
 from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
 from pumice.ops import autograd
+from pumice.ops.ahead import Calls, compilations_of
 from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, unchecked_tensor
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -65,12 +66,20 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
     return lowered.by_statistics(feats, vectors, norm.eps)
 
 
-def layer_compilations(norm: nn.BatchNorm1d, like: Tensor) -> Iterator[Callable[[], object]]:
-    """What compiles the kernel of a norm in evaluation. like: features of any shape."""
-    vectors = _vectors(norm)
-    there = [t for t in vectors if t is not None]
-    if not norm.training and vectors[0] is not None and all([t.device == like.device for t in there]):
-        yield lowered.compilation(like, vectors, norm.eps)
+@compilations_of("batch norm")
+def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Callable[[], object]]:
+    """By running statistics or, in training, those of the batch."""
+    like, (mean, variance, weight, bias) = calls.like, _vectors(norm)
+    if any([t is not None and t.device != like.device for t in (mean, variance, weight, bias)]):
+        return
+    if calls.training and (norm.training or mean is None):
+        facts = weight is not None, bias is not None, False, False
+        dtypes = [torch.float32 if t is None else t.dtype for t in (weight, bias)]
+        of = like.new_empty((0, norm.num_features))
+        kernels = lowered.NormKernels(_statistics_of(norm), facts, of, (dtypes[0], dtypes[1]))
+        yield from kernels.compilations(calls.rows)
+    elif not (calls.training or norm.training) and mean is not None:
+        yield lowered.compilation(like, (mean, variance, weight, bias), norm.eps)
 
 
 def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
@@ -82,12 +91,16 @@ def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
 
 def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) -> SparseTensor:
     """Batch norm over the valid rows, of a captured training step too."""
-    mean, var, weight, bias = vectors
-    running = None if mean is None or var is None else (mean, var)
+    found = lowered.batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm))
+    return from_raw_feats(found, x.geometry)
+
+
+def _statistics_of(norm: nn.BatchNorm1d) -> lowered.Statistics:
+    mean, variance, _, _ = _vectors(norm)
+    running = None if mean is None or variance is None else (mean, variance)
     follows = norm.training and norm.track_running_stats
     tracked = norm._buffers.get("num_batches_tracked")
-    statistics = lowered.Statistics(running, norm.eps, follows, norm.momentum, tracked)
-    return from_raw_feats(lowered.batch_norm(raw_feats(x), x.geometry.cloud, (weight, bias), statistics), x.geometry)
+    return lowered.Statistics(running, norm.eps, follows, norm.momentum, tracked)
 
 
 def _vectors(norm: nn.BatchNorm1d) -> Vectors:
