@@ -204,18 +204,6 @@ def test_few_threads_run_what_nobody_waits_for():
     background.close()
 
 
-def test_what_a_background_task_would_wait_for_it_does_itself():
-    """The threads could all wait for each other."""
-    done, background = [], ahead.Background(2)
-    for number in range(4):
-        background.submit(lambda number=number: background.run([lambda: done.append(number)]), ahead.NEXT)
-    ended = threading.Event()
-    background.submit(ended.set)
-    assert ended.wait(30)
-    background.close()
-    assert sorted(done) == [0, 1, 2, 3]
-
-
 def test_a_task_begins_while_the_next_one_is_made():
     background, begun, told = ahead.Background(1), threading.Event(), []
 

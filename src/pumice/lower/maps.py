@@ -60,6 +60,8 @@ _FEW_TAPS, _SORTED = 8, 1 << 15
 """Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
 _FEW_ROWS = 50_000
 """Outputs below which tiles are smaller."""
+_USUAL_ROWS = 4096
+"""Outputs of a map with tiles of fewer rows."""
 _UNSORTED = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
@@ -195,15 +197,37 @@ class UsualTiles(NamedTuple):
         """Their arrays, without contents."""
         tiles = -(-self.outputs // self.block)
         entries = tiles * self.mean
-        shapes = (tiles, self.block), (entries,), (entries,), (entries, self.block)
-        return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+        return _without_contents(device, (tiles, self.block), (entries,), (entries,), (entries, self.block))
+
+    def arrays_of_passes(self, volume: int, symmetric: bool, device: torch.device) -> MapArrays:
+        """Those of all forms that training takes, of a map of so many kernel offsets that is, or is not, its own
+        transpose but for the order of these."""
+        forward, group = self.arrays(device), _GROUPS_OF[0][1]
+        back = self.arrays(device)
+        if symmetric:
+            # As KernelMap.split.
+            back = [forward[0], forward[1], back[2], forward[3]]
+        groups = volume + self.outputs * self.mean // group
+        grouped = _without_contents(device, (groups, group), (groups,), (groups, group))
+        return MapArrays(_TOKENS_OF_PASSES, volume, [*forward, *back, *grouped])
+
+
+def _without_contents(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+
+
+_TOKENS_OF_PASSES = tuple(
+    f"map@{name}@0@{local}"
+    for name, locals_ in (("compacted", _TILE_ARRAYS), ("compacted_t", _TILE_ARRAYS), ("grouped", ("o", "k", "i")))
+    for local in locals_
+)
 
 
 def usual_tiles(volume: int, rows: int) -> Iterator[UsualTiles]:
     """Tiles of the maps of so many kernel offsets on the levels of a scene of `rows` voxels, for which kernels differ:
     of each height, and of few kernel offsets with few and many entries."""
     rule = tile_rule()
-    for outputs in sorted({min(rows, _FEW_ROWS - 1), rows}):
+    for outputs in sorted({min(rows, _USUAL_ROWS), min(rows, _FEW_ROWS)}):
         for mean in (1, volume) if 1 < volume <= _FEW_TAPS else (-(-volume // 2),):
             yield UsualTiles(outputs, rule.block(outputs), mean)
 
@@ -542,7 +566,7 @@ class MapArrays:
     the same places."""
 
     def __init__(self, tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> None:
-        self.arrays, self._tokens, self._volume = arrays, tokens, volume
+        self.arrays, self.tokens, self._volume = arrays, tokens, volume
         places = [id(x) for x in arrays]
         # One of a map that is its own transpose is there twice.
         self.key = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
@@ -558,7 +582,7 @@ class MapArrays:
         """Those at some places, for calls that take no others."""
         known = self._bound.get(places)
         if known is None:
-            tokens, arrays = tuple([self._tokens[n] for n in places]), [self.arrays[n] for n in places]
+            tokens, arrays = tuple([self.tokens[n] for n in places]), [self.arrays[n] for n in places]
             known = self._bound[places] = BoundMap(arrays, MapSignature.of(tokens, self._volume, arrays))
         return known
 

@@ -310,12 +310,16 @@ class DifferentiableCall:
         return y if of is None or y.dtype == of[1] else y.to(of[1])
 
     def compilation(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Callable[[], object] | None:
-        """Keep the template of a result, or of a gradient, that was not computed, and return what compiles its kernel;
-        None where that is known, or several kernels."""
+        """Keep the template of a result, or of a gradient, that was not computed, and return what compiles its kernel
+        for these sizes; None where that is compiled, or several kernels."""
         with autocast_disabled(tensors):
             parts = self._planned(tensors, of)
         call = self._map_call(parts, tensors, of)
-        return None if call is None else parts[0][0].compilation(call, tensors, parts[0][1])
+        if call is None:
+            return None
+        if call.template is not None:
+            return call.template.compilation(call.on, call.rows, call.shape)
+        return parts[0][0].compilation(call, tensors, parts[0][1])
 
     def gradients(
         self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -314,36 +313,28 @@ def plan_for_other_tiles(
 
 @compilations_of("convolution")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], object]]:
-    """Over maps of the tiles that the levels of a scene have; in training those of both passes over a map of few
-    voxels. Of one group and an automatic dataflow."""
+    """Over maps of the tiles that the levels of a scene have. Of one group and an automatic dataflow."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
     weight, bias, like = layer.weight, layer.bias, calls.like
     dtype, device = weight.dtype, weight.device
-    # Autograd casts the weight.
-    if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
-        yield partial(_compile_passes, like.new_empty(weight.shape), dtype, layer.relation)
-    elif not calls.training and (dtype, device) == (like.dtype, like.device):
-        x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
-        for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), calls.rows):
+    for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), calls.rows):
+        # Autograd casts the weight.
+        if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
+            yield partial(_compile_passes, like.new_empty(weight.shape), dtype, layer.relation, tiles)
+        elif not calls.training and (dtype, device) == (like.dtype, like.device):
+            x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
             yield partial(_compile_over, x, weight.detach(), epilogue, tiles)
 
 
-_SIDE = 6
-"""Voxels along an axis of the scene whose maps kernels of training are compiled for."""
-
-
-def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation) -> None:
-    """Compile the kernels of both passes of a layer. weight: any of its shape, as the pass takes it; dtype: of its
+def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation, tiles: maps.UsualTiles) -> None:
+    """Compile the kernels of both passes of a layer. weight: any of its shape, as the passes take it; dtype: of its
     gradient."""
-    axes = [torch.arange(_SIDE, dtype=torch.int32, device=weight.device)] * relation.dim
-    cells = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).view(-1, relation.dim)
-    coords, inverse = torch.nn.functional.pad(cells, (1, 0)), relation.policy == "cached_inverse"
-    step = replace(relation, policy="support") if inverse else relation
-    found, _ = kernel_map(Geometry.checked(coords, batch_size=1), step)
-    found, flat = found.transpose() if inverse else found, _flat(weight)
-    x, grad = flat.new_empty((found.num_inputs, flat.shape[2])), flat.new_empty((found.num_outputs, flat.shape[0]))
-    call = differentiable_call(x, flat, found, found.num_outputs)
+    flat, rows = _flat(weight), tiles.outputs
+    symmetric = relation.policy == "same" and relation.mirrored
+    arrays = tiles.arrays_of_passes(flat.shape[1], symmetric, flat.device)
+    x, grad = flat.new_empty((rows, flat.shape[2])), flat.new_empty((rows, flat.shape[0]))
+    call = _call_over_arrays((x, flat), arrays, rows, {})
     for tensors, of in (((x, flat), None), ((x, flat, grad), (0, x.dtype)), ((x, flat, grad), (1, dtype))):
         if (task := call.compilation(tensors, of)) is not None:
             task()
@@ -487,12 +478,23 @@ def _bound_call(
     """The differentiable call bound to the arrays of the map; it casts the weight to the dtype of x itself."""
     _check_devices(*given, found)
     _check_shapes(*given, found, rows, groups)
-    tokens, arrays = maps.planner_operands(found, differentiable)
-    names, text, shape = _statement_of(tokens, given[1], rows, groups)
-    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), _lowering(found, given))
+    arrays, lowering = maps.MapArrays.of(found, differentiable), _lowering(found, given)
+    return _call_over_arrays(given, arrays, rows, found.calls, groups, lowering)
+
+
+def _call_over_arrays(
+    given: tuple[Tensor, Tensor],
+    arrays: maps.MapArrays,
+    rows: int,
+    launches: dict[Hashable, Any],
+    groups: int = 1,
+    lowering: str = "",
+) -> autograd.DifferentiableCall:
+    """launches: of calls over the map, by signature."""
+    names, text, shape = _statement_of(arrays.tokens, given[1], rows, groups)
+    ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), lowering)
     like = _grouped(*given, groups), given[0].dtype
-    own = maps.MapArrays.of(found, differentiable)
-    return autograd.DifferentiableCall((None, None, *arrays), ask, like, own, found.calls)
+    return autograd.DifferentiableCall((None, None, *arrays.arrays), ask, like, arrays, launches)
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:

@@ -105,11 +105,8 @@ class Background:
 
     def run(self, tasks: Iterable[Task], meanwhile: Task | None = None) -> None:
         """Run these tasks, each as soon as it is made, and wait for all of them, of which a terminal is told how many
-        are done; within `compiling_beside`, raise CompilationPending instead of waiting. meanwhile: what the caller's
-        thread does before it waits."""
-        if getattr(_THREAD, "worker", None) is not None:
-            # All threads may wait for tasks that are left to none of them.
-            return _in_turn((*tasks, *([] if meanwhile is None else [meanwhile])))
+        are done; within `compiling_beside`, raise CompilationPending instead of waiting. Not for tasks: the threads
+        could all wait for each other. meanwhile: what the caller's thread does before it waits."""
         ended, made = Semaphore(0), 0
 
         def ending(task: Task) -> None:
@@ -133,7 +130,6 @@ class Background:
                     sys.stderr.flush()
         if told:
             sys.stderr.write("\r\033[K")
-        return None
 
     @property
     def left(self) -> int:
@@ -173,12 +169,6 @@ class Background:
                     return heappop(self._tasks)[2]
                 self._ready.wait()
         return None
-
-
-def _in_turn(tasks: Iterable[Task]) -> None:
-    for task in tasks:
-        with suppress(Exception):
-            task()
 
 
 class Worker:
