@@ -1580,6 +1580,19 @@ def test_rows_that_are_far_apart_have_no_template(straight, monkeypatch):
     assert instantiated(16, (kernels.INT32_LIMIT // 16, 16)) is None
 
 
+def test_each_device_has_a_binary_of_its_own(straight, monkeypatch):
+    """Of a kernel that two devices share."""
+    (x, found), weight = voxels(400, 0), torch.zeros(16, 27, 16, dtype=torch.float16)
+    pm.ops.conv_features(x, weight, found, 400)
+    (template,) = calls.TEMPLATES.values()
+    on, made = maps.bound_map(found), {}
+    for index in (0, 1, 0, 1):
+        monkeypatch.setattr(template.family, "device", torch.device("cpu", index))
+        call = template.instantiate(on, (400, 16), (400, 16))
+        assert call is not None and made.setdefault(index, call.kernel) is call.kernel
+    assert made[0] is not made[1]
+
+
 def test_maps_take_tiles_whose_kernels_are_there(monkeypatch):
     """While those for one height are compiled in the background; it does not matter how that ends."""
     waiting, heights = [], plan.maps.TileHeights()

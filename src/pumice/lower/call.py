@@ -207,7 +207,10 @@ class CallTemplate:
                 return None
         everything = (0 if segments is None else segments.count, *sizes)
         programs, values = kernel.programs(everything), kernel.arguments(everything)
-        compiled = (kernel.only or kernel.binary(values, everything, family.device)) if programs else None
+        if not programs:
+            return None
+        device = family.device
+        compiled = kernel.only.get(device.index or 0) or kernel.binary(values, everything, device)
         if compiled is None:
             return None
         addresses = on.addresses
@@ -219,7 +222,7 @@ class CallTemplate:
             for place, name in layout.segments:
                 values[place] = addresses[name]
         needs = None if layout.workspace is None else (programs, kernel.workspace_bytes(programs))
-        return BoundCall(self.executor, compiled, layout, programs, values, needs, shape, family.device, kept)
+        return BoundCall(self.executor, compiled, layout, programs, values, needs, shape, device, kept)
 
     def compilation(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> Callable[[], object] | None:
         """What compiles the kernel of `instantiate` with these; None if it is compiled."""

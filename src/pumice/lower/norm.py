@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from pumice.coords import CoordBuffer
 from pumice.errors import DeviceError, ShapeError
-from pumice.runtime.compile import BACKGROUND
+from pumice.runtime.compile import BACKGROUND, NEXT
 from pumice.runtime.launch import BoundKernel, CompiledKernel, has_triton, jitted
 from pumice.runtime.workspace import workspace
 
@@ -445,8 +445,8 @@ class NormKernels:
         return known
 
     def compilations(self, rows: int, steps: Sequence[int] = ()) -> list[Callable[[], object]]:
-        """What compiles each kernel for so many rows that is not compiled yet; those for other numbers of rows are
-        compiled in the background. steps: more row strides of gradients."""
+        """What compiles each kernel for so many rows that is not compiled yet; those for other numbers of rows, which
+        the next scene may have, are compiled in the background. steps: more row strides of gradients."""
         readings = [self._reading(step) for step in (self._channels, *steps)]
         reduced = [] if self._moments is None else [("moments", self._moments)]
         reduced += [("products", products) for products, _ in readings]
@@ -458,7 +458,7 @@ class NormKernels:
             later.append((name, both[not far]))
         if self._device.type == "cuda":
             for task in self._tasks(later):
-                BACKGROUND.submit(task)
+                BACKGROUND.submit(task, NEXT)
         return self._tasks(found)
 
     def _tasks(self, found: Sequence[tuple[str, BoundKernel]]) -> list[Callable[[], object]]:

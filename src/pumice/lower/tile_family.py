@@ -97,7 +97,7 @@ class GeneratedKernel:
         self._set_arguments()
         # Of aligned tensors, by device and what the sizes specialise; `only`: that of all sizes below INT32_LIMIT.
         self._aligned: dict[tuple[int, ...], CompiledKernel] = {}
-        self.only: CompiledKernel | None = None
+        self.only: dict[int, CompiledKernel] = {}
 
     def _set_arguments(self) -> None:
         """Split arguments and number of programs into what is the same for all calls, and what their sizes tell."""
@@ -208,7 +208,7 @@ class GeneratedKernel:
         if found is None and (found := self._compiled(values, device)) is not None:
             self._aligned[key] = found
             if small and not self._specialised:
-                self.only = found
+                self.only[device.index or 0] = found
         return found
 
     def _compiled(self, values: Sequence[Any], device: torch.device) -> CompiledKernel | None:

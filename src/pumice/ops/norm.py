@@ -59,10 +59,11 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
     there = [t for t in vectors if t is not None]
     if not autograd.is_plain_call([feats, *there]) or not feats.is_contiguous():
         return None
-    alike = (norm.num_features,), feats.device
-    # What does not fit is torch's to refuse.
-    if any([(t.shape, t.device) != alike or not t.is_contiguous() for t in there]):
-        return None
+    shape, device = (norm.num_features,), feats.device
+    for t in there:
+        # What does not fit is torch's to refuse.
+        if t.shape != shape or t.device != device or not t.is_contiguous():
+            return None
     return lowered.by_statistics(feats, vectors, norm.eps)
 
 
