@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -181,26 +182,17 @@ def test_background_tasks_run_in_order_and_go_on_after_one_that_fails():
     assert ended.wait(30) and done == [1, 2]
 
 
-def test_few_threads_run_what_nobody_waits_for():
-    """The others are there for what somebody waits for, until all are told to hurry."""
-    begun, ends, all_begun = [], threading.Event(), threading.Barrier(5)
-    background = ahead.Background(4)
-
-    def task():
-        begun.append(1)
-        all_begun.wait(30)
-
-    for _ in range(4):
-        background.submit(task)
-    background.run([lambda: None] * 8)
-    next_ = threading.Event()
-    background.submit(next_.set, ahead.NEXT)
-    assert next_.wait(30)
-    assert len(begun) <= 1 and background.left == 4
-    background.hurry()
-    all_begun.wait(30)
-    background.submit(ends.set)
-    assert ends.wait(30) and len(begun) == 4
+def test_what_somebody_waits_for_runs_first():
+    begun, ends, done = threading.Event(), threading.Event(), []
+    background = ahead.Background(1)
+    background.submit(lambda: (begun.set(), ends.wait(30)), ahead.NOW)
+    assert begun.wait(30)
+    for turn in (ahead.LATER, ahead.NEXT, ahead.NOW):
+        background.submit(partial(done.append, turn), turn)
+    ended = threading.Event()
+    background.submit(ended.set)
+    ends.set()
+    assert ended.wait(30) and done == [ahead.NOW, ahead.NEXT, ahead.LATER]
     background.close()
 
 

@@ -1100,9 +1100,11 @@ def test_sorted_tiles_and_others_are_read_alike(as_on_gpu):
         return maps.MapSignature.of(tokens, volume, arrays).key
 
     assert tokens != others and signature(tokens, arrays) is signature(others, more)
-    high, outputs = plan.maps.in_other_tiles(arrays, 100)
-    assert plan.maps.tile_rows_for(outputs) != plan.maps.tile_rows_for(100)
-    assert {x.shape[1] for x in high if x.ndim > 1} == {plan.maps.tile_rows_for(outputs)}
+    tiles = plan.maps.other_tiles(arrays)
+    high = tiles.arrays(arrays[0].device)
+    assert tiles.block == plan.maps.tile_rows_for(tiles.outputs) != plan.maps.tile_rows_for(100)
+    assert {x.shape[1] for x in high if x.ndim > 1} == {tiles.block}
+    assert signature(tiles.tokens, high) is signature(tokens, high)
     assert signature(tokens, high) is not signature(tokens, arrays)
     assert signature(tokens, arrays, 8) is not signature(tokens, arrays)
 

@@ -217,7 +217,6 @@ def warm(
             feats = torch.randn(len(coords), channels, device=device, dtype=DTYPES[precision])
             program(SparseTensor(feats, coords))
             most = max(most, len(coords))
-    BACKGROUND.hurry()
     while BACKGROUND.left:
         watch(BACKGROUND.left)
         time.sleep(_REPORT)

@@ -437,7 +437,7 @@ class _Run:
         calls, others = [*self._calls(maps)], list[Task | None]()
 
         def plan_others() -> None:
-            # In buffers no kernel of another size serves until one is there. Tensors wait long: one row will do.
+            # By layouts alone: of one row.
             for number, launch, found in () if self.buffered else calls:
                 if found is not None:
                     x, weight, epilogue = self._like_call(number, launch, (1, 1))
@@ -459,6 +459,7 @@ class _Run:
         one = self._stretch.wired[number]
         rows, count = self._rows[one.at_x], self._rows[one.at_y]
         on = bound_map(found or no_map(rows))
+        # In buffers no kernel of another size serves until this one is there.
         template = find_template(launch.key, on) if self.buffered else None
         if template is not None:
             return template.compilation(on, launch.rows(rows, count), (count, launch.columns))

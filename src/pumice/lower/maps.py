@@ -172,15 +172,6 @@ def read_alike(tokens: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(token.replace("@unsorted", "@compacted") for token in tokens)
 
 
-def in_other_tiles(arrays: Sequence[Tensor], outputs: int) -> tuple[list[Tensor], int]:
-    """Arrays without contents like these of a map in tiles, in tiles of the other height, and a number of outputs for
-    which they are that high."""
-    rule, height = tile_rule(), next(x.shape[1] for x in arrays if x.ndim > 1)
-    rows = _FEW_ROWS if height == rule.block(0) else _FEW_ROWS - 1
-    grown = -(-rows // rule.block(rows)) / -(-outputs // height)
-    return [x.new_empty((max(1, int(grown * x.shape[0])), *[rule.block(rows)] * (x.ndim - 1))) for x in arrays], rows
-
-
 class UsualTiles(NamedTuple):
     """Tiles as maps of a scene have them. outputs: of a map; block: rows of a tile; mean: entries of a tile."""
 
@@ -221,6 +212,13 @@ _TOKENS_OF_PASSES = tuple(
     for name, locals_ in (("compacted", _TILE_ARRAYS), ("compacted_t", _TILE_ARRAYS), ("grouped", ("o", "k", "i")))
     for local in locals_
 )
+
+
+def other_tiles(arrays: Sequence[Tensor]) -> UsualTiles:
+    """Tiles of the other height than these of a map, with as many entries each."""
+    (tiles, height), entries, rule = arrays[0].shape, arrays[1].shape[0], tile_rule()
+    outputs = _FEW_ROWS if height == rule.block(0) else _FEW_ROWS - 1
+    return UsualTiles(outputs, rule.block(outputs), max(1, round(entries / max(tiles, 1))))
 
 
 def usual_tiles(volume: int, rows: int) -> Iterator[UsualTiles]:

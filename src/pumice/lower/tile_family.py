@@ -117,10 +117,9 @@ class GeneratedKernel:
         form, tile = self.form, self.tile
         tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
         self._blocks = (blocks[0], self._product(*tiled)) if blocks else None
-        # Most tiles go over channels alone.
-        self._counted = self._blocks is not None and bool(self._blocks[1][1])
-        if self._blocks is not None and not self._counted:
-            self._values[self._blocks[0]] = _value(self._blocks[1], ())
+        if self._blocks is not None and not self._blocks[1][1]:
+            # Those of channels alone are the same for all calls.
+            self._values[self._blocks[0]], self._blocks = _value(self._blocks[1], ()), None
         moving = {place for place, _ in self._dynamic}
         # Without 64-bit sizes these alone tell variants apart.
         self._specialised = [place for place in self.source.specialised if place in moving]
@@ -169,7 +168,7 @@ class GeneratedKernel:
         values = self._values.copy()
         for place, size in self._dynamic:
             values[place] = sizes[size]
-        if self._counted and self._blocks is not None:
+        if self._blocks is not None:
             place, blocks = self._blocks
             values[place] = _value(blocks, sizes)
         return values
@@ -198,7 +197,7 @@ class GeneratedKernel:
     def binary(self, values: Sequence[Any], sizes: Sequence[int], device: torch.device) -> CompiledKernel | None:
         """The binary for these arguments of aligned tensors, which is compiled if there is none; None if Triton
         interprets kernels."""
-        small = not self._counted and max(sizes) < INT32_LIMIT
+        small = self._blocks is None and max(sizes) < INT32_LIMIT
         if small:
             key = tuple([2 if values[place] == 1 else values[place] % 16 == 0 for place in self._specialised])
         else:

@@ -305,10 +305,9 @@ def plan_for_other_tiles(
     map."""
     if not x.is_cuda:
         return None
-    tokens, arrays = maps.planner_operands(found, False)
-    like = maps.in_other_tiles(arrays, found.num_outputs)
-    task, height = _compilation(x, weight, tokens, like, epilogue), next(a.shape[1] for a in like[0] if a.ndim > 1)
-    return None if task is None else partial(maps.TILE_HEIGHTS.compile, height, task)
+    tiles = maps.other_tiles(maps.planner_operands(found, False)[1])
+    task = _compilation(x, weight, tiles.tokens, (tiles.arrays(x.device), tiles.outputs), epilogue)
+    return None if task is None else partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
 
 
 @compilations_of("convolution")
@@ -343,10 +342,13 @@ def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation, tile
 def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:
     # Arrays are made here: those of all layers would take memory together.
     over = tiles.arrays(x.device), tiles.outputs
-    task = _compilation(x, weight, tiles.tokens, over, epilogue)
     call = _call_like(x, weight, tiles.tokens, over, epilogue)
-    if task is None and call.template is not None:
-        task = call.template.compilation(call.on, call.rows, call.shape)
+    known = call.template
+    task = (
+        _planned(x, weight, call, tiles.tokens, epilogue)
+        if known is None
+        else known.compilation(call.on, call.rows, call.shape)
+    )
     if task is not None:
         task()
 
@@ -355,14 +357,21 @@ def _compilation(
     x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
 ) -> Callable[[], object] | None:
     """`compilation` over the arrays of a map with so many outputs."""
-    (arrays, rows), flat = over, _flat(weight)
     call = _call_like(x, weight, tokens, over, epilogue)
-    if flat.data_ptr() != weight.data_ptr() or call.template is not None:
+    return _planned(x, weight, call, tokens, epilogue) if call.template is None else None
+
+
+def _planned(
+    x: Tensor, weight: Tensor, call: MapCall, tokens: tuple[str, ...], epilogue: Epilogue | None
+) -> Callable[[], object] | None:
+    """What compiles the kernel of a call without a template, which is kept; None where it is not one kernel."""
+    flat = _flat(weight)
+    if flat.data_ptr() != weight.data_ptr():
         return None
     tensors, finish = _tensors_and_signature(x, weight, epilogue)
-    names, text, shape = _statement_of(tokens, flat, rows, 1)
+    names, text, shape = _statement_of(tokens, flat, call.shape[0], 1)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), "", finish)
-    ready = plan.bound_plan([x, flat, *arrays], ask)
+    ready = plan.bound_plan([x, flat, *call.on.arrays], ask)
     return ready.compilation(call, (x, flat, *tensors[2:]), (0, 1), finish)
 
 

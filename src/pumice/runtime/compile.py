@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache, partial
-from heapq import heappop, heappush
 from importlib import import_module
 from itertools import count
 from pathlib import Path
-from threading import Condition, Lock, Semaphore, Thread, local
+from queue import PriorityQueue
+from threading import Lock, Semaphore, Thread, local
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,8 +30,6 @@ Task = Callable[[], object]
 _WORKER = Path(__file__).with_name("compile_worker.py")
 _PATIENCE = 1.0
 """Seconds of waiting between reports."""
-_PATIENT = 4
-"""One of so many threads runs tasks that nobody waits for."""
 NOW, NEXT, LATER = range(3)
 """When a task runs: somebody waits for it, somebody is about to, or nobody does."""
 _THREAD = local()
@@ -68,25 +66,19 @@ def compiling_beside() -> Iterator[None]:
 
 class Background:
     """Runs tasks in order in daemon threads, which start with the first task, each with a process that compiles. A task
-    that fails is dropped: the call that needs its result raises the error. Tasks that nobody waits for run in few of
-    the threads: processes that compile take cores from the calls beside them (a U-Net's call on an H100's host of 16
-    cores: 3.0 ms, 5.4 beside 12 processes)."""
+    that fails is dropped: the call that needs its result raises the error."""
 
     def __init__(self, threads: int) -> None:
-        self._ready, self._tasks = Condition(), list[tuple[int, int, Task]]()
+        self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()
         self._lock, self._count, self._numbers = Lock(), threads, count()
         self._threads: list[Thread] = []
-        self._owner, self._left, self._closed = 0, 0, False
-        self._patient = max(1, threads // _PATIENT)
+        self._owner, self._closed = 0, False
 
     def submit(self, task: Task, turn: int = LATER) -> None:
         """Run `task` in a copy of the caller's context. turn: NOW, NEXT or LATER; those of the first come first."""
         context = copy_context()
         self.start()
-        with self._ready:
-            heappush(self._tasks, (turn, next(self._numbers), partial(context.run, task)))
-            self._left += 1
-            self._ready.notify_all()
+        self._queue.put((turn, next(self._numbers), partial(context.run, task)))
 
     def start(self) -> None:
         """Start all threads and their processes, which take half a second to be ready."""
@@ -94,10 +86,8 @@ class Background:
             # A forked process has none of its parent's threads.
             if (self._threads and self._owner == os.getpid()) or self._closed:
                 return
-            self._owner, self._ready, self._tasks, self._left = os.getpid(), Condition(), [], 0
-            self._threads = [
-                Thread(target=self._work, args=(n,), name="pumice-compile", daemon=True) for n in range(self._count)
-            ]
+            self._owner, self._queue = os.getpid(), PriorityQueue()
+            self._threads = [Thread(target=self._work, name="pumice-compile", daemon=True) for _ in range(self._count)]
             # A thread within the compiler while the interpreter ends would abort the process.
             atexit.register(self.close)
             for thread in self._threads:
@@ -115,8 +105,9 @@ class Background:
             finally:
                 ended.release()
 
-        for made, task in enumerate(tasks, 1):  # noqa: B007
+        for task in tasks:
             self.submit(partial(ending, task), NOW)
+            made += 1
         if meanwhile is not None:
             meanwhile()
         if made and _BESIDE.get():
@@ -134,41 +125,28 @@ class Background:
     @property
     def left(self) -> int:
         """How many tasks have not ended."""
-        return self._left
-
-    def hurry(self) -> None:
-        """From now on all threads run the tasks that nobody waits for, too."""
-        with self._ready:
-            self._patient = self._count
-            self._ready.notify_all()
+        return self._queue.unfinished_tasks
 
     def close(self) -> None:
         """Drop the tasks that have not begun, and wait for the others."""
         self._closed = True
-        with self._ready:
-            self._ready.notify_all()
+        for _ in self._threads:
+            self._queue.put((NOW, next(self._numbers), _nothing))
         for thread in self._threads:
             thread.join()
 
-    def _work(self, number: int) -> None:
+    def _work(self) -> None:
         worker = _THREAD.worker = Worker()
         with suppress(OSError):
             worker.start()
-        while (task := self._next(number)) is not None:
+        while (task := self._queue.get()[2]) and not self._closed:
             with suppress(Exception):
                 task()
-            with self._ready:
-                self._left -= 1
+            self._queue.task_done()
         worker.close()
 
-    def _next(self, number: int) -> Task | None:
-        """The next task for the thread of that number; None at the end."""
-        with self._ready:
-            while not self._closed:
-                if self._tasks and (number < self._patient or self._tasks[0][0] < LATER):
-                    return heappop(self._tasks)[2]
-                self._ready.wait()
-        return None
+
+def _nothing() -> None: ...
 
 
 class Worker:

@@ -112,7 +112,7 @@ def record_graph(
     wait for the device and give back all cached memory, for tens of milliseconds."""
     graph = torch.cuda.CUDAGraph()
     with recording_constants() as constants, torch.cuda.stream(stream):
-        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             result = work()
         finally:

@@ -52,8 +52,8 @@ class Workspace:
 def workspace(count: int, size: int, device: torch.device) -> Workspace:
     """Workspace of at least `count` counters and `size` bytes.
 
-    Kernels of one stream run in order and share a workspace. A captured graph may run beside any kernel, so each of its
-    kernels permanently owns its counters, and has bytes in the graph's memory pool.
+    Kernels of one stream run in order and share a workspace. A captured graph may run beside any kernel, so it
+    permanently owns the counters of its kernels, whose bytes are in its memory pool.
     """
     if device.type != "cuda":
         return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _bytes(size, device))
