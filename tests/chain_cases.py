@@ -19,7 +19,8 @@ from pumice.runtime.launch import has_triton
 EXTENTS = {1: 40, 2: 9, 3: 5, 4: 3}
 KINDS = ("one", "cluster", "negative", "low end", "high end", "both ends", "gap", "many items", "extent", "spread")
 REFUSED = ("beyond", "item 1024", "twice")
-RULES = (TileRule(24_000, 8, 1 << 15), TileRule(20, 8, 10))
+GROUPED = (200, 8), (1 << 30, 16)
+RULES = (TileRule(24_000, 8, 1 << 15, groups=GROUPED), TileRule(20, 8, 10, groups=GROUPED))
 
 
 class Case(NamedTuple):
@@ -54,7 +55,8 @@ def _request(dim: int, chance: random.Random) -> ChainRequest:
     tiled += [(kind, level + (kind == DOWN), step) for level, step in enumerate(steps) for kind in (DOWN, UP)]
     if chance.random() < 0.3:
         tiled = chance.sample(tiled, len(tiled) // 2)
-    return ChainRequest(dim, tuple(steps), tuple(windows), tuple(tiled), chance.choice(RULES))
+    rule, paired = chance.choice(RULES), chance.random() < 0.5
+    return ChainRequest(dim, tuple(steps), tuple(windows), tuple(tiled), rule, paired)
 
 
 def _step(dim: int, chance: random.Random) -> Relation:
@@ -153,7 +155,22 @@ def check(case: Case) -> bool:
             same(down.transpose().rows(), _table_back(rows, finer, step))
     for one in found:
         _check_tiles(one.found.rows(), one.tiled.tiles())
+        assert (one.groups is not None) == request.paired
+        if one.groups is not None:
+            _check_groups(one.found.rows(), one.groups.pairs())
+            if one.turned is not None:
+                _check_tiles(one.found.transpose().rows(), one.turned.tiles())
     return True
+
+
+def _check_groups(rows: Tensor, groups: tuple[Tensor, ...]) -> None:
+    """The pairs of the map, each in a group of its kernel offset; no group is empty."""
+    taps, inputs, outputs = (x.tolist() for x in groups)
+    assert all(max(group) >= 0 for group in inputs)
+    listed = zip(taps, inputs, outputs, strict=True)
+    pairs = [(k, i, o) for k, first, second in listed for i, o in zip(first, second, strict=True) if i >= 0]
+    expected = [(k, i, o) for o, row in enumerate(rows.tolist()) for k, i in enumerate(row) if i >= 0]
+    assert sorted(pairs) == sorted(expected)
 
 
 def same(found: Tensor, expected: list[tuple[int, ...]]) -> None:

@@ -556,6 +556,10 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         # Kernels that take addresses alone are told whose these are.
         keep(one)
         remember(one.found, *maps._form_of_tiles(one.tiled, "compacted" if one.tiled.sorted else "unsorted"))
+        if one.turned is not None and one.groups is not None:
+            sorts = "compacted_t" if one.turned.sorted else "unsorted_t"
+            remember(one.found, *maps._form_of_tiles(one.turned, sorts))
+            remember(one.found, *maps._form_of_groups(one.groups))
 
     def read_too(found, name):
         return remember(found, *read(found, name))

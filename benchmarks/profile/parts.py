@@ -32,7 +32,10 @@ _BY_FILE: Mapping[str, str] = {
     "pumice/engine/stretch.py": STARTING,
     "pumice/engine/train_pass.py": STARTING,
     "/triton/": STARTING,
-    **dict.fromkeys((f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "segments")), LAYING),
+    **dict.fromkeys(
+        (f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "chain_pairs", "pair_kernels", "segments")),
+        LAYING,
+    ),
     **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),
     **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("cpu", "dataflow")), ON_CPU),
     "pumice/coords/": MAPS,

@@ -19,7 +19,7 @@ from pumice.lower import dataflow, maps
 from pumice.testing import random_cloud
 
 prepare, kernel_maps = (importlib.import_module(f"pumice.{name}") for name in ("ops.prepare", "coords.kernel_map"))
-RULE = TileRule(24_000, maps._FEW_TAPS, maps._SORTED)
+RULE = TileRule(24_000, maps._FEW_TAPS, maps._SORTED, groups=maps._GROUPS_OF)
 HALVES = (Relation.of(3, 2, stride=2),) * 2
 
 
@@ -28,12 +28,12 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
 
 
-def request_of(dim, steps, windows=None, rule=RULE):
+def request_of(dim, steps, windows=None, rule=RULE, differentiable=False):
     windows = [(Relation.of(dim, 3),)] * (len(steps) + 1) if windows is None else windows
     tiled = [(SAME, level, window) for level, each in enumerate(windows) for window in each]
     for level, step in enumerate(steps):
         tiled += [(DOWN, level + 1, step), (UP, level, step)]
-    return ChainRequest(dim, tuple(steps), tuple(windows), tuple(tiled), rule)
+    return ChainRequest(dim, tuple(steps), tuple(windows), tuple(tiled), rule, differentiable)
 
 
 def one_by_one(geometry, request, differentiable=False):
@@ -101,7 +101,35 @@ def test_maps_are_those_one_by_one(name, dim):
 @pytest.mark.parametrize("name", ["halved", "padded"])
 def test_gradients_need_no_more_sizes(name):
     coords = random_cloud(300, 3, extent=14, batch_size=2)
-    compare(coords, request_of(3, STEPS[name](3)), differentiable=True)
+    request = request_of(3, STEPS[name](3), differentiable=True)
+    together, apart = (Geometry.checked(coords) for _ in range(2))
+    found, expected = laid_out(together, request, True), one_by_one(apart, request, True)
+    assert agree(together, apart) > 3 * len(together.maps)
+    read = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)]
+    for a, b in zip(found, expected, strict=True):
+        mine, theirs = maps.MapArrays.of(a), maps.MapArrays.of(b)
+        assert isinstance(mine, maps.LaidArrays) and mine.key == theirs.key
+        assert all(map(torch.equal, mine.arrays, theirs.arrays))
+        for places in ([(0, 1, 3, 6)] if a.symmetric else []) + read:
+            x, y = mine.bound(places), theirs.bound(places)
+            assert (x.signature, [*x.rows], x.needs_int64) == (y.signature, y.rows, y.needs_int64)
+            assert [*x.addresses] == [mine.arrays[n].data_ptr() for n in places] and x.is_aligned
+    names = "compacted", "compacted_t", "grouped", "unsorted", "unsorted_t"
+    for a, b in zip(found, expected, strict=True):
+        assert all(a.has(("form", name)) for name in names if b.has(("form", name)))
+
+
+def test_gradients_of_an_even_window():
+    """Its transpose is none of the maps that are found: the rest is laid out by itself."""
+    window = Relation.of(3, 2, policy="same")
+    request, wanted, complete = prepare.chain_of(3, (), ((window,),), None, True, RULE)
+    assert wanted == 1 and not complete and prepare.chain_of(3, (), ((window,),), None, False, RULE)[2]
+    coords = random_cloud(300, 3, extent=14, batch_size=2)
+    together, apart = (Geometry.checked(coords) for _ in range(2))
+    for one in build_chain(together, request):
+        maps.keep_tiles(one)
+    (found,), (expected,) = one_by_one(together, request, True), one_by_one(apart, request, True)
+    assert all(map(torch.equal, maps.MapArrays.of(found).arrays, maps.MapArrays.of(expected).arrays))
 
 
 def test_four_axes():

@@ -46,7 +46,7 @@ def test_parts_by_name(name, part):
 
 def test_every_kernel_of_maps_has_a_part():
     """As their files have them; what they are started by says the same."""
-    files = ("lookup_kernels", "chain_kernels", "tile_kernels")
+    files = ("lookup_kernels", "chain_kernels", "pair_kernels", "tile_kernels")
     names = [name for file in files for name in measuring.kernels_in(file)]
     assert len(names) == len(set(names)) > 15
     assert {part_of(name) for name in names} == {"map", "sort"}

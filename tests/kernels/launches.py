@@ -31,6 +31,7 @@ from pumice.coords import (
     SortSpec,
     bricks,
     chain,
+    chain_pairs,
     chain_tiles,
     kernel_map,
     lookup,
@@ -133,6 +134,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
+        patch.object(chain_pairs, "has_triton", lambda tensor: True),
         patch.object(chain_tiles, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
@@ -238,12 +240,14 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     for level in range(steps):
         tiled += [(chain.DOWN, level + 1, step), (chain.UP, level, step)]
     windows = ((window,),) * (steps + 1)
-    request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), chain.TileRule(24_000, 8, 1 << 15, (8,)))
+    rule = chain.TileRule(24_000, 8, 1 << 15, (8,), ((1 << 30, 64),))
+    request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), rule, True)
     made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
     chain_tiles.tile_maps(made)
     buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
     chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
     chain_tiles.fill_tiles(made, [40] * request.num_read)
+    chain_pairs.group_pairs(made, [40] * request.num_read)
 
 
 def _stages(volume: int) -> None:

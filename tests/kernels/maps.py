@@ -54,6 +54,7 @@ from pumice.coords import (
     bricks,
     chain,
     chain_build,
+    chain_pairs,
     chain_tiles,
     kernel_map,
     pyramid,
@@ -923,9 +924,10 @@ def _lay_out(inputs: CoordBuffer, outputs: CoordBuffer, found: Neighbours) -> No
 
 # Maps of a network
 
+GROUPED = (300, 8), (1 << 30, 16)
 RULES = {
-    "tiled alike": chain.TileRule(24_000, 8, 1 << 15, (8,)),
-    "sorted and large tiles": chain.TileRule(60, 8, 80, (4,)),
+    "tiled alike": chain.TileRule(24_000, 8, 1 << 15, (8,), GROUPED),
+    "sorted and large tiles": chain.TileRule(60, 8, 80, (4,), GROUPED),
 }
 STEPS: Mapping[str, Callable[[int], list[Relation]]] = {
     "no steps": lambda dim: [],
@@ -998,7 +1000,7 @@ def chain_request(dim: int, steps: str, rule: chain.TileRule | None = None) -> c
     for level, step in enumerate(made):
         kinds += [(chain.DOWN, level + 1, step), (chain.UP, level, step)]
     windows = ((window,),) * (len(made) + 1)
-    return chain.ChainRequest(dim, tuple(made), windows, tuple(kinds), rule or RULES["tiled alike"])
+    return chain.ChainRequest(dim, tuple(made), windows, tuple(kinds), rule or RULES["tiled alike"], True)
 
 
 def site_in(bounds: Bounds, shape: tuple[int, ...] | None = None) -> GridSpec:
@@ -1041,7 +1043,13 @@ def check_parts(coords: Tensor, site: GridSpec, request: chain.ChainRequest, mos
     got = chain_tiles.fill_tiles(found, told)
     with plain():
         lists = chain_tiles.fill_tiles(want, told)
+        expected = chain_pairs.group_pairs(want, told)
     same([one.tiles() for one in got], [one.tiles() for one in lists])
+    same([one.transpose().tiles() for one in got], [one.transpose().tiles() for one in lists])
+    groups = chain_pairs.group_pairs(found, told)
+    assert groups.keys() == expected.keys() and groups
+    for number, one in groups.items():
+        same(one.pairs(), expected[number].pairs())
 
 
 def check_chain(dim: int, steps: str, count: int, rule: chain.TileRule) -> None:
@@ -1086,8 +1094,8 @@ def check_compiled() -> None:
         for count in (1, 140, 100):
             chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)
     # How coordinates are checked is no part of it.
-    assert {k for k in started if "chain_kernels" in k.kernel.function.fn.__module__} <= seen.keys()
-    assert len({k for k in started if "chain_kernels" in k.kernel.function.fn.__module__}) == 9
+    own = {k for k in started if k.kernel.function.fn.__module__.endswith(("chain_kernels", "pair_kernels"))}
+    assert own <= seen.keys() and len(own) == 13
 
 
 def check_sampled() -> None:
@@ -1209,7 +1217,7 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None
 
 def check_pieces() -> None:
     """Runs of maps are cut into pieces of all lengths of the rule, but for those of few kernel offsets."""
-    request = chain_request(3, "both", chain.TileRule(10, 8, 10, (4,)))
+    request = chain_request(3, "both", chain.TileRule(10, 8, 10, (4,), GROUPED))
     made = chain_build.build_chain(Geometry.checked(Scene(3, 300, 12, seed=1).coords()), request)
     assert made and {one.found.volume > 8 for one in made} == {True, False}
     for one in made:

@@ -24,8 +24,8 @@ SPILLS = {
     # Coordinates of two sides, compared axis by axis.
     "lookup_kernels.neighbours D=3 K=27 KIND=wide": 32,
     # 128 rows times 32 taps at once.
-    "tile_kernels.list_pairs K=125": 128,
-    "tile_kernels.list_pairs sm_80 K=125": 184,
+    "pair_kernels.list_pairs K=125": 128,
+    "pair_kernels.list_pairs sm_80 K=125": 184,
     # 32 entries of a thread, each with its mean and its squares: the fastest on sm_90.
     "row_kernels.moments sm_80 ROWS=128 LANES=32 w4": 16,
 }
@@ -33,7 +33,7 @@ SPILLS = {
 
 if tuple(map(int, version("triton").split(".")[:2])) < (3, 7):
     # The same source comes out worse.
-    SPILLS |= {"tile_kernels.list_pairs K=125": 320}
+    SPILLS |= {"pair_kernels.list_pairs K=125": 320}
 
 
 def chosen(*kernels, targets=None, **constants):
@@ -62,7 +62,7 @@ def test_every_kernel_is_in_the_table():
 
     files = {
         name: importlib.import_module(f"pumice.coords.{name}")
-        for name in ("lookup_kernels", "tile_kernels", "chain_kernels")
+        for name in ("lookup_kernels", "tile_kernels", "pair_kernels", "chain_kernels")
     }
     files["row_kernels"] = importlib.import_module("pumice.lower.row_kernels")
     kernels = {

@@ -80,12 +80,17 @@ _ROOM = 1.15  # Room by rows of the largest level seen
 class TileRule:
     """Tiles have 64 outputs below `few_rows` outputs, else 128. Maps of at most `few_taps` kernel offsets keep the
     order of rows below `sorted_rows` outputs, and the runs of their entries are not cut, as those of others are, into
-    pieces of `lengths` too."""
+    pieces of `lengths` too. groups: (upper bound of the number of pairs, pairs of a group) of the lists of pairs."""
 
     few_rows: int
     few_taps: int
     sorted_rows: int
     lengths: tuple[int, ...] = ()
+    groups: tuple[tuple[float, int], ...] = ()
+
+    def group(self, pairs: int) -> int:
+        """Pairs of a group, of a map with so many."""
+        return next(length for below, length in self.groups if pairs < below)
 
     def block(self, rows: int) -> int:
         return SMALL if rows < self.few_rows else LARGE
@@ -101,20 +106,22 @@ class TileRule:
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Maps to build. steps: from each level to the next; windows: per level; tiled: the maps laid out in tiles."""
+    """Maps to build. steps: from each level to the next; windows: per level; tiled: the maps laid out in tiles; paired:
+    for gradients, these or those that they are the transposes of are laid out in groups of pairs too."""
 
     dim: int
     steps: tuple[Relation, ...]
     windows: tuple[tuple[Relation, ...], ...]
     tiled: tuple[Place, ...]
     rule: TileRule
+    paired: bool = False
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.dim, self.steps, self.windows, self.tiled, self.rule))
+        return hash((self.dim, self.steps, self.windows, self.tiled, self.rule, self.paired))
 
     @cached_property
     def levels(self) -> int:
@@ -125,6 +132,14 @@ class ChainRequest:
         """(number of a map in tiles, length of its pieces) of all lists of pieces."""
         each = zip(range(len(self.tiled)), self.volumes, strict=False)
         return tuple([(place, most) for place, volume in each for most in self.rule.pieces(volume)])
+
+    @cached_property
+    def grouped(self) -> tuple[int, ...]:
+        """Numbers of the maps in groups of pairs."""
+        if not self.paired:
+            return ()
+        steps = {(DOWN, level + 1, step) for kind, level, step in self.tiled if kind == UP}
+        return tuple([n for n, place in enumerate(self.maps) if place[0] != UP and place in {*self.tiled, *steps}])
 
     @cached_property
     def maps(self) -> tuple[Place, ...]:
@@ -157,6 +172,11 @@ class ChainRequest:
     def rows_in(self, words: Sequence[int], level: int) -> int:
         """Rows of a level by the words that the host read."""
         return words[COUNTS + STRIDE * level]
+
+    def pairs_in(self, words: Sequence[int], number: int) -> Sequence[int]:
+        """Pairs per kernel offset of a map, by these words."""
+        at = PAIRS + SIDE * number
+        return words[at : at + self.volumes[number]]
 
     def box_in(self, words: Sequence[int]) -> Bounds:
         """The bounding box by these words; of more than one axis."""
@@ -299,6 +319,10 @@ class Chain:
         """Rows of each level; for the twins, as it waits for the device."""
         found = self.words.tensor()[COUNTS : COUNTS + STRIDE * self.request.levels : STRIDE].tolist()
         return [self.rows, *(min(count, self.most) for count in found[1:])]
+
+    def begins_of(self, place: int) -> tuple[int, int]:
+        """Where the table and the masks of a map begin among those of all."""
+        return self._begins[place]
 
     def table_of(self, place: int, count: int) -> Part:
         """int32 [count, K]: the table of a map."""

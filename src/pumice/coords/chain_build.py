@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -22,7 +22,8 @@ from pumice.coords.chain import (
     estimate_of,
     find_maps,
 )
-from pumice.coords.chain_tiles import Tiled, fill_tiles, tile_maps
+from pumice.coords.chain_pairs import GroupedPairs, group_pairs
+from pumice.coords.chain_tiles import Tiled, Turned, fill_tiles, tile_maps
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec
 from pumice.coords.kernel_map import Deferred, KernelMap
@@ -36,10 +37,13 @@ _SPARE = 1 << 25  # Unused entries of the tables up to which what is used of the
 
 @dataclass(frozen=True, eq=False)
 class TiledMap:
-    """A map, transposed if it is of kind UP, and its tiles."""
+    """A map, transposed if it is of kind UP, and its tiles. For gradients, if requested, those of its transpose, and its
+    groups of pairs."""
 
     found: KernelMap
     tiled: Tiled
+    turned: Tiled | Turned | None = None
+    groups: GroupedPairs | None = None
 
 
 def build_chain(
@@ -73,9 +77,9 @@ def build_chain(
             needed = max(largest, most)
         if request.steps:
             estimate.learn(rows, largest)
-        lists = fill_tiles(chain, words)
+        lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
-        return _Assembler(chain, words, lists).assemble(geometry)
+        return _Assembler(chain, words, lists, groups).assemble(geometry)
 
 
 @lru_cache(maxsize=64)
@@ -86,14 +90,18 @@ def compile_kernels(request: ChainRequest, device: torch.device) -> None:
     with compiling_launches():
         chain = find_maps(coords, site, request, 64)
         tile_maps(chain)
-        fill_tiles(chain, [0] * request.num_read)
+        nothing = [0] * request.num_read
+        fill_tiles(chain, nothing)
+        group_pairs(chain, nothing)
 
 
 class _Assembler:
     """Builds levels and maps from the arrays of a chain. words: those that the host read."""
 
-    def __init__(self, chain: Chain, words: Sequence[int], lists: Sequence[Tiled]) -> None:
-        self._chain, self._request, self._words, self._lists = chain, chain.request, words, lists
+    def __init__(
+        self, chain: Chain, words: Sequence[int], lists: Sequence[Tiled], groups: Mapping[int, GroupedPairs]
+    ) -> None:
+        self._chain, self._request, self._words, self._lists, self._groups = chain, chain.request, words, lists, groups
         self._counts = [chain.request.rows_in(words, level) for level in range(chain.request.levels)]
         least = chain.request.rule.least
         for (_, level, _), volume, one in zip(chain.request.tiled, chain.request.volumes, lists, strict=False):
@@ -107,6 +115,7 @@ class _Assembler:
     def assemble(self, geometry: Geometry) -> list[TiledMap]:
         """Cache all levels and maps in their geometries; the maps with tiles, in the order of the request."""
         maps, coarse = dict[int, KernelMap](), self._chain.coarse
+        turned, groups = dict[int, Tiled | Turned](), {**self._groups}
         for level, (windows, step) in enumerate(self._request.by_level):
             for number, window in windows:
                 maps[number] = found = self._map(number, level)
@@ -123,16 +132,23 @@ class _Assembler:
                 geometry.levels[key] = outputs
             if up is not None:
                 maps[up] = found.transpose()
+                if down in groups:
+                    groups[up] = groups[down].transpose()
+                for one, other in ((down, up), (up, down)):
+                    if other < len(self._lists):
+                        turned[one] = self._lists[other]
             geometry = outputs
-        return [TiledMap(maps[number], one) for number, one in enumerate(self._lists)]
+        for number, one in enumerate(self._lists):
+            if number in groups and maps[number].symmetric:
+                turned[number] = one.transpose()
+        return [TiledMap(maps[n], one, turned.get(n), groups.get(n)) for n, one in enumerate(self._lists)]
 
     def _map(self, number: int, inputs: int, turned: int | None = None) -> KernelMap:
         """A map with all that is known of it. inputs: their level; turned: the number of its transpose."""
         (_, level, relation), chain = self._request.maps[number], self._chain
-        volume, rows, outputs = self._request.volumes[number], self._counts[inputs], self._counts[level]
-        at = PAIRS + SIDE * number
+        rows, outputs = self._counts[inputs], self._counts[level]
         storages: dict[Any, Any] = {
-            ("totals", False): self._words[at : at + volume],
+            ("totals", False): self._request.pairs_in(self._words, number),
             ("valid_count", True): self._valid[inputs],
             ("valid_count", False): self._valid[level],
             ("masks", False): Deferred(partial(_column, chain, number, outputs)),

@@ -441,10 +441,10 @@ def end_tiles(layout, tile_masks, ends, words, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_segments(
-    plan, layout, words, slots, tile_masks, ends, tables, taps, tiles, inputs, rows: "i64", most: "i64",
+    plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows: "i64", most: "i64",
     segments: "i64", BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Entries of one tile, as tile_kernels.fill_tiles; the lists of segments are concatenated."""
+    """Entries of one tile, as tile_kernels.fill_tiles; the lists of segments are concatenated. turned: K - 1 - taps."""
     lane = tl.arange(0, SIDE)
     before = tl.load(layout + TILES_BEFORE * SIDE + lane)
     s = tl.sum(((lane < segments) & (before <= tl.program_id(0))).to(tl.int32)) - 1
@@ -457,12 +457,14 @@ def fill_segments(
     k = tl.arange(0, LANES)
     has = (tl.load(tile_masks + tile) >> k) & 1
     e = tl.load(ends + tile) - tl.sum(has) + tl.cumsum(has, axis=0) - has
+    volume = tl.load(plan + VOLUME * SIDE + s)
     tl.store(taps + own + e, k, mask=has == 1)
+    tl.store(turned + own + e, volume - 1 - k, mask=has == 1)
     tl.store(tiles + own + e, k * 0 + t, mask=has == 1)
     b = tl.arange(0, BLOCK)
     slot = tl.load(slots + tl.load(layout + FIRST_SLOT * SIDE + s) + t * block + b, mask=b < block, other=-1)
     base = tl.load(plan + TABLE_ROWS * SIDE + s) * _aligned(rows) + tl.load(plan + TABLE_MOST * SIDE + s) * most
-    at = base + slot.to(tl.int64) * tl.load(plan + VOLUME * SIDE + s)
+    at = base + slot.to(tl.int64) * volume
     on = (slot >= 0)[:, None] & (has == 1)[None, :]
     input_rows = tl.load(tables + at[:, None] + k[None, :], mask=on, other=-1)
     where = wide + e.to(tl.int64)[None, :] * block + b[:, None]

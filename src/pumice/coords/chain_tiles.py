@@ -156,13 +156,15 @@ class PieceLists(NamedTuple):
 
 
 class TileArrays(NamedTuple):
-    """Those of a TileList, and prefix counts of entries by tile: of all segments, one after the other."""
+    """Those of a TileList, prefix counts of entries by tile, and K - 1 - taps, the kernel offsets in a map that is its
+    own transpose: of all segments, one after the other."""
 
     rows: Part
     tiles: Part
     taps: Part
     inputs: Part
     ends: Part
+    turned: Part
 
 
 class Tiled:
@@ -195,9 +197,9 @@ class Tiled:
         return [array.data_ptr() + 4 * begin for array, begin in zip(self._arrays[:4], self._begins, strict=False)]
 
     def tensors(self) -> list[Tensor]:
-        """All arrays."""
+        """The arrays of a TileList, and prefix counts of entries."""
         shapes = (self.count, self.block), (self.entries,), (self.entries,), (self.entries, self.block), (self.count,)
-        places = zip(self._arrays, self._begins, shapes, strict=True)
+        places = zip(self._arrays, self._begins, shapes, strict=False)
         return [array.cut(begin, shape).tensor() for array, begin, shape in places]
 
     def tiles(self) -> TileList:
@@ -209,6 +211,39 @@ class Tiled:
             RUNS.register(self._list.tiles, ends, self.volume, pieces=pieces)
         return self._list
 
+    def transpose(self) -> Turned:
+        """The tiles of the transpose, of a map that is its own but for the order of kernel offsets."""
+        return Turned(self)
+
+    def turned(self) -> Part:
+        """The kernel offsets of the transpose's entries."""
+        return self._arrays.turned.cut(self._begins[2], (self.entries,))
+
+
+class Turned:
+    """As Tiled, of the transpose of a map that is its own but for the order of kernel offsets."""
+
+    __slots__ = ("_list", "_of", "block", "pieces", "sorted")
+
+    def __init__(self, of: Tiled) -> None:
+        self._of, self.block, self.pieces, self.sorted = of, of.block, of.pieces, of.sorted
+        self._list: TileList | None = None
+
+    def lengths(self) -> list[int]:
+        """See Tiled."""
+        return self._of.lengths()
+
+    def addresses(self) -> list[int]:
+        """See Tiled."""
+        rows, own, _, inputs = self._of.addresses()
+        return [rows, own, self._of.turned().data_ptr(), inputs]
+
+    def tiles(self) -> TileList:
+        """See Tiled; all but the kernel offsets are the map's."""
+        if self._list is None:
+            self._list = self._of.tiles()._replace(taps=self._of.turned().tensor())
+        return self._list
+
 
 def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     """The tile lists of all segments, with pieces of their runs. words: the words that the host read."""
@@ -216,8 +251,8 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     shapes = [_shape(chain, words, place) for place in range(len(request.tiled))]
     long = sum([aligned(entries) for _, _, entries in shapes])
     wide = sum([entries * block for _, block, entries in shapes])
-    own, taps, inputs = allocate(chain.coords.device, ((long,), (long,), (wide,)))
-    arrays = TileArrays(chain.tile_rows, own, taps, inputs, chain.ends)
+    own, taps, turned, inputs = allocate(chain.coords.device, ((long,), (long,), (long,), (wide,)))
+    arrays = TileArrays(chain.tile_rows, own, taps, inputs, chain.ends, turned)
     slot, tile, entry, cell = 0, 0, 0, 0
     for shape, volume in zip(shapes, request.volumes, strict=False):
         found.append(Tiled(arrays, (slot, entry, entry, cell, tile), shape, volume))
@@ -232,7 +267,7 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     constants = {"BLOCK": LARGE, "LANES": tiles.lanes_of(max(request.volumes))}
     numbers = (chain.rows, chain.most, len(found))
     programs = sum([count for count, *_ in shapes])
-    kernel("chain_kernels.fill_segments")(programs, (*tensors, taps, own, inputs), numbers, constants)
+    kernel("chain_kernels.fill_segments")(programs, (*tensors, taps, turned, own, inputs), numbers, constants)
     _cut_runs(chain, found, shapes)
     return found
 
@@ -280,6 +315,7 @@ def fill_segments_torch(chain: Chain, lists: Sequence[Tiled]) -> None:
         tile_of, taps = ((tile_masks[:, None] >> torch.arange(tiled.volume)) & 1).nonzero().unbind(1)
         own.copy_(tile_of)
         offsets.copy_(taps)
+        tiled.turned().tensor().copy_(tiled.volume - 1 - taps)
         slots, table = tile_rows[tile_of].long(), chain.table_of(place, rows).tensor()
         if rows:
             inputs.copy_(torch.where(slots >= 0, table[slots.clamp(min=0), taps[:, None]], -1))

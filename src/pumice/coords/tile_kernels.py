@@ -1,11 +1,11 @@
-"""Triton kernels that build the layouts of kernel maps: row orders, tiles with their kernel offsets, pair lists."""
+"""Triton kernels that build the layouts of kernel maps: row orders, tiles with their kernel offsets, runs."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "group", "blocks", "width", "sampled"]
+_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "blocks", "width", "sampled"]
 
 
 @triton.jit
@@ -18,18 +18,6 @@ def _bits(masks, r, k, there, tapped, WORDS: tl.constexpr):
     """Bit k of row r's mask, 0 or 1."""
     word = tl.load(masks + r * WORDS + k // 31, mask=there & tapped, other=0)
     return (word >> (k % 31)) & 1
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """sums[k, program]: number of the program's rows that have kernel offset k."""
-    WORDS: tl.constexpr = (K + 30) // 31
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    live = r < tl.load(count)
-    for start in range(0, K, LANES):
-        k = start + tl.arange(0, LANES)[None, :]
-        bits = _bits(masks, r, k, live, k < K, WORDS)
-        tl.store(sums + k * blocks + tl.program_id(0), tl.sum(bits, axis=0)[None, :], mask=k < K)
 
 
 @triton.jit
@@ -179,81 +167,6 @@ def fill_tiles(
         tl.store(taps + e, tl.zeros_like(e).to(tl.int32), mask=on)
         tl.store(tiles + e, (tl.zeros_like(e) + tiles_most).to(tl.int32), mask=on)
         tl.store(inputs + e * BLOCK + b, (tl.zeros_like(e) - 1 + tl.zeros_like(b)).to(tl.int32), mask=on & (b >= 0))
-
-
-@triton.jit
-def _groups_of(ends, lane, group, blocks, K: tl.constexpr):
-    """Number of pair groups of each kernel offset."""
-    totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < K, other=0).to(tl.int64)
-    return (totals + group - 1) // group
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def rank_groups(
-    ends, taps, ranks, group: "i64", capacity: "i64", blocks: "i64",
-    K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """ranks[g]: position of group g (counted offset by offset) in the interleaved order; taps[ranks[g]]: its offset.
-    Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of an offset with n'
-    groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Nothing is written past the last group.
-    """
-    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.zeros([1], tl.int64)
-    tap, own, j = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
-    for start in range(0, K, LANES):
-        lane = start + tl.arange(0, LANES)
-        n = _groups_of(ends, lane, group, blocks, K)
-        last = first + tl.cumsum(n, axis=0)
-        past = g[:, None] - (last - n)[None, :]
-        inside = (past >= 0) & (g[:, None] < last[None, :])
-        tap += tl.sum(tl.where(inside, lane[None, :], 0), axis=1)
-        own += tl.sum(tl.where(inside, n[None, :], 0), axis=1)
-        j += tl.sum(tl.where(inside, past, 0), axis=1)
-        first += tl.sum(n)
-    rank = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, K, LANES):
-        lane = start + tl.arange(0, LANES)
-        n = _groups_of(ends, lane, group, blocks, K)[None, :]
-        far = (2 * j + 1)[:, None] * n - (lane[None, :] >= tap[:, None]).to(tl.int64)
-        rank += tl.sum(tl.minimum((far // tl.maximum(own, 1)[:, None] + 1) // 2, n), axis=1)
-    there = (own > 0) & (g < capacity)
-    tl.store(ranks + g, rank.to(tl.int32), mask=there)
-    tl.store(taps + rank, tap, mask=there & (rank < capacity))
-
-
-@triton.jit(do_not_specialize=_NUMBERS)
-def list_pairs(
-    rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
-    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
-):  # fmt: skip
-    """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
-    ends[k, p]: pairs of offset k in row blocks 0 to p. capacity: in pairs, or groups if RANKED; reports overflow."""
-    # Rows are the fast axis: pairs of one offset are contiguous.
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
-    live = r < tl.load(count)
-    entry = tl.zeros([1], tl.int64)
-    for start in range(0, K, LANES):
-        lane = start + tl.arange(0, LANES)
-        groups = _groups_of(ends, lane, group, blocks, K)
-        k, begin = lane[:, None], (entry + tl.cumsum(groups, axis=0) - groups)[:, None]
-        entry += tl.sum(groups)
-        met = tl.load(rows + r * K + k, mask=live & (k < K), other=-1)
-        has = (met >= 0).to(tl.int32)
-        before = tl.load(ends + k * blocks + tl.program_id(0) - 1, mask=(k < K) & (tl.program_id(0) > 0), other=0)
-        at = before + tl.cumsum(has, axis=1) - has
-        if RANKED:
-            size = group.to(tl.int32)
-            place, within = begin + at // size, at % size
-            rank = tl.load(ranks + place, mask=(has == 1) & (place < capacity), other=0).to(tl.int64)
-            at = rank * group + within
-            on = (has == 1) & (place < capacity) & (rank < capacity)
-        else:
-            place = begin + at
-            at, on = place, (has == 1) & (place < capacity)
-        if tl.sum(((has == 1) & (place >= capacity)).to(tl.int32)) > 0:
-            tl.atomic_or(status, OVERFLOW)
-        tl.store(inputs + at, met, mask=on)
-        tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

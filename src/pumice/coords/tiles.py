@@ -21,11 +21,11 @@ from pumice.coords.segments import RUNS
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Array
 
-_ROWS = 128  # Rows of one program, and of one block of pair_counts
+BLOCK_ROWS = 128  # Rows of one program, and of one block of pair_counts
 _SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
 _COUNTED = 128  # Rows of one program that counts groups
 _KEYS = 512  # Rows of one program that makes keys
-_RANKED = 64  # Groups of pairs that one program ranks
+RANKED = 64  # Groups of pairs that one program ranks
 _SUMMED = 2048  # Tiles per step of the prefix sum of entries
 _FEW = 10  # Number of kernel offsets up to which each has a bit of one digit
 _BITS = 20  # Bits of the sort key, two digits; for masks of several words as many as an int32 holds
@@ -153,19 +153,19 @@ def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """int32 [K, ceil(N / 128)]: prefix counts over row blocks of rows with kernel offset k; last column: totals."""
     if not has_triton(masks):
         return pair_counts_torch(masks, count, volume)
-    blocks, lanes = max(1, -(-masks.shape[0] // _ROWS)), lanes_of(volume)
+    blocks, lanes = max(1, -(-masks.shape[0] // BLOCK_ROWS)), lanes_of(volume)
     sums = torch.empty(volume, blocks, dtype=torch.int32, device=masks.device)
-    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes}
-    kernel("tile_kernels.pair_counts")(blocks, (masks, count, sums), (blocks,), constants)
+    constants = {"K": volume, "ROWS": BLOCK_ROWS, "LANES": lanes}
+    kernel("pair_kernels.pair_counts")(blocks, (masks, count, sums), (blocks,), constants)
     return sums.cumsum(1, dtype=torch.int32)
 
 
 def pair_counts_torch(masks: Tensor, count: Tensor, volume: int) -> Tensor:
     """As pair_counts, in plain torch."""
-    blocks = max(1, -(-masks.shape[0] // _ROWS))
-    bits = torch.zeros(blocks * _ROWS, volume, dtype=torch.int32, device=masks.device)
+    blocks = max(1, -(-masks.shape[0] // BLOCK_ROWS))
+    bits = torch.zeros(blocks * BLOCK_ROWS, volume, dtype=torch.int32, device=masks.device)
     bits[: masks.shape[0]] = _bits(masks, volume) * _valid_rows(masks, count)[:, None]
-    return bits.view(blocks, _ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
+    return bits.view(blocks, BLOCK_ROWS, volume).sum(1).t().cumsum(1, dtype=torch.int32).contiguous()
 
 
 def sort_rows(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
@@ -312,8 +312,8 @@ def group_ranks(ends: Tensor, groups: int, size: int) -> tuple[Tensor, Tensor]:
         group_ranks_torch(ends, size, (taps, ranks))
         return taps, ranks
     volume, blocks = ends.shape
-    constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": _RANKED}
-    kernel("tile_kernels.rank_groups")(-(-groups // _RANKED), (ends, taps, ranks), (size, groups, blocks), constants)
+    constants = {"K": volume, "LANES": lanes_of(volume), "BLOCK": RANKED}
+    kernel("pair_kernels.rank_groups")(-(-groups // RANKED), (ends, taps, ranks), (size, groups, blocks), constants)
     return taps, ranks
 
 
@@ -339,8 +339,8 @@ def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> No
     if not has_triton(rows):
         return _list_torch(tensors, shape, ranked)
     volume = rows.shape[1]
-    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
-    kernel("tile_kernels.list_pairs")(-(-rows.shape[0] // _ROWS), tensors, (*shape, ends.shape[1]), constants)
+    constants = {"K": volume, "ROWS": BLOCK_ROWS, "LANES": lanes_of(volume), "RANKED": ranked}
+    kernel("pair_kernels.list_pairs")(-(-rows.shape[0] // BLOCK_ROWS), tensors, (*shape, ends.shape[1]), constants)
 
 
 def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
@@ -372,8 +372,8 @@ def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
     turned = _padding((inputs, volume), dtype=torch.int32, device=rows.device)
     if not has_triton(rows):
         return transpose_table_torch(rows, count, turned)
-    constants = {"K": volume, "ROWS": _ROWS, "LANES": lanes_of(volume)}
-    kernel("tile_kernels.transpose_table")(-(-rows.shape[0] // _ROWS), (rows, count, turned), (), constants)
+    constants = {"K": volume, "ROWS": BLOCK_ROWS, "LANES": lanes_of(volume)}
+    kernel("tile_kernels.transpose_table")(-(-rows.shape[0] // BLOCK_ROWS), (rows, count, turned), (), constants)
     return turned
 
 

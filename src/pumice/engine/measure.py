@@ -105,7 +105,7 @@ def _own(*files: str) -> str:
 PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
     {
         "map": lambda: _own("lookup_kernels", "chain_kernels"),
-        "sort": lambda: _own("tile_kernels") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
+        "sort": lambda: _own("tile_kernels", "pair_kernels") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
         "conv": lambda: r"^_(dot|mul)_",
         "product": lambda: r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk",
         "movement": lambda: r"index|gather|scatter|EmbeddingBag",

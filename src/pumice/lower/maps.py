@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from torch import Tensor
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
 from pumice.coords.chain import LARGE, SMALL, TileRule
 from pumice.coords.chain_build import TiledMap
-from pumice.coords.chain_tiles import Tiled
+from pumice.coords.chain_pairs import GroupedPairs
+from pumice.coords.chain_tiles import PieceLists, Tiled, Turned
 from pumice.coords.kernel_map import Deferred, pair_capacity
 from pumice.coords.segments import WHOLE
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
@@ -129,15 +130,33 @@ def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Te
 
 
 def keep_tiles(one: TiledMap) -> None:
-    """Keep tiles as the form of the map that they are, without asking for its sizes."""
-    name = "compacted" if one.tiled.sorted else "unsorted"
+    """Keep what a map is laid out in as its forms, without asking for its sizes."""
+    found, turned, groups = one.found, one.turned, one.groups
+    name = _keep_form(found, one.tiled, "")
+    found.keep("laid out", (name, one.tiled))
+    if groups is None:
+        return
+    found.keep(("form", "grouped"), Deferred(partial(_form_of_groups, groups)))
+    if turned is not None:
+        tokens = _TILE_TOKENS[name], _TILE_TOKENS[_keep_form(found, turned, "_t")]
+        found.keep(("arrays", True), LaidArrays(tokens, found, (one.tiled, turned, groups)))
+
+
+def _keep_form(found: KernelMap, tiled: Tiled | Turned, side: str) -> str:
+    """Keep tiles as a form of a map; its name. side: "_t" for tiles of the transpose."""
+    name = ("compacted" if tiled.sorted else "unsorted") + side
     # Not of the map, which would hold itself.
-    one.found.keep(("form", name), Deferred(partial(_form_of_tiles, one.tiled, name)))
-    one.found.keep("laid out", (name, one.tiled))
+    found.keep(("form", name), Deferred(partial(_form_of_tiles, tiled, name)))
+    return name
 
 
-def _form_of_tiles(tiled: Tiled, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+def _form_of_tiles(tiled: Tiled | Turned, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     return _TILE_TOKENS[name], [*tiled.tiles()]
+
+
+def _form_of_groups(groups: GroupedPairs) -> tuple[tuple[str, ...], list[Tensor]]:
+    taps, inputs, outputs = groups.pairs()
+    return _GROUP_TOKENS, [outputs, taps, inputs]
 
 
 def laid_out(found: KernelMap) -> tuple[tuple[str, ...], Tiled] | None:
@@ -146,7 +165,11 @@ def laid_out(found: KernelMap) -> tuple[tuple[str, ...], Tiled] | None:
     return None if kept is None else (_TILE_TOKENS[kept[0]], kept[1])
 
 
-_TILE_TOKENS = {name: tuple(f"map@{name}@0@{local}" for local in _TILE_ARRAYS) for name in ("compacted", "unsorted")}
+_TILE_TOKENS = {
+    name: tuple(f"map@{name}@0@{local}" for local in _TILE_ARRAYS)
+    for name in ("compacted", "unsorted", "compacted_t", "unsorted_t")
+}
+_GROUP_TOKENS = tuple(f"map@grouped@0@{local}" for local in "oki")
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
@@ -207,11 +230,7 @@ def _without_contents(device: torch.device, *shapes: tuple[int, ...]) -> list[Te
     return [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
 
 
-_TOKENS_OF_PASSES = tuple(
-    f"map@{name}@0@{local}"
-    for name, locals_ in (("compacted", _TILE_ARRAYS), ("compacted_t", _TILE_ARRAYS), ("grouped", ("o", "k", "i")))
-    for local in locals_
-)
+_TOKENS_OF_PASSES = (*_TILE_TOKENS["compacted"], *_TILE_TOKENS["compacted_t"], *_GROUP_TOKENS)
 
 
 def other_tiles(arrays: Sequence[Tensor]) -> UsualTiles:
@@ -324,7 +343,7 @@ def tile_rows_for(outputs: int) -> int:
 
 def tile_rule() -> TileRule:
     """How the default forms of maps are tiled, by their sizes."""
-    return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED, (SHARED_CHUNK,))
+    return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED, (SHARED_CHUNK,), _GROUPS_OF)
 
 
 class TileHeights:
@@ -377,7 +396,7 @@ def group_of(found: KernelMap) -> int:
     """Pairs per group, by the number of pairs (one host synchronisation), or the capacity if between buffers."""
     own = found.transpose() if found.flipped else found
     pairs = sum(read_sizes(found)[0]) if own.buffered is None else pair_capacity(own, own.buffered)
-    return next(length for below, length in _GROUPS_OF if pairs < below)
+    return tile_rule().group(pairs)
 
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
@@ -479,23 +498,32 @@ class BoundMap:
         return SegmentArgs.of(rule.find(array, count))
 
 
-class BoundTiles(BoundMap):
-    """Those of tiles that were laid out with others (coords.chain_tiles), without a tensor for each."""
+class BoundLayout(BoundMap):
+    """Those of a layout that was made with others (coords.chain_tiles), without a tensor for each. make: makes these;
+    pieces: by the number of an array, those of its runs."""
 
-    __slots__ = ("_tiled",)
+    __slots__ = ("_make", "_pieces")
 
-    def __init__(self, tiled: Tiled, signature: MapSignature) -> None:
-        self._tiled, self._segments = tiled, {}
-        self._set(signature, tiled.lengths(), tiled.addresses())
+    def __init__(
+        self,
+        make: Callable[[], Sequence[Tensor]],
+        places: tuple[Sequence[int], Sequence[int]],
+        pieces: Mapping[int, Mapping[int, PieceLists]],
+        signature: MapSignature,
+    ) -> None:
+        """places: lengths and addresses of the arrays."""
+        self._make, self._pieces, self._segments = make, pieces, {}
+        self._set(signature, *places)
 
     @property
     def arrays(self) -> Sequence[Tensor]:
-        return self._tiled.tiles()
+        return self._make()
 
     def _known_segments(self, number: int, rule: SegmentRule) -> SegmentArgs | None:
-        if number != _TILE_OF_ENTRY or rule.stack or (rule.per_lane and not rule.chunk):
+        pieces = self._pieces.get(number)
+        if pieces is None or rule.stack or (rule.per_lane and not rule.chunk):
             return None
-        found = self._tiled.pieces.get(rule.chunk or WHOLE)
+        found = pieces.get(rule.chunk or WHOLE)
         if found is None:
             return None
         return SegmentArgs(found.size, dict(zip(_PIECES, found.addresses(), strict=True)), found)
@@ -548,14 +576,17 @@ def _bind_map(found: KernelMap) -> BoundMap:
 
 
 def _bind_tiles(found: KernelMap, tokens: tuple[str, ...], tiled: Tiled) -> BoundMap:
-    return BoundTiles(tiled, _signature_of_tiles(tokens, tiled.block, found.volume, found.device))
+    signature = _signature_of_layout(tokens, (tiled.block, 0, 0, tiled.block), found.volume, found.device)
+    pieces = {_TILE_OF_ENTRY: tiled.pieces}
+    return BoundLayout(tiled.tiles, (tiled.lengths(), tiled.addresses()), pieces, signature)
 
 
-@lru_cache(maxsize=64)
-def _signature_of_tiles(tokens: tuple[str, ...], block: int, volume: int, device: torch.device) -> MapSignature:
-    """That of all tiles of so many rows, of maps of so many kernel offsets."""
-    shapes = (1, block), (1,), (1,), (1, block)
-    arrays = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
+@lru_cache(maxsize=256)
+def _signature_of_layout(
+    tokens: tuple[str, ...], columns: tuple[int, ...], volume: int, device: torch.device
+) -> MapSignature:
+    """That of all arrays of so many columns, 0 for lists, of maps of so many kernel offsets."""
+    arrays = [torch.empty((1, n) if n else (1,), dtype=torch.int32, device=device) for n in columns]
     return MapSignature.of(tokens, volume, arrays)
 
 
@@ -592,6 +623,64 @@ class MapArrays:
 
 NO_ARRAYS = MapArrays((), 0, ())
 """Those of a linear map."""
+
+
+class LaidArrays(MapArrays):
+    """Those of all forms that training takes, of a map that was laid out with others: of its tiles, of those of its
+    transpose, and of its groups of pairs; without a tensor for each."""
+
+    def __init__(
+        self,
+        tokens: tuple[tuple[str, ...], tuple[str, ...]],
+        found: KernelMap,
+        layouts: tuple[Tiled, Tiled | Turned, GroupedPairs],
+    ) -> None:
+        """tokens: of both tiles."""
+        own, turned, groups = self._layouts = layouts
+        self.tokens, self._volume, self._bound = (*tokens[0], *tokens[1], *_GROUP_TOKENS), found.volume, {}
+        self._device, self.key = found.device, _key_of_layouts(self.tokens, found.volume, type(turned) is Turned)
+        self._lengths = [*own.lengths(), *turned.lengths(), *[groups.count] * 3]
+        self._addresses = [*own.addresses(), *turned.addresses(), *groups.addresses()]
+        self._columns = own.block, 0, 0, own.block, turned.block, 0, 0, turned.block, groups.size, 0, groups.size
+
+    @cached_property
+    def arrays(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As tensors."""
+        return _tensors_of(self._layouts)
+
+    def bound(self, places: tuple[int, ...]) -> BoundMap:
+        """See MapArrays."""
+        known = self._bound.get(places)
+        if known is None:
+            tokens, columns, lengths, addresses = [
+                tuple([of[n] for n in places]) for of in (self.tokens, self._columns, self._lengths, self._addresses)
+            ]
+            own, turned, _ = self._layouts
+            pieces = {1: own.pieces, 5: turned.pieces}
+            known = self._bound[places] = BoundLayout(
+                partial(_tensors_of, self._layouts, places),
+                (lengths, addresses),
+                {number: pieces[n] for number, n in enumerate(places) if n in pieces},
+                _signature_of_layout(tokens, columns, self._volume, self._device),
+            )
+        return known
+
+
+def _tensors_of(
+    layouts: tuple[Tiled, Tiled | Turned, GroupedPairs], places: Sequence[int] = range(len(_TOKENS_OF_PASSES))
+) -> list[Tensor]:
+    """Those of the arrays of LaidArrays at some places."""
+    own, turned, groups = layouts
+    every = [*own.tiles(), *turned.tiles(), *_form_of_groups(groups)[1]]
+    return [every[n] for n in places]
+
+
+@lru_cache(maxsize=256)
+def _key_of_layouts(tokens: tuple[str, ...], volume: int, turned: bool) -> Hashable:
+    """Key of LaidArrays. turned: of a map that is its own transpose, whose tiles are there twice but for the kernel
+    offsets."""
+    places = (0, 1, 2, 3, 0, 1, 6, 3, 8, 9, 10) if turned else tuple(range(len(tokens)))
+    return intern_key((read_alike(tokens), volume, places))
 
 
 def _arrays_of(found: KernelMap, differentiable: bool) -> MapArrays:

@@ -136,8 +136,8 @@ def _turns(step: Relation, differentiable: bool, rule: TileRule) -> bool:
 def _of_layer(relation: Relation, differentiable: bool, rule: TileRule) -> ChainRequest | None:
     """The request of one map, or None."""
     if relation.policy == "same":
-        return ChainRequest(relation.dim, (), ((relation,),), ((SAME, 0, relation),), rule)
+        return ChainRequest(relation.dim, (), ((relation,),), ((SAME, 0, relation),), rule, differentiable)
     if relation.policy not in ("support", "floor_unique"):
         return None
     turned = ((UP, 0, relation),) if _turns(relation, differentiable, rule) else ()
-    return ChainRequest(relation.dim, (relation,), (), ((DOWN, 1, relation), *turned), rule)
+    return ChainRequest(relation.dim, (relation,), (), ((DOWN, 1, relation), *turned), rule, differentiable)

@@ -194,12 +194,14 @@ def chain_of(
     automatic = frozenset((None,))
     pairs = [(place, automatic if flows is None else flows[n]) for n, place in enumerate(wanted)]
     fits = [place[0] != SAME or is_supported(place[2]) for place, _ in pairs]
-    complete = not differentiable and all(fits) and all(over <= automatic for _, over in pairs)
+    complete = all(fits) and all(over <= automatic for _, over in pairs)
+    # A window that is not its own transpose is the transpose of no map that is found.
+    complete &= not differentiable or all(kind or relation.mirrored for (kind, _, relation), _ in pairs)
     asked = dict.fromkeys(place for (place, over), there in zip(pairs, fits, strict=True) if there and None in over)
     turned = {(UP, level - 1, step) if kind == DOWN else (DOWN, level + 1, step) for kind, level, step in asked if kind}
     tiled = dict.fromkeys((*asked, *sorted(turned, key=lambda place: place[:2]) * differentiable))
     windows = tuple(tuple(window for window in each if is_supported(window)) for each in same)
-    return ChainRequest(dim, steps, windows, tuple(tiled), rule), len(asked), complete
+    return ChainRequest(dim, steps, windows, tuple(tiled), rule, differentiable), len(asked), complete
 
 
 def _flows_over(

@@ -1,0 +1,197 @@
+"""Triton kernels that list the pairs of kernel maps by kernel offset, also in groups: of one map, or of all maps of a
+network (coords.chain_pairs).
+
+Of one map `ends` int32 [K, blocks] has prefix counts of pairs by blocks of ROWS rows; those of all maps lie one after
+the other. `plan` int64 has a column for each map of several, SIDE entries apart."""
+
+# No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
+import triton
+import triton.language as tl
+
+from pumice.coords.tile_kernels import _bits
+
+OVERFLOW = tl.constexpr(4)
+SIDE = tl.constexpr(32)
+# Rows of `plan`: where masks and table of a map begin; its rows and kernel offsets; blocks before; where its prefix
+# counts begin; pairs of a group; groups, and groups before; programs that rank them, before; where its pairs begin
+MASKS, TABLE, MAP_ROWS, VOLUME, BLOCKS_BEFORE, ENDS = (
+    tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5),
+)  # fmt: skip
+GROUP, COUNT, GROUPS_BEFORE, RANKED_BEFORE, PAIRS = (
+    tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10),
+)  # fmt: skip
+_NUMBERS = ["capacity", "group", "blocks", "maps"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """sums[k, program]: number of the program's rows that have kernel offset k."""
+    WORDS: tl.constexpr = (K + 30) // 31
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    live = r < tl.load(count)
+    for start in range(0, K, LANES):
+        k = start + tl.arange(0, LANES)[None, :]
+        bits = _bits(masks, r, k, live, k < K, WORDS)
+        tl.store(sums + k * blocks + tl.program_id(0), tl.sum(bits, axis=0)[None, :], mask=k < K)
+
+
+@triton.jit
+def _groups_of(ends, lane, group, blocks, volume):
+    """Number of pair groups of each kernel offset."""
+    totals = tl.load(ends + lane * blocks + blocks - 1, mask=lane < volume, other=0).to(tl.int64)
+    return (totals + group - 1) // group
+
+
+@triton.jit
+def _rank(ends, taps, ranks, g, group, capacity, blocks, volume, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """See rank_groups; of groups g."""
+    first = tl.zeros([1], tl.int64)
+    tap, own, j = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
+    for start in range(0, volume, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, volume)
+        last = first + tl.cumsum(n, axis=0)
+        past = g[:, None] - (last - n)[None, :]
+        inside = (past >= 0) & (g[:, None] < last[None, :])
+        tap += tl.sum(tl.where(inside, lane[None, :], 0), axis=1)
+        own += tl.sum(tl.where(inside, n[None, :], 0), axis=1)
+        j += tl.sum(tl.where(inside, past, 0), axis=1)
+        first += tl.sum(n)
+    rank = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, volume, LANES):
+        lane = start + tl.arange(0, LANES)
+        n = _groups_of(ends, lane, group, blocks, volume)[None, :]
+        far = (2 * j + 1)[:, None] * n - (lane[None, :] >= tap[:, None]).to(tl.int64)
+        rank += tl.sum(tl.minimum((far // tl.maximum(own, 1)[:, None] + 1) // 2, n), axis=1)
+    there = (own > 0) & (g < capacity)
+    tl.store(ranks + g, rank.to(tl.int32), mask=there)
+    tl.store(taps + rank, tap, mask=there & (rank < capacity))
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def rank_groups(
+    ends, taps, ranks, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ranks[g]: position of group g (counted offset by offset) in the interleaved order; taps[ranks[g]]: its offset.
+    Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of an offset with n'
+    groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Nothing is written past the last group.
+    """
+    g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _rank(ends, taps, ranks, g, group, capacity, blocks, K, LANES, BLOCK)
+
+
+@triton.jit
+def _list(
+    rows, live, r, block, ends, ranks, inputs, outputs, status, group, capacity, blocks, volume,
+    LANES: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """See list_pairs; of rows r [1, ROWS], a block."""
+    # Rows are the fast axis: pairs of one offset are contiguous.
+    entry = tl.zeros([1], tl.int64)
+    for start in range(0, volume, LANES):
+        lane = start + tl.arange(0, LANES)
+        groups = _groups_of(ends, lane, group, blocks, volume)
+        k, begin = lane[:, None], (entry + tl.cumsum(groups, axis=0) - groups)[:, None]
+        entry += tl.sum(groups)
+        met = tl.load(rows + r * volume + k, mask=live & (k < volume), other=-1)
+        has = (met >= 0).to(tl.int32)
+        before = tl.load(ends + k * blocks + block - 1, mask=(k < volume) & (block > 0), other=0)
+        at = before + tl.cumsum(has, axis=1) - has
+        if RANKED:
+            size = group.to(tl.int32)
+            place, within = begin + at // size, at % size
+            rank = tl.load(ranks + place, mask=(has == 1) & (place < capacity), other=0).to(tl.int64)
+            at = rank * group + within
+            on = (has == 1) & (place < capacity) & (rank < capacity)
+        else:
+            place = begin + at
+            at, on = place, (has == 1) & (place < capacity)
+        if tl.sum(((has == 1) & (place >= capacity)).to(tl.int32)) > 0:
+            tl.atomic_or(status, OVERFLOW)
+        tl.store(inputs + at, met, mask=on)
+        tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def list_pairs(
+    rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
+    K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
+):  # fmt: skip
+    """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
+    capacity: in pairs, or groups if RANKED; reports overflow."""
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
+    live = r < tl.load(count)
+    _list(
+        rows, live, r, tl.program_id(0), ends, ranks, inputs, outputs, status, group, capacity, blocks, K,
+        LANES, RANKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _own(plan, row, program, maps):
+    """(map, number of a program among its own). row: of `plan`, the programs of the maps before."""
+    lane = tl.arange(0, SIDE)
+    before = tl.load(plan + row * SIDE + lane, mask=lane < maps, other=2**62)
+    m = tl.sum((before <= program).to(tl.int32)) - 1
+    return m, program - tl.load(plan + row * SIDE + m)
+
+
+@triton.jit
+def _fact(plan, row, m):
+    return tl.load(plan + row * SIDE + m)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def count_pairs(plan, masks, sums, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr):
+    """pair_counts of several maps of at most LANES kernel offsets."""
+    m, block = _own(plan, BLOCKS_BEFORE, tl.program_id(0), maps)
+    rows, k = _fact(plan, MAP_ROWS, m), tl.arange(0, LANES)
+    r = block * ROWS + tl.arange(0, ROWS)
+    mask = tl.load(masks + _fact(plan, MASKS, m) + r, mask=r < rows, other=0)
+    bits = (mask[:, None] >> k[None, :]) & 1
+    to = sums + _fact(plan, ENDS, m) + k * tl.cdiv(rows, ROWS) + block
+    tl.store(to, tl.sum(bits, axis=0), mask=k < _fact(plan, VOLUME, m))
+
+
+@triton.jit
+def end_pairs(plan, ends, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """In place the prefix counts of one kernel offset of one map; SIDE programs a map."""
+    m, k = tl.program_id(0) // SIDE, tl.program_id(0) % SIDE
+    if k < _fact(plan, VOLUME, m):
+        blocks = tl.cdiv(_fact(plan, MAP_ROWS, m), ROWS)
+        own = ends + _fact(plan, ENDS, m) + k * blocks
+        before = tl.sum(tl.zeros([BLOCK], tl.int32))
+        for start in range(0, blocks, BLOCK):
+            p = start + tl.arange(0, BLOCK)
+            each = tl.load(own + p, mask=p < blocks, other=0)
+            tl.store(own + p, before + tl.cumsum(each, axis=0), mask=p < blocks)
+            before += tl.sum(each)
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def rank_all(
+    plan, ends, taps, ranks, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """rank_groups of several maps."""
+    m, program = _own(plan, RANKED_BEFORE, tl.program_id(0), maps)
+    first, g = _fact(plan, GROUPS_BEFORE, m), program * BLOCK + tl.arange(0, BLOCK)
+    _rank(
+        ends + _fact(plan, ENDS, m), taps + first, ranks + first, g, _fact(plan, GROUP, m), _fact(plan, COUNT, m),
+        tl.cdiv(_fact(plan, MAP_ROWS, m), ROWS), _fact(plan, VOLUME, m).to(tl.int32), LANES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def list_all(
+    plan, tables, ends, ranks, inputs, outputs, status, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """list_pairs, RANKED, of several maps."""
+    m, block = _own(plan, BLOCKS_BEFORE, tl.program_id(0), maps)
+    rows, first = _fact(plan, MAP_ROWS, m), _fact(plan, PAIRS, m)
+    r = (block * ROWS + tl.arange(0, ROWS))[None, :]
+    _list(
+        tables + _fact(plan, TABLE, m), r < rows, r, block, ends + _fact(plan, ENDS, m),
+        ranks + _fact(plan, GROUPS_BEFORE, m), inputs + first, outputs + first, status, _fact(plan, GROUP, m),
+        _fact(plan, COUNT, m), tl.cdiv(rows, ROWS), _fact(plan, VOLUME, m).to(tl.int32), LANES, True,
+    )  # fmt: skip
