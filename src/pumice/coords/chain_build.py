@@ -14,8 +14,6 @@ from pumice.coords.box import Bounds
 from pumice.coords.buffer import OVERFLOW, RANGE
 from pumice.coords.chain import (
     COUNTS,
-    PAIRS,
-    SIDE,
     STRIDE,
     Chain,
     ChainRequest,
@@ -37,8 +35,8 @@ _SPARE = 1 << 25  # Unused entries of the tables up to which what is used of the
 
 @dataclass(frozen=True, eq=False)
 class TiledMap:
-    """A map, transposed if it is of kind UP, and its tiles. For gradients, if requested, those of its transpose, and its
-    groups of pairs."""
+    """A map, transposed if it is of kind UP, and its tiles. If they were requested for gradients, the tiles of its
+    transpose, and its groups of pairs."""
 
     found: KernelMap
     tiled: Tiled
