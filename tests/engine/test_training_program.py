@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from contextlib import nullcontext
+from importlib import import_module
 
 import pytest
 import torch
@@ -263,6 +264,41 @@ def test_kernels(gpu):
         assert [name for name, _ in gpu.norms].count("normalise") == 49 and len(gpu.norms) == 4 * 49
         assert len(gpu.started) == 42 + 42 + 41
     assert all(by_address for _, by_address in gpu.norms) and all(one.by_address for one in gpu.started)
+
+
+def test_kernels_for_tiles_of_the_other_height_are_compiled_with_those_of_the_first_scene(tmp_path, monkeypatch):
+    """Of both passes, in the background: the first scene whose maps have such tiles makes none."""
+    family, maps = import_module("pumice.lower.tile_family").TileFamily, import_module("pumice.lower.maps")
+    layers = import_module("pumice.engine.train_layers")
+    made, heights = [], []
+    monkeypatch.setattr(maps, "_FEW_ROWS", 100)
+    monkeypatch.setattr(maps.TILE_HEIGHTS, "compile", lambda height, task: heights.append(height) or task())
+    init = family.__init__
+    monkeypatch.setattr(family, "__init__", lambda self, *given: (init(self, *given), made.append(self))[0])
+
+    def as_on_a_gpu(whole):
+        def planned(*given):
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+                return whole(*given)
+
+        return planned
+
+    for name in ("plan_for_other_tiles", "plan_gradient_for_other_tiles"):
+        monkeypatch.setattr(layers, name, as_on_a_gpu(getattr(layers, name)))
+    torch.manual_seed(0)
+    net, counts = nn.Sequential(Residual(4, False), Residual(4, True), pm.nn.Conv3d(4, 32, 3)).train(), []
+    program = pm.compile(net)
+    with emulated(tmp_path):
+        for rows in (60, 300, 70):
+            x = scene(rows, 4, rows)
+            found = torch.autograd.grad(program(x).feats.square().sum(), [*net.parameters()])
+            counts.append(len(made))
+            with on_cpu():
+                expected = torch.autograd.grad(net(x).feats.square().sum(), [*net.parameters()])
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+    assert {*heights} == {128} and counts[0] and len({*counts}) == 1
 
 
 def test_what_is_frozen_has_no_gradient_kernels(gpu):

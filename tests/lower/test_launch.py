@@ -1100,7 +1100,7 @@ def test_sorted_tiles_and_others_are_read_alike(as_on_gpu):
         return maps.MapSignature.of(tokens, volume, arrays).key
 
     assert tokens != others and signature(tokens, arrays) is signature(others, more)
-    tiles = plan.maps.other_tiles(arrays)
+    tiles = plan.maps.other_tiles(found)
     high = tiles.arrays(arrays[0].device)
     assert tiles.block == plan.maps.tile_rows_for(tiles.outputs) != plan.maps.tile_rows_for(100)
     assert {x.shape[1] for x in high if x.ndim > 1} == {tiles.block}

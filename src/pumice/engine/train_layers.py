@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +26,13 @@ from pumice.lower.epilogue import NO_EPILOGUE
 from pumice.lower.maps import BoundMap, MapArrays, bound_map
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn.conv import Convolution
-from pumice.ops.conv import autocast_dtype, compilation, differentiable_call
+from pumice.ops.conv import (
+    autocast_dtype,
+    compilation,
+    differentiable_call,
+    plan_for_other_tiles,
+    plan_gradient_for_other_tiles,
+)
 from pumice.runtime.cache import intern_key
 
 NONE = -1
@@ -91,7 +97,7 @@ class Layer:
     is needed. keeps: the backward pass reads the result. steps: row strides, other than its own, that the gradient of
     the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. key, forward:
     what its kernels over a map are cached under, and the signature of that of the result. gradients: the signatures of
-    those of the features and the weight.
+    those of the features and the weight. known: kinds of maps over which its kernels are known.
     """
 
     wired: WiredStep
@@ -117,6 +123,7 @@ class Layer:
     key: Hashable
     forward: Hashable
     gradients: tuple[Hashable, Hashable]
+    known: set[Hashable] = field(default_factory=set)
 
     def wanted(self) -> tuple[torch.dtype | None, torch.dtype | None]:
         """Dtypes of the gradients of features and weight; that of the weight is summed in float32."""
@@ -136,9 +143,16 @@ class Layer:
 
     def is_known(self, found: KernelMap) -> bool:
         """True if the kernels of both passes over a map are known, or were looked for."""
-        if find_template(self.forward, bound_map(found)) is None:
+        on, arrays = bound_map(found), MapArrays.of(found)
+        kind = on.signature, arrays.kind
+        if kind in self.known:
+            return True
+        if find_template(self.forward, on) is None:
             return False
-        return all([dtype is None or self._knows(found, number) for number, dtype in enumerate(self.wanted())])
+        known = all([dtype is None or self._knows(found, number) for number, dtype in enumerate(self.wanted())])
+        if known:
+            self.known.add(kind)
+        return known
 
     def _knows(self, found: KernelMap, number: int) -> bool:
         signature, arrays = self.gradients[number], MapArrays.of(found)
@@ -159,6 +173,15 @@ class Layer:
                 call = differentiable_call(x, weight, found, found.num_outputs)
                 tasks.append(call.compilation((x, weight, grad), (number, dtype)))
         return [task for task in tasks if task is not None]
+
+    def plan_for_other_tiles(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
+        """Plan its kernels over maps whose tiles have the other height; what begins to compile them."""
+        x, weight = like.new_empty((1, self.shape[2])), like.new_empty(self.shape)
+        begin = [plan_for_other_tiles(x, weight, found, None)]
+        for number, dtype in enumerate(self.wanted()):
+            if dtype is not None:
+                begin.append(plan_gradient_for_other_tiles(weight, found, (number, dtype)))
+        return [one for one in begin if one is not None]
 
     def _known_compilations(self, found: KernelMap) -> list[Callable[[], object] | None]:
         """What compiles the kernels over a map whose templates are known."""

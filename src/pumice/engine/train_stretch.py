@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -182,16 +183,26 @@ class TrainStretch:
     def _compile(self, plan: TrainPlan, calls: Sequence[StepCall], like: Tensor) -> None:
         """Compile the kernels of both passes in parallel, as far as they are those of no step before."""
         tasks: dict[Hashable, list[Callable[[], object]]] = {}
+        own = {layer: call for layer, call in zip(plan.steps, calls, strict=True) if isinstance(layer, Layer)}
         with autograd.autocast_disabled((like,)), torch.no_grad():
-            for layer, call in zip(plan.steps, calls, strict=True):
-                if isinstance(layer, Joined):
-                    continue
+            for layer, call in own.items():
                 if layer.norm is not None and (plan not in self._compiled or call.outputs.buffered is not None):
                     tasks[layer] = layer.norm.compilations(call.rows, layer.steps)
                 if call.found is not None and (layer.key, id(call.found)) not in tasks:
                     tasks[layer.key, id(call.found)] = layer.compilations(like, call.found)
-        BACKGROUND.run(task for each in tasks.values() for task in each)
+        every, others = (task for each in tasks.values() for task in each), list[Callable[[], object]]()
+        BACKGROUND.run(every, partial(self._plan_others, own, like, others))
+        for begin in others:
+            begin()
         self._compiled = [plan, *self._compiled[: _PLANS - 1]]
+
+    @staticmethod
+    def _plan_others(layers: Mapping[Layer, StepCall], like: Tensor, begin: list[Callable[[], object]]) -> None:
+        """Put into `begin` what begins to compile kernels for tiles of the other height."""
+        with autograd.autocast_disabled((like,)), torch.no_grad():
+            for layer, call in layers.items():
+                if call.found is not None and call.found.buffered is None:
+                    begin += layer.plan_for_other_tiles(like, call.found)
 
 
 def _features_of(step: Step) -> tuple[Node, ...]:

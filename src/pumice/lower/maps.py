@@ -233,9 +233,11 @@ def _without_contents(device: torch.device, *shapes: tuple[int, ...]) -> list[Te
 _TOKENS_OF_PASSES = (*_TILE_TOKENS["compacted"], *_TILE_TOKENS["compacted_t"], *_GROUP_TOKENS)
 
 
-def other_tiles(arrays: Sequence[Tensor]) -> UsualTiles:
-    """Tiles of the other height than these of a map, with as many entries each."""
-    (tiles, height), entries, rule = arrays[0].shape, arrays[1].shape[0], tile_rule()
+def other_tiles(found: KernelMap) -> UsualTiles:
+    """Tiles of the other height than those of a map, with as many entries each."""
+    laid, rule = laid_out(found), tile_rule()
+    arrays = planner_operands(found, False)[1] if laid is None else laid[1].tiles()
+    (tiles, height), entries = arrays[0].shape, arrays[1].shape[0]
     outputs = _FEW_ROWS if height == rule.block(0) else _FEW_ROWS - 1
     return UsualTiles(outputs, rule.block(outputs), max(1, round(entries / max(tiles, 1))))
 
@@ -379,8 +381,8 @@ _ANY = 1 << 30
 """More outputs than a map has."""
 TILE_HEIGHTS = TileHeights()
 
-_GROUPS_OF = ((1_000_000, 1024), (4_000_000, 2048), (math.inf, 4096))
-"""(upper bound of the number of pairs, pairs per group).
+_GROUPS_OF = ((4_000_000, 1024), (math.inf, 2048))
+"""(upper bound of the number of pairs, pairs per group): few lengths, each of which is a kernel to compile.
 
 On an H200, gradients of weights in fp16, us, by the length of groups:
 pairs, channels       1024   2048   4096   8192
@@ -592,13 +594,14 @@ def _signature_of_layout(
 
 class MapArrays:
     """The arrays of a map, of which calls that autograd records take some each. key: equal where the same ones are at
-    the same places."""
+    the same places; kind: where they have as many columns, too."""
 
     def __init__(self, tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> None:
         self.arrays, self.tokens, self._volume = arrays, tokens, volume
         places = [id(x) for x in arrays]
         # One of a map that is its own transpose is there twice.
         self.key = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
+        self.kind = intern_key((self.key, tuple([x.shape[1:] for x in arrays])))
         self._bound: dict[tuple[int, ...], BoundMap] = {}
 
     @staticmethod
@@ -638,10 +641,11 @@ class LaidArrays(MapArrays):
         """tokens: of both tiles."""
         own, turned, groups = self._layouts = layouts
         self.tokens, self._volume, self._bound = (*tokens[0], *tokens[1], *_GROUP_TOKENS), found.volume, {}
-        self._device, self.key = found.device, _key_of_layouts(self.tokens, found.volume, type(turned) is Turned)
+        self._device = found.device
         self._lengths = [*own.lengths(), *turned.lengths(), *[groups.count] * 3]
         self._addresses = [*own.addresses(), *turned.addresses(), *groups.addresses()]
         self._columns = own.block, 0, 0, own.block, turned.block, 0, 0, turned.block, groups.size, 0, groups.size
+        self.key, self.kind = _keys_of_layouts(self.tokens, found.volume, type(turned) is Turned, self._columns)
 
     @cached_property
     def arrays(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -652,17 +656,14 @@ class LaidArrays(MapArrays):
         """See MapArrays."""
         known = self._bound.get(places)
         if known is None:
-            tokens, columns, lengths, addresses = [
-                tuple([of[n] for n in places]) for of in (self.tokens, self._columns, self._lengths, self._addresses)
-            ]
+            tokens, columns = tuple([self.tokens[n] for n in places]), tuple([self._columns[n] for n in places])
+            where = [self._lengths[n] for n in places], [self._addresses[n] for n in places]
             own, turned, _ = self._layouts
-            pieces = {1: own.pieces, 5: turned.pieces}
-            known = self._bound[places] = BoundLayout(
-                partial(_tensors_of, self._layouts, places),
-                (lengths, addresses),
-                {number: pieces[n] for number, n in enumerate(places) if n in pieces},
-                _signature_of_layout(tokens, columns, self._volume, self._device),
-            )
+            each = {_TILE_OF_ENTRY: own.pieces, len(_TILE_ARRAYS) + _TILE_OF_ENTRY: turned.pieces}
+            pieces = {number: each[n] for number, n in enumerate(places) if n in each}
+            signature = _signature_of_layout(tokens, columns, self._volume, self._device)
+            known = BoundLayout(partial(_tensors_of, self._layouts, places), where, pieces, signature)
+            self._bound[places] = known
         return known
 
 
@@ -676,11 +677,14 @@ def _tensors_of(
 
 
 @lru_cache(maxsize=256)
-def _key_of_layouts(tokens: tuple[str, ...], volume: int, turned: bool) -> Hashable:
-    """Key of LaidArrays. turned: of a map that is its own transpose, whose tiles are there twice but for the kernel
-    offsets."""
+def _keys_of_layouts(
+    tokens: tuple[str, ...], volume: int, turned: bool, columns: tuple[int, ...]
+) -> tuple[Hashable, Hashable]:
+    """Key and kind of LaidArrays. turned: of a map that is its own transpose, whose tiles are there twice but for the
+    kernel offsets."""
     places = (0, 1, 2, 3, 0, 1, 6, 3, 8, 9, 10) if turned else tuple(range(len(tokens)))
-    return intern_key((read_alike(tokens), volume, places))
+    key = intern_key((read_alike(tokens), volume, places))
+    return key, intern_key((key, tuple([torch.Size([n] if n else []) for n in columns])))
 
 
 def _arrays_of(found: KernelMap, differentiable: bool) -> MapArrays:

@@ -265,24 +265,24 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
 
 
 class DifferentiableCall:
-    """A call with bound operands, differentiable in its runtime operands. Only for calls where just autograd is active.
-    Bound operands are constant and need no gradient. Runtime operands, at ask.runtime_operands, have the shapes and
+    """A call over a map, differentiable in its runtime operands. Only for calls where just autograd is active. The
+    arrays of the map are constant and need no gradient. Runtime operands, which come before these, have the shapes and
     devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
     result. ask.lowering applies to gradients too. The reduction is a sum."""
 
     def __init__(
         self,
-        operands: Sequence[Tensor | None],
         request: plan.PlanRequest,
         like: tuple[Sequence[Tensor], torch.dtype],
         arrays: maps.MapArrays,
         launches: dict[Hashable, BoundCall],
     ) -> None:
-        """operands: None at ask.runtime_operands; like: example runtime operands, and the dtype; arrays: of the map;
-        launches: of calls over the map, by signature."""
+        """like: example runtime operands, and the dtype; arrays: of the map; launches: of calls over the map, by
+        signature."""
         assert plan.statement_of(request.text, request.names).reduction == "sum"
         given, dtype = like
-        self._request, self._operands, self._arrays, self._launches = request, operands, arrays, launches
+        assert request.runtime_operands == tuple(range(len(given)))
+        self._request, self._arrays, self._launches = request, arrays, launches
         self.dtypes = (dtype,) * len(given)
         dynamic = tuple([place not in request.static_rows for place in request.runtime_operands])
         self._dynamic = {len(given): dynamic, len(given) + 1: (*dynamic, True)}
@@ -332,12 +332,9 @@ class DifferentiableCall:
             tensors = (*operands, grad)
             return [None if dtype is None else self.compute(tensors, (n, dtype)) for n, dtype in enumerate(wanted)]
         # Double backward: autograd records each gradient.
-        needed = [False] * len(self._operands)
-        for place, dtype in zip(self._request.runtime_operands, wanted, strict=True):
-            needed[place] = dtype is not None
+        needed = [dtype is not None for dtype in wanted] + [False] * len(self._arrays.tokens)
         every = _gradients(self._call(operands, grad), grad, None, needed)
-        found = [every[place] for place in self._request.runtime_operands]
-        return [None if x is None else x.to(dtype) for x, dtype in zip(found, wanted, strict=True)]
+        return [None if x is None else x.to(dtype) for x, dtype in zip(every, wanted, strict=False)]
 
     def _known_launch(self, tensors: Sequence[Tensor], of: _Gradient | None) -> BoundCall | None:
         """The launch, as there was one over this map or another; else None."""
@@ -397,8 +394,7 @@ class DifferentiableCall:
         return _CallFunction(self._all_operands(given), self._request.names, self._request.text, "", grad.shape)
 
     def _all_operands(self, given: Sequence[Tensor]) -> list[Tensor]:
-        left = iter(given)
-        return [next(left) if x is None else x for x in self._operands]
+        return [*given, *self._arrays.arrays]
 
 
 _Gradient = tuple[int, torch.dtype]

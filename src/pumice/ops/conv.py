@@ -305,9 +305,32 @@ def plan_for_other_tiles(
     map."""
     if not x.is_cuda:
         return None
-    tiles = maps.other_tiles(maps.planner_operands(found, False)[1])
+    tiles = maps.other_tiles(found)
     task = _compilation(x, weight, tiles.tokens, (tiles.arrays(x.device), tiles.outputs), epilogue)
     return None if task is None else partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
+
+
+def plan_gradient_for_other_tiles(
+    weight: Tensor, found: KernelMap, of: tuple[int, torch.dtype]
+) -> Callable[[], object] | None:
+    """As plan_for_other_tiles, of a gradient for a weight [C_out, K, C_in]. of: 0 for that of features, 1 for that of
+    the weight; and its dtype."""
+    if not weight.is_cuda:
+        return None
+    tiles = maps.other_tiles(found if of[0] or found.symmetric else found.transpose())
+    call, x, grad = _call_over_tiles(weight, tiles, found.symmetric)
+    task = call.compilation((x, weight, grad), of)
+    return None if task is None else partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
+
+
+def _call_over_tiles(
+    weight: Tensor, tiles: maps.UsualTiles, symmetric: bool
+) -> tuple[autograd.DifferentiableCall, Tensor, Tensor]:
+    """(call over maps of such tiles, features, gradient of the result). weight: [C_out, K, C_in]."""
+    rows = tiles.outputs
+    arrays = tiles.arrays_of_passes(weight.shape[1], symmetric, weight.device)
+    x, grad = weight.new_empty((rows, weight.shape[2])), weight.new_empty((rows, weight.shape[0]))
+    return _call_over_arrays((x, weight), arrays, rows, {}), x, grad
 
 
 @compilations_of("convolution")
@@ -329,11 +352,8 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], objec
 def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation, tiles: maps.UsualTiles) -> None:
     """Compile the kernels of both passes of a layer. weight: any of its shape, as the passes take it; dtype: of its
     gradient."""
-    flat, rows = _flat(weight), tiles.outputs
-    symmetric = relation.policy == "same" and relation.mirrored
-    arrays = tiles.arrays_of_passes(flat.shape[1], symmetric, flat.device)
-    x, grad = flat.new_empty((rows, flat.shape[2])), flat.new_empty((rows, flat.shape[0]))
-    call = _call_over_arrays((x, flat), arrays, rows, {})
+    flat = _flat(weight)
+    call, x, grad = _call_over_tiles(flat, tiles, relation.policy == "same" and relation.mirrored)
     for tensors, of in (((x, flat), None), ((x, flat, grad), (0, x.dtype)), ((x, flat, grad), (1, dtype))):
         if (task := call.compilation(tensors, of)) is not None:
             task()
@@ -503,7 +523,7 @@ def _call_over_arrays(
     names, text, shape = _statement_of(arrays.tokens, given[1], rows, groups)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), lowering)
     like = _grouped(*given, groups), given[0].dtype
-    return autograd.DifferentiableCall((None, None, *arrays.arrays), ask, like, arrays, launches)
+    return autograd.DifferentiableCall(ask, like, arrays, launches)
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:

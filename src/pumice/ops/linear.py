@@ -181,7 +181,7 @@ def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
 
 def _make_call(x: Tensor, weight: Tensor, found: NoMap) -> autograd.DifferentiableCall:
     ask = plan.PlanRequest(_NAMES, _LINEAR, (x.shape[0], weight.shape[0]), (1,), (0, 1), "triton")
-    return autograd.DifferentiableCall((None, None), ask, ((x, weight), x.dtype), NO_ARRAYS, found.calls)
+    return autograd.DifferentiableCall(ask, ((x, weight), x.dtype), NO_ARRAYS, found.calls)
 
 
 HALF = (torch.float16, torch.bfloat16)
