@@ -1123,6 +1123,17 @@ def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
     assert sources[0] == sources[1]
 
 
+def test_a_number_of_programs_is_no_part_of_a_kernel():
+    """Each program of the gradient of a weight has one entry: it does not matter by what their number is divisible."""
+    text = "dw[n,k[e],c] = x[met[e,b],c] * grad[rows[tile[e],b],n] ; tile:sorted, rows:distinct, rows:onto"
+    lists = {name: torch.zeros(33, dtype=torch.int32) for name in ("k", "tile")}
+    wide = {"met": torch.zeros(33, 64, dtype=torch.int32), "rows": torch.zeros(9, 64, dtype=torch.int32)}
+    given, out = {"x": torch.zeros(300, 32), "grad": torch.zeros(300, 32), **lists, **wide}, torch.zeros(32, 27, 32)
+    bound = bind(parse(text), {name: tensor.shape for name, tensor in given.items()}, out.shape)
+    source = kernels.prepare(bound, given, out, Tile(32, 32, 32)).generated.source
+    assert [source.arguments[place].name for place in source.specialised] == ["b"]
+
+
 def test_a_residual_of_about_as_many_rows_is_refused(as_on_gpu):
     """Sizes that round alike are one kernel's, which reads as many rows as there are results."""
     linear = import_module("pumice.ops.linear")

@@ -265,8 +265,8 @@ class _Emitter:
 
     def _specialised(self, arguments: Sequence[Argument]) -> tuple[int, ...]:
         """Sizes vary between calls and must not cause recompilation, except where a size masks contiguous elements:
-        divisibility by 16 then allows vector loads."""
-        along = contiguous(self.statement, self.signature.unit)
+        divisibility by 16 then allows vector loads. A program has one value of each index of the batch."""
+        along = contiguous(self.statement, self.signature.unit).difference(self.roles.batch)
         return tuple(n for n, a in enumerate(arguments) if a.kind == "extent" and a.name in along)
 
     def _programs(self) -> None:
