@@ -326,7 +326,10 @@ class CompiledNorm(Begun):
     """One of the kernels of pumice.lower.row_kernels, for tensors of certain dtypes, and constants."""
 
     def __init__(self, kernel: OfNorm, values) -> None:
-        self.kernel, numbers = kernel, {"moments": 2, "products": 1, "by_statistics": 1}.get(kernel.name, 0)
+        self.kernel, numbers = (
+            kernel,
+            {"moments": 2, "products": 2, "gradient": 1, "by_statistics": 1}.get(kernel.name, 0),
+        )
         self.dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor)]
         self.constants = values[len(self.dtypes) + numbers :]
         self.aligned = [isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0 for v in values]
@@ -420,7 +423,8 @@ class CompiledNorm(Begun):
 
     def _products(self, programs, places, numbers, constants) -> None:
         grad, x, count, pair, weight, bias, y, sums, room, counters = places
-        (parts,), (c, _, lanes, *_, step) = numbers, constants
+        (parts, step), (c, _, lanes, *_, unit) = numbers, constants
+        assert step % unit == 0
         self._shared(programs, room, counters, parts, c, lanes)
         rows = int(vector(count, 1)[0])
         (grad, at_grad), (x, at_x) = matrix(grad, rows, c, step), matrix(x, rows, c)
@@ -432,7 +436,8 @@ class CompiledNorm(Begun):
 
     def _gradient(self, programs, places, numbers, constants) -> None:
         grad, x, count, pair, weight, bias, y, sums, dresidual, dx = places
-        c, block, lanes, has_weight, _, adds, relu, step = constants
+        (step,), (c, block, lanes, has_weight, _, adds, relu, unit) = numbers, constants
+        assert step % unit == 0
         rows = int(vector(count, 1)[0])
         assert programs >= -(-rows // block) * -(-c // lanes)
         (grad, at_grad), (x, at_x) = matrix(grad, rows, c, step), matrix(x, rows, c)

@@ -337,7 +337,7 @@ def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatc
         net = net_of_layers().to(dtype).train(training)
         for layer in net:
             if isinstance(layer, CompiledTogether):
-                for task in together.compilations(layer, Calls(x.feats, len(x), training)):
+                for _, task in together.compilations(layer, Calls(x.feats, len(x), training)):
                     task()
         known, norms = {*made}, [each.cache_info().misses for each in gpu.of_norms]
         assert len(known) >= 5 and not gpu.launches
@@ -359,7 +359,7 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
 
     def find(layer, calls):
         asked.append((layer, calls.like.dtype, calls.rows))
-        return [lambda: None] * layer.there
+        return [(object(), lambda: None)] * layer.there
 
     monkeypatch.setattr(together, "_LAYERS", WeakIdKeyDictionary())
     monkeypatch.setitem(together._COMPILATIONS, "nothing", find)
@@ -381,6 +381,11 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     Layer.there = True
     together.compile_layers(Calls(like, 9))
     assert len(submitted) == 3
+    # What is one kernel of several layers is compiled once.
+    monkeypatch.setitem(together._COMPILATIONS, "nothing", lambda layer, calls: [("alike", lambda: None)])
+    like.dtype = torch.bfloat16
+    together.compile_layers(Calls(like, 9))
+    assert len(submitted) == 4
     del first, other, layers
     asked.clear()
     assert len(together._LAYERS) == 0

@@ -293,13 +293,18 @@ def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, t
     assert default(convolution(channels, 12, tiles, 96, bits=32)).reduced == 32
 
 
-@pytest.mark.parametrize("groups,stages", [(450, 3), (250, 4)])
-def test_a_fourth_stage_does_not_cost_long_loops_a_round(groups, stages):
-    """Gradients of weights over groups of pairs: 528 programs of three stages run at once, 396 of four."""
-    weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
-    sizes = {"g": groups, "q": 32768, "c": 64, "n": 64}
-    found = default(Problem(contraction_roles(weights, sizes), sizes, chained=True))
-    assert (found.rows, found.columns, found.stages, found.prefetch_indices) == (64, 64, stages, True)
+@pytest.mark.parametrize("channels", [32, 64, 128, 256])
+def test_gradients_of_weights_have_two_tiles(channels):
+    """Each is a kernel to compile. Over groups of pairs, 528 programs of 64 by 64 results run at once."""
+    weights, found = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]"), []
+    for groups in (1, 8, 33, 66, 133, 264, 265, 528, 2000, 40000):
+        sizes = {"g": groups, "q": 1024, "c": channels, "n": channels}
+        tile = default(Problem(contraction_roles(weights, sizes), sizes, chained=True))
+        few = groups * max(1, channels // 64) ** 2 <= 528
+        side = min(64 if few else 128, channels)
+        assert (tile.rows, tile.columns, tile.prefetch_indices) == (side, side, True)
+        found.append(tile)
+    assert len({*found}) == (1 if channels <= 64 else 2)
 
 
 @pytest.mark.parametrize(

@@ -143,16 +143,19 @@ class Layer:
 
     def is_known(self, found: KernelMap) -> bool:
         """True if the kernels of both passes over a map are known, or were looked for."""
-        on, arrays = bound_map(found), MapArrays.of(found)
-        kind = on.signature, arrays.kind
+        kind = self.kind_of(found)
         if kind in self.known:
             return True
-        if find_template(self.forward, on) is None:
+        if find_template(self.forward, bound_map(found)) is None:
             return False
         known = all([dtype is None or self._knows(found, number) for number, dtype in enumerate(self.wanted())])
         if known:
             self.known.add(kind)
         return known
+
+    def kind_of(self, found: KernelMap) -> Hashable:
+        """What kind of map it is; those of one kind have the same kernels."""
+        return bound_map(found).signature, MapArrays.of(found).kind
 
     def _knows(self, found: KernelMap, number: int) -> bool:
         signature, arrays = self.gradients[number], MapArrays.of(found)

@@ -188,8 +188,11 @@ class TrainStretch:
             for layer, call in own.items():
                 if layer.norm is not None and (plan not in self._compiled or call.outputs.buffered is not None):
                     tasks[layer] = layer.norm.compilations(call.rows, layer.steps)
-                if call.found is not None and (layer.key, id(call.found)) not in tasks:
-                    tasks[layer.key, id(call.found)] = layer.compilations(like, call.found)
+                if call.found is not None:
+                    # In buffers kernels are chosen by the sizes of the map.
+                    kind = layer.kind_of(call.found) if call.found.buffered is None else id(call.found)
+                    if (layer.key, kind) not in tasks:
+                        tasks[layer.key, kind] = layer.compilations(like, call.found)
         every, others = (task for each in tasks.values() for task in each), list[Callable[[], object]]()
         BACKGROUND.run(every, partial(self._plan_others, own, like, others))
         for begin in others:
@@ -199,10 +202,14 @@ class TrainStretch:
     @staticmethod
     def _plan_others(layers: Mapping[Layer, StepCall], like: Tensor, begin: list[Callable[[], object]]) -> None:
         """Put into `begin` what begins to compile kernels for tiles of the other height."""
+        planned = set[Hashable]()
         with autograd.autocast_disabled((like,)), torch.no_grad():
             for layer, call in layers.items():
                 if call.found is not None and call.found.buffered is None:
-                    begin += layer.plan_for_other_tiles(like, call.found)
+                    kind = layer.key, layer.kind_of(call.found)
+                    if kind not in planned:
+                        planned.add(kind)
+                        begin += layer.plan_for_other_tiles(like, call.found)
 
 
 def _features_of(step: Step) -> tuple[Node, ...]:

@@ -266,15 +266,15 @@ def by_statistics(x: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Te
     return y
 
 
-def compilation(like: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Callable[[], object]:
-    """What compiles the kernel of by_statistics for features of the dtype of `like`."""
+def compilation(like: Tensor, vectors: Sequence[Tensor | None], eps: float) -> tuple[BoundKernel, Callable[[], object]]:
+    """(kernel of by_statistics for features of the dtype of `like`, what compiles it)."""
     mean, variance, weight, bias = vectors
     assert mean is not None and variance is not None
     dtypes = [
         t.dtype for t in (like, mean, variance, mean if weight is None else weight, mean if bias is None else bias)
     ]
     fixed, _ = _of_blocks("by_statistics", len(mean), (eps, weight is not None, bias is not None), *dtypes, like.dtype)
-    return partial(fixed.compile, like.device, (*dtypes, like.dtype), (1,))
+    return fixed, partial(fixed.compile, like.device, (*dtypes, like.dtype), (1,))
 
 
 def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer, state: NormState) -> Tensor:
@@ -285,8 +285,9 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer,
         wide = torch.where(alive, _before_relu(grad, centred, y, state), 0)
         return torch.stack([wide.sum(0), torch.where(alive, wide * centred, 0).sum(0)])
     sums = _pair(x)
-    facts = (*state.facts, grad.stride(0))
-    _by_parts("products", (grad, x, rows.count, *state.tensors, x if y is None else y, sums), facts)
+    step = grad.stride(0)
+    tensors = (grad, x, rows.count, *state.tensors, x if y is None else y, sums)
+    _by_parts("products", tensors, (*state.facts, _unit(step)), (step,))
     return sums
 
 
@@ -315,8 +316,14 @@ def gradient(
     # Without a ReLU the residual's gradient is grad.
     dresidual = torch.empty_like(x) if state.reads_result else grad if state.has_residual else None
     more = (x if y is None else y, sums, dx if dresidual is None else dresidual, dx)
-    _by_blocks("gradient", (grad, x, rows.count, *state.tensors, *more), (*state.facts, grad.stride(0)))
+    step, tensors = grad.stride(0), (grad, x, rows.count, *state.tensors, *more)
+    _by_blocks("gradient", tensors, (*state.facts, _unit(step)), (step,))
     return dx, dresidual
+
+
+def _unit(step: int) -> int:
+    """What a row stride is a multiple of, as kernels are told: loads of 16 bytes need 16 at most."""
+    return min(16, step & -step) or 16
 
 
 def _by_kernels(x: Tensor) -> bool:
@@ -445,8 +452,9 @@ class NormKernels:
         return known
 
     def compilations(self, rows: int, steps: Sequence[int] = ()) -> list[Callable[[], object]]:
-        """What compiles each kernel for so many rows that is not compiled yet; those for other numbers of rows, which
-        the next scene may have, are compiled in the background. steps: more row strides of gradients."""
+        """What compiles each kernel for so many rows, but for those that are compiled or that a norm before was told
+        of; kernels for other numbers of rows, which the next scene may have, are compiled in the background. steps:
+        more row strides of gradients."""
         readings = [self._reading(step) for step in (self._channels, *steps)]
         reduced = [] if self._moments is None else [("moments", self._moments)]
         reduced += [("products", products) for products, _ in readings]
@@ -462,11 +470,7 @@ class NormKernels:
         return self._tasks(found)
 
     def _tasks(self, found: Sequence[tuple[str, BoundKernel]]) -> list[Callable[[], object]]:
-        return [
-            partial(one.compile, self._device, *self._told(name))
-            for name, one in found
-            if one.compiled(self._index, ()) is None
-        ]
+        return [partial(one.compile, self._device, *self._told(name)) for name, one in found if one.begins(self._index)]
 
     def _sized(self, rows: int, step: int) -> NormLaunches:
         products, gradient = self._reading(step)
@@ -485,14 +489,15 @@ class NormKernels:
         return NormLaunches(
             moments,
             made("normalise", self._normalise[0], blocks * wide, ()),
-            made("products", products[0][far], reduced, (parts,)),
-            made("gradient", gradient[0], blocks * -(-channels // gradient[1]), ()),
+            made("products", products[0][far], reduced, (parts, step)),
+            made("gradient", gradient[0], blocks * -(-channels // gradient[1]), (step,)),
             (sides, 8 * parts * channels),
         )
 
     def _reading(self, step: int) -> tuple[tuple[tuple[BoundKernel, BoundKernel], int], tuple[BoundKernel, int]]:
         """The gradient kernels for that row stride."""
-        facts, (of_products, _), (of_gradient, _) = (*self._facts, step), self._told("products"), self._told("gradient")
+        (of_products, _), (of_gradient, _) = self._told("products"), self._told("gradient")
+        facts = (*self._facts, _unit(step))
         # Workspace is not among the tensors that a kernel is kept for.
         products = _of_parts("products", self._channels, facts, *of_products[:-2])
         return products, _of_blocks("gradient", self._channels, facts, *of_gradient)
@@ -505,7 +510,7 @@ class NormKernels:
         if name == "normalise":
             return (dtype, *self._vectors, dtype, dtype), ()
         read = dtype, dtype, *self._vectors, dtype, single
-        return ((*read, *shared), (1,)) if name == "products" else ((*read, dtype, dtype), ())
+        return ((*read, *shared), (1, 1)) if name == "products" else ((*read, dtype, dtype), (1,))
 
     def _compiled(self, name: str, kernel: BoundKernel) -> CompiledKernel:
         found = kernel.compiled(self._index, ())

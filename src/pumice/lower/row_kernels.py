@@ -192,14 +192,15 @@ def _relu_grad(
     return values
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "stride"])
 def products(
-    grad, x, count, pair, weight, bias, y, sums, halves, waiting, parts: "i64", C: tl.constexpr,
+    grad, x, count, pair, weight, bias, y, sums, halves, waiting, parts: "i64", stride: "i64", C: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, STEP: tl.constexpr
+    BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """sums [2, C]: of grad and of grad * (x - mean) * scale; partial sums in halves. STEP: row stride of grad."""
-    halves = _room(halves)
+    """sums [2, C]: of grad and of grad * (x - mean) * scale; partial sums in halves. stride: between rows of grad, a
+    multiple of UNIT."""
+    halves, stride = _room(halves), tl.multiple_of(stride, UNIT)
     part, c = _place(C, LANES)
     rows = tl.load(count)
     centre = tl.load(pair + c, mask=c < C, other=0)
@@ -210,7 +211,7 @@ def products(
         r = start + tl.arange(0, ROWS)[:, None]
         live = (r < rows) & (c < C)
         at = r.to(tl.int64) * C + c
-        values = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
+        values = tl.load(grad + r.to(tl.int64) * stride + c, mask=live, other=0).to(tl.float32)
         apart = tl.where(live, tl.load(x + at, mask=live, other=0).to(tl.float32) - centre, 0.0)
         values = _relu_grad(values, apart * factor, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         own += values
@@ -231,14 +232,15 @@ def products(
         tl.store(sums + C + c, tl.sum(second, axis=0)[None, :], mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def gradient(
-    grad, x, count, pair, weight, bias, y, sums, dresidual, dx, C: tl.constexpr, ROWS: tl.constexpr,
+    grad, x, count, pair, weight, bias, y, sums, dresidual, dx, stride: "i64", C: tl.constexpr, ROWS: tl.constexpr,
     LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
-    STEP: tl.constexpr
+    UNIT: tl.constexpr
 ):  # fmt: skip
     """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), grad masked by the ReLU; with
-    ADDS and RELU dresidual is that grad. STEP: row stride of grad."""
+    ADDS and RELU dresidual is that grad. stride: between rows of grad, a multiple of UNIT."""
+    stride = tl.multiple_of(stride, UNIT)
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -248,7 +250,7 @@ def gradient(
         factor = tl.load(pair + C + c, mask=c < C, other=0)
         apart = tl.load(x + at, mask=live, other=0).to(tl.float32) - tl.load(pair + c, mask=c < C, other=0)
         apart *= factor
-        own = tl.load(grad + r.to(tl.int64) * STEP + c, mask=live, other=0).to(tl.float32)
+        own = tl.load(grad + r.to(tl.int64) * stride + c, mask=live, other=0).to(tl.float32)
         own = _relu_grad(own, apart, y + at, weight, bias, c, live, C, WEIGHT, BIAS, ADDS, RELU)
         if ADDS and RELU:
             tl.store(dresidual + at, own, mask=live)

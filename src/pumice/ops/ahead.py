@@ -27,7 +27,8 @@ class Calls(NamedTuple):
         return self.like.dtype, self.like.device, self.training
 
 
-Tasks = Iterable[Callable[[], object]]
+Tasks = Iterable[tuple[Hashable, Callable[[], object]]]
+"""What compiles each kernel; equal keys of two layers: it is the same."""
 _COMPILATIONS: dict[str, Callable[[Any, Calls], Tasks]] = {}
 _LOCK = Lock()
 _LAYERS = WeakIdKeyDictionary()
@@ -35,7 +36,7 @@ _LAYERS = WeakIdKeyDictionary()
 
 
 def compilations_of(operation: str) -> Callable[[Callable[[Any, Calls], Tasks]], Callable[[Any, Calls], Tasks]]:
-    """Decorator of what gives, for a layer of an operation and calls, what compiles each kernel of such calls; nothing
+    """Decorator of what gives, for a layer of an operation and calls, Tasks for the kernels of such calls; nothing
     where there is none, or where the layer is on another device."""
 
     def register(find: Callable[[Any, Calls], Tasks]) -> Callable[[Any, Calls], Tasks]:
@@ -63,7 +64,7 @@ class CompiledTogether:
 
 
 def compilations(layer: CompiledTogether, calls: Calls) -> Tasks:
-    """What compiles each kernel of calls of a layer."""
+    """Those of calls of a layer."""
     return _COMPILATIONS[layer.operation](layer, calls)
 
 
@@ -74,6 +75,7 @@ def compile_layers(calls: Calls) -> None:
     kind = calls.kind
     with _LOCK:
         layers = [layer for layer, known in _LAYERS.items() if kind not in known]
+    begun = set[Hashable]()
     for layer in layers:
         tasks = []
         # What is wrong with a layer of another network, its own calls tell.
@@ -81,5 +83,8 @@ def compile_layers(calls: Calls) -> None:
             tasks = [*compilations(layer, calls)]
         if tasks:
             _LAYERS[layer].add(kind)
-        for task in tasks:
-            BACKGROUND.submit(task, NEXT)
+        for key, task in tasks:
+            # Threads that wait for each other compile nothing.
+            if key not in begun:
+                begun.add(key)
+                BACKGROUND.submit(task, NEXT)

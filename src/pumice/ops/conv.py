@@ -334,7 +334,7 @@ def _call_over_tiles(
 
 
 @compilations_of("convolution")
-def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], object]]:
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
     """Over maps of the tiles that the levels of a scene have. Of one group and an automatic dataflow."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
@@ -343,17 +343,27 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], objec
     for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), calls.rows):
         # Autograd casts the weight.
         if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
-            yield partial(_compile_passes, like.new_empty(weight.shape), dtype, layer.relation, tiles)
+            symmetric = layer.relation.policy == "same" and layer.relation.mirrored
+            task = partial(_compile_passes, like.new_empty(weight.shape), dtype, symmetric, tiles)
+            yield ("passes", _shape_of(weight), dtype, symmetric, tiles), task
         elif not calls.training and (dtype, device) == (like.dtype, like.device):
             x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
-            yield partial(_compile_over, x, weight.detach(), epilogue, tiles)
+            yield (
+                ("result", _shape_of(weight), bias is None, tiles),
+                partial(_compile_over, x, weight.detach(), epilogue, tiles),
+            )
 
 
-def _compile_passes(weight: Tensor, dtype: torch.dtype, relation: Relation, tiles: maps.UsualTiles) -> None:
+def _shape_of(weight: Tensor) -> tuple[int, int, int]:
+    """C_out, kernel offsets, C_in."""
+    return weight.shape[0], math.prod(weight.shape[1:-1]), weight.shape[-1]
+
+
+def _compile_passes(weight: Tensor, dtype: torch.dtype, symmetric: bool, tiles: maps.UsualTiles) -> None:
     """Compile the kernels of both passes of a layer. weight: any of its shape, as the passes take it; dtype: of its
-    gradient."""
+    gradient; symmetric: its maps are their own transposes but for the order of kernel offsets."""
     flat = _flat(weight)
-    call, x, grad = _call_over_tiles(flat, tiles, relation.policy == "same" and relation.mirrored)
+    call, x, grad = _call_over_tiles(flat, tiles, symmetric)
     for tensors, of in (((x, flat), None), ((x, flat, grad), (0, x.dtype)), ((x, flat, grad), (1, dtype))):
         if (task := call.compilation(tensors, of)) is not None:
             task()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -93,11 +93,12 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
 
 
 @compilations_of("linear map")
-def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Callable[[], object]]:
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
     """In evaluation; in training torch's serve."""
     like, weight = calls.like, layer.weight
     if not calls.training and like.dtype in HALF and (weight.dtype, weight.device) == (like.dtype, like.device):
-        yield partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), layer.bias)
+        task = partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), layer.bias)
+        yield ("linear", weight.shape, layer.bias is None), task
 
 
 _USUAL = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
 
 
 @compilations_of("batch norm")
-def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Callable[[], object]]:
+def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
     """By running statistics or, in training, those of the batch."""
     like, (mean, variance, weight, bias) = calls.like, _vectors(norm)
     if any([t is not None and t.device != like.device for t in (mean, variance, weight, bias)]):
@@ -78,7 +78,7 @@ def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Callable
         dtypes = [torch.float32 if t is None else t.dtype for t in (weight, bias)]
         of = like.new_empty((0, norm.num_features))
         kernels = lowered.NormKernels(_statistics_of(norm), facts, of, (dtypes[0], dtypes[1]))
-        yield from kernels.compilations(calls.rows)
+        yield from ((task, task) for task in kernels.compilations(calls.rows))
     elif not (calls.training or norm.training) and mean is not None:
         yield lowered.compilation(like, (mean, variance, weight, bias), norm.eps)
 
