@@ -163,12 +163,21 @@ def test_norms(gpu, dtype, relu):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_steps_of_a_unet(gpu, optimizer):
     """Below, at and above the edges of capacities, one after the other in one pool."""
-    net = pm.models.MinkUNet(4, 3, 0.5).to(gpu)
+    _steps_of_a_unet(gpu, smooth(pm.models.MinkUNet(4, 3, 0.5)), optimizer, 1e-3)
+
+
+def test_steps_of_a_unet_with_kinks(gpu):
+    """Where the argument of a ReLU is 0 but for rounding, gradients are others: by up to 2 % of scenes like these, of
+    eager steps and captured ones alike (against float64)."""
+    _steps_of_a_unet(gpu, pm.models.MinkUNet(4, 3, 0.5), "sgd", 0.05)
+
+
+def _steps_of_a_unet(gpu, net, optimizer, limit):
     example = scene(gpu, 9000)
-    pair = Pair(net, by_class, example, optimizer, max_voxels=9500, buckets=[3000], margin=3.0)
+    pair = Pair(net.to(gpu), by_class, example, optimizer, max_voxels=9500, buckets=[3000], margin=3.0)
     pair.step.ready()
     for seed, count in enumerate((9000, 3000, 3001, 9500, 2000, 9000)):
-        pair.both(*scene(gpu, count, seed))
+        pair.both(*scene(gpu, count, seed), limit)
     assert not pair.step.fallbacks and pair.step.replays == 6
 
 
