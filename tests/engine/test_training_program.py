@@ -251,6 +251,24 @@ def test_half_precision(gpu):
         near([[t.float() for t in results], [t.float() for t in grads]], expected[:2], 0.02)
 
 
+def test_linear_maps_in_half_precision(gpu, monkeypatch):
+    """By our kernels, for any number of rows: torch looks for one anew for each. Sums over many rows are split."""
+    layers = (pm.nn.Linear(8, 24, bias=False), norm(24), pm.nn.Linear(24, 8))
+    net = trained(nn.Sequential(conv(8, 8, norm(8), bias=False), *layers))
+    exact, program = copy.deepcopy(net), pm.compile(net.half())
+    step(program, cloud(0, 150, 8).half(), True)
+    monkeypatch.setattr(torch, "mm", None)
+    for seed, rows in enumerate((150, 40, 2500, 700)):
+        gpu.clear()
+        x = cloud(seed, rows, 8, extent=WIDE)
+        results, grads, _ = step(program, x.half(), True)
+        assert gpu.passes == gpu.back == [3] and all(one.by_address for one in gpu.started)
+        # Of each product the result, and the gradients of features and weight.
+        assert len(gpu.started) == 9
+        expected = on_plain(exact, x, True)
+        near([[t.float() for t in results], [t.float() for t in grads]], expected[:2], 0.02)
+
+
 def test_kernels(gpu):
     """Of a network seen before: a kernel of the product and two of the norm, and in the backward pass two of each."""
     net = trained(UNet([width // 8 for width in UNET]))

@@ -22,8 +22,8 @@ from pumice.lower.call import (
     product_signature,
 )
 from pumice.lower.dataflow import CONV
-from pumice.lower.epilogue import NO_EPILOGUE
-from pumice.lower.maps import BoundMap, MapArrays, bound_map
+from pumice.lower.epilogue import NO_EPILOGUE, Epilogue
+from pumice.lower.maps import BoundMap, MapArrays, NoMap, bound_map, no_map
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import (
@@ -33,6 +33,8 @@ from pumice.ops.conv import (
     plan_for_other_tiles,
     plan_gradient_for_other_tiles,
 )
+from pumice.ops.linear import HALF, LINEAR, gradient_compilations
+from pumice.ops.linear import compilation as compilation_of_linear
 from pumice.runtime.cache import intern_key
 
 NONE = -1
@@ -95,8 +97,9 @@ class Layer:
     relu: within the norm's kernel. apart: an activation by torch's operators; smooth: its gradient reads its argument,
     which has memory of its own. narrow: the weight is cast to the features' dtype. inner: the gradient of the product
     is needed. keeps: the backward pass reads the result. steps: row strides, other than its own, that the gradient of
-    the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. key, forward:
-    what its kernels over a map are cached under, and the signature of that of the result. gradients: the signatures of
+    the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. by_torch: it
+    is a linear map that torch multiplies, which looks for a kernel anew for each number of rows. key, forward: what its
+    kernels over a map are cached under, and the signature of that of the result. gradients: the signatures of
     those of the features and the weight. known: kinds of maps over which its kernels are known.
     """
 
@@ -120,6 +123,7 @@ class Layer:
     steps: tuple[int, ...]
     weights: int
     vectors: int
+    by_torch: bool
     key: Hashable
     forward: Hashable
     gradients: tuple[Hashable, Hashable]
@@ -129,19 +133,24 @@ class Layer:
         """Dtypes of the gradients of features and weight; that of the weight is summed in float32."""
         return self.dtype if self.wants.x else None, torch.float32 if self.wants.weight else None
 
-    def gradient(self, found: KernelMap, number: int) -> BoundCall | None:
+    def map_of(self, rows: int) -> NoMap | None:
+        """In place of the map of a linear map; None where torch multiplies."""
+        return None if self.by_torch else no_map(rows)
+
+    def gradient(self, found: KernelMap | NoMap, number: int) -> BoundCall | None:
         """The kernel of the gradient of the features (0) or the weight (1), if one like it is known."""
         on = find_arrays_read(self.gradients[number], MapArrays.of(found))
         return None if on is None else self._gradient_call(found, number, on).instantiate()
 
-    def _gradient_call(self, found: KernelMap, number: int, on: BoundMap) -> MapCall:
+    def _gradient_call(self, found: KernelMap | NoMap, number: int, on: BoundMap) -> MapCall:
         """The gradient of the features (0) or the weight (1) over the arrays of a map that it reads."""
         outputs, _, channels = self.shape
         inputs = found.num_inputs
         rows = inputs, outputs, found.num_outputs
-        return MapCall(self.gradients[number], on, rows, self.shape if number else (inputs, channels))
+        shape = self.shape if self.relation is not None else (outputs, channels)
+        return MapCall(self.gradients[number], on, rows, shape if number else (inputs, channels))
 
-    def is_known(self, found: KernelMap) -> bool:
+    def is_known(self, found: KernelMap | NoMap) -> bool:
         """True if the kernels of both passes over a map are known, or were looked for."""
         kind = self.kind_of(found)
         if kind in self.known:
@@ -153,19 +162,21 @@ class Layer:
             self.known.add(kind)
         return known
 
-    def kind_of(self, found: KernelMap) -> Hashable:
+    def kind_of(self, found: KernelMap | NoMap) -> Hashable:
         """What kind of map it is; those of one kind have the same kernels."""
         return bound_map(found).signature, MapArrays.of(found).kind
 
-    def _knows(self, found: KernelMap, number: int) -> bool:
+    def _knows(self, found: KernelMap | NoMap, number: int) -> bool:
         signature, arrays = self.gradients[number], MapArrays.of(found)
         on = find_arrays_read(signature, arrays)
         # Of several kernels nothing can be known.
         return (signature, arrays.key) in ARRAYS_READ if on is None else find_template(signature, on) is not None
 
-    def compilations(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
+    def compilations(self, like: Tensor, found: KernelMap | NoMap) -> list[Callable[[], object]]:
         """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known,
         and in buffers those that are not compiled for the map's own sizes. like: features of any shape."""
+        if isinstance(found, NoMap):
+            return self._linear_compilations(like)
         outputs, _, channels = self.shape
         x, weight = like.new_empty((found.num_inputs, channels)), like.new_empty(self.shape)
         grad = like.new_empty((found.num_outputs, outputs))
@@ -176,6 +187,15 @@ class Layer:
                 call = differentiable_call(x, weight, found, found.num_outputs)
                 tasks.append(call.compilation((x, weight, grad), (number, dtype)))
         return [task for task in tasks if task is not None]
+
+    def _linear_compilations(self, like: Tensor) -> list[Callable[[], object]]:
+        x, weight = like.new_empty((1024, self.shape[2])), like.new_empty((self.shape[0], self.shape[2]))
+        first = compilation_of_linear(x, weight, Epilogue())
+        tasks = [] if first is None else [first]
+        for number, dtype in enumerate(self.wanted()):
+            if dtype is not None:
+                tasks += gradient_compilations(x, weight, (number, dtype))
+        return tasks
 
     def plan_for_other_tiles(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
         """Plan its kernels over maps whose tiles have the other height; what begins to compile them."""
@@ -197,19 +217,19 @@ class Layer:
                 known.append(self._gradient_call(found, number, on))
         return [c.template.compilation(c.on, c.rows, c.shape) for c in known if c.template is not None]
 
-    def calls(self, found: KernelMap) -> MapCalls:
+    def calls(self, found: KernelMap | NoMap) -> MapCalls:
         """The kernels over a map, kept with it once they are known."""
         calls = MapCalls(self, found)
-        return found.keep(self.key, calls) if calls.known else calls
+        return found.keep(self.key, calls) if calls.known and not isinstance(found, NoMap) else calls
 
 
 class MapCalls:
-    """The kernels of a convolution over a map. result: None where it is not one kernel; whole: it writes all of its
-    result, in the dtype of the features. known: all kernels were looked for."""
+    """The kernels of a convolution over a map, or of a linear map. result: None where it is not one kernel; whole: it
+    writes all of its result, in the dtype of the features. known: all kernels were looked for."""
 
     __slots__ = ("_gradients", "_layer", "known", "result", "whole")
 
-    def __init__(self, layer: Layer, found: KernelMap) -> None:
+    def __init__(self, layer: Layer, found: KernelMap | NoMap) -> None:
         self._layer = layer
         outputs = layer.shape[0]
         rows = found.num_inputs, outputs
@@ -218,7 +238,7 @@ class MapCalls:
         self.known = layer.is_known(found)
         self.whole = self.result is not None and self.result.executor.writes_result_dtype is layer.dtype
 
-    def gradients(self, found: KernelMap) -> tuple[BoundCall | None, BoundCall | None] | None:
+    def gradients(self, found: KernelMap | NoMap) -> tuple[BoundCall | None, BoundCall | None] | None:
         """The kernels of the gradients of weight and features, None of one that is not needed; None while one of them
         is not compiled. They are looked for in the backward pass: until then the device has others to run."""
         if self._gradients is None:
@@ -386,11 +406,12 @@ class Planner:
         counts = statistics is not None and statistics.momentum is None and statistics.update_running_stats
         reads_result = (relu and one.residual != NONE) or apart == "relu"
         widths = {sum(self._channels[p] for p in each.parts) for each in self._wired if one.y in each.parts}
-        forward, gradients = self._signatures(shape)
+        relation = step.layer.relation if isinstance(step.layer, Convolution) else None
+        forward, gradients = self._signatures(shape, relation is not None)
         found = Layer(
             wired=one,
             number=self._count,
-            relation=step.layer.relation if isinstance(step.layer, Convolution) else None,
+            relation=relation,
             shape=shape,
             channels=shape[0],
             dtype=dtype,
@@ -408,6 +429,8 @@ class Planner:
             steps=tuple(sorted(widths)),
             weights=self._weights,
             vectors=self._vectors,
+            # Programs add to the gradient of a weight in any order.
+            by_torch=relation is None and (dtype not in HALF or torch.are_deterministic_algorithms_enabled()),
             key=intern_key((forward, gradients, wants.x, wants.weight)),
             forward=forward,
             gradients=gradients,
@@ -428,14 +451,15 @@ class Planner:
         facts = affine[0] is not None, affine[1] is not None, *behind
         return NormKernels(statistics, facts, self._like.new_empty((0, channels)), (weight, bias))
 
-    def _signatures(self, shape: tuple[int, int, int]) -> tuple[Hashable, tuple[Hashable, Hashable]]:
+    def _signatures(self, shape: tuple[int, int, int], conv: bool) -> tuple[Hashable, tuple[Hashable, Hashable]]:
         """Of the result, and of the gradients of features and weight."""
-        sizes = (0, shape[2]), shape, (0, shape[0])
+        sizes = (0, shape[2]), shape if conv else (shape[0], shape[2]), (0, shape[0])
+        text = CONV if conv else LINEAR
         x, weight, grad = map(self._like.new_empty, sizes)
         everything, dynamic = (x, weight, grad), (True, False, True)
         # As those of a DifferentiableCall.
-        of_x = call_signature(everything, dynamic, CONV, (0, x.dtype))
-        of_weight = call_signature(everything, dynamic, CONV, (1, torch.float32))
+        of_x = call_signature(everything, dynamic, text, (0, x.dtype))
+        of_weight = call_signature(everything, dynamic, text, (1, torch.float32))
         return product_signature((x, weight), NO_EPILOGUE), (of_x, of_weight)
 
 

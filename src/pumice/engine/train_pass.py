@@ -37,6 +37,7 @@ from pumice.engine.train_layers import (
 from pumice.lower import kernel as kernels
 from pumice.lower import norm as norms
 from pumice.lower.call import BoundCall
+from pumice.lower.maps import NoMap
 from pumice.lower.rows import zero_padding_rows
 from pumice.ops import autograd
 from pumice.ops.conv import conv_features, differentiable_call
@@ -51,14 +52,14 @@ _silu_gradient = torch.ops.aten.silu_backward
 
 class StepCall(NamedTuple):
     """A step on its coordinates. rows: of the result; inputs: of the features; found: the map, and calls: the kernels
-    over it, None of a linear map (in buffers calls are looked for in the forward pass); level: place of the number of
-    rows among those of all."""
+    over it, None of a linear map that torch multiplies (in buffers calls are looked for in the forward pass); level:
+    place of the number of rows among those of all."""
 
     rows: int
     inputs: int
     outputs: Geometry
     level: int
-    found: KernelMap | None = None
+    found: KernelMap | NoMap | None = None
     calls: MapCalls | None = None
     norm: norms.NormLaunches | None = None
 
@@ -285,6 +286,12 @@ class _Pass:
         return self.memory.pairs.as_strided((2, layer.channels), (layer.channels, 1), layer.vectors)
 
 
+def _map_of(call: StepCall) -> KernelMap:
+    """The map of a convolution."""
+    assert isinstance(call.found, KernelMap)
+    return call.found
+
+
 def _strides(shape: tuple[int, int, int]) -> tuple[int, int, int]:
     return shape[1] * shape[2], shape[2], 1
 
@@ -331,7 +338,7 @@ class _Forward(_Pass):
         """The product, put at this address."""
         call, shared = self.calls[n], self.shared
         found, calls = call.found, call.calls
-        if found is None:
+        if found is None or (layer.relation is None and calls is not None and calls.result is None):
             x = self.value(layer.wired.x)
             # Features from outside are without padding.
             if self.padded and layer.wants.weight and layer.wired.x >= len(self.feats):
@@ -339,11 +346,11 @@ class _Forward(_Pass):
             torch.mm(x, self.matrix(layer).t(), out=self._at(n, layer))
             return
         if calls is None:
-            calls, shared = self._looked_up(n, layer, found)
+            calls, shared = self._looked_up(n, layer, _map_of(call))
         own = calls.result
         if own is None:
             x, weight = self.value(layer.wired.x).detach(), self.weight(layer)
-            self._at(n, layer).copy_(differentiable_call(x, weight, found, call.rows).compute((x, weight)))
+            self._at(n, layer).copy_(differentiable_call(x, weight, _map_of(call), call.rows).compute((x, weight)))
             return
         given = self.at[layer.wired.x], self.addresses[TENSORS * layer.number]
         if calls.whole:
@@ -542,12 +549,12 @@ class _Backward(_Pass):
         call, wants = self.calls[n], layer.wants
         # A value that no gradient of a weight depends on is not kept.
         x = self.value(layer.wired.x).detach() if wants.weight else self.like.new_empty((call.inputs, layer.shape[2]))
-        if call.found is None:
+        if layer.relation is None:
             dx = torch.mm(dh, self.matrix(layer)) if wants.x else None
             weight = torch.mm(dh.t(), x) if wants.weight else None
         else:
             flat = self.weight(layer)
-            own = differentiable_call(x, flat, call.found, call.rows)
+            own = differentiable_call(x, flat, _map_of(call), call.rows)
             dx, weight = own.gradients((x, flat), dh, layer.wanted())
         if weight is not None:
             self._dweight(layer).copy_(weight.view(layer.shape))
@@ -620,7 +627,7 @@ def _composed(
     (weight, bias, _, _, _, scale, shift), (values, pairs), wired = own, known, layer.wired
     assert weight is not None
     x, flat = values[wired.x], weight.reshape(layer.shape).to(layer.dtype)
-    h = x @ flat[:, 0].t() if call.found is None else conv_features(x, flat, call.found, call.rows)
+    h = x @ flat[:, 0].t() if layer.relation is None else conv_features(x, flat, _map_of(call), call.rows)
     h = _without_padding(h, call)
     held = None if wired.residual == NONE else values[wired.residual]
     if layer.norm is None:

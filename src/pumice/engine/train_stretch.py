@@ -171,6 +171,9 @@ class TrainStretch:
                 if launches and not padded:
                     calls = mapped.get_cached(step.key) or step.calls(mapped)
                     known &= calls.known
+            elif not padded and (mapped := step.map_of(before)) is not None and launches:
+                calls = step.calls(mapped)
+                known &= calls.known
             geometries[number] = outputs
             sizes.append(size)
             if size < 2 or not before or (beside is not None and beside is not outputs):
@@ -205,7 +208,7 @@ class TrainStretch:
         planned = set[Hashable]()
         with autograd.autocast_disabled((like,)), torch.no_grad():
             for layer, call in layers.items():
-                if call.found is not None and call.found.buffered is None:
+                if isinstance(call.found, KernelMap) and call.found.buffered is None:
                     kind = layer.key, layer.kind_of(call.found)
                     if kind not in planned:
                         planned.add(kind)

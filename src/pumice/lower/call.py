@@ -262,6 +262,12 @@ class MapCall(NamedTuple):
         """The template of calls like it."""
         return TEMPLATES.get((self.signature, self.on.signature))
 
+    def template_like(self, kernel: BoundExecutor) -> CallTemplate | None:
+        """That of calls whose result is accumulated, or not, as a kernel does it."""
+        known, adds = self.template, kernel.executor.splits > 1
+        every = () if known is None else (known, known.other)
+        return next((one for one in every if one is not None and (one.executor.splits > 1) == adds), None)
+
     def keep_template(
         self, family: TileFamily, kernel: BoundExecutor, tensors: Mapping[str, int]
     ) -> CallTemplate | None:

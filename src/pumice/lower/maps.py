@@ -605,8 +605,10 @@ class MapArrays:
         self._bound: dict[tuple[int, ...], BoundMap] = {}
 
     @staticmethod
-    def of(found: KernelMap, differentiable: bool = True) -> MapArrays:
+    def of(found: KernelMap | NoMap, differentiable: bool = True) -> MapArrays:
         """Those of a map, cached with it."""
+        if isinstance(found, NoMap):
+            return NO_ARRAYS
         name = "arrays", differentiable
         return found.get_cached(name) or found.cached(name, lambda m: _arrays_of(m, differentiable))
 

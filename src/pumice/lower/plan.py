@@ -180,7 +180,9 @@ class Plan:
     ) -> Callable[[], object] | None:
         """Keep the template of a call that has not run, and return what compiles its kernel; None where there
         is one, where the call is not one kernel, and where its tile is to be tuned first."""
-        template = None if call.template else self._keep_template(call, (tensors, numbers), finish, False)
+        if self.kernel is None or call.template_like(self.kernel) is not None:
+            return None
+        template = self._keep_template(call, (tensors, numbers), finish, False)
         return None if template is None else template.compilation(call.on, call.rows, call.shape)
 
     def _keep_template(

@@ -318,11 +318,18 @@ class DifferentiableCall:
         with autocast_disabled(tensors):
             parts = self._planned(tensors, of)
         call = self._map_call(parts, tensors, of)
-        if call is None:
+        kernel = parts[0][0].kernel
+        if call is None or kernel is None:
             return None
-        if call.template is not None:
-            return call.template.compilation(call.on, call.rows, call.shape)
+        if (known := call.template_like(kernel)) is not None:
+            return known.compilation(call.on, call.rows, call.shape)
         return parts[0][0].compilation(call, tensors, parts[0][1])
+
+    def splits(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> bool:
+        """True if a result, or a gradient, is one kernel with programs that add to each value."""
+        with autocast_disabled(tensors):
+            kernel = self._planned(tensors, of)[0][0].kernel
+        return kernel is not None and kernel.executor.splits > 1
 
     def gradients(
         self, operands: Sequence[Tensor], grad: Tensor, wanted: Sequence[torch.dtype | None]

@@ -21,7 +21,7 @@ from pumice.ops.ahead import Calls, compilations_of, compile_layers
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.tensor import SparseTensor, not_sparse, raw_feats, row_by_row
 
-_LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
+LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 
 
 def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> SparseTensor:
@@ -74,7 +74,7 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
-    call_plan = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    call_plan = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, LINEAR, shape, (1,), (0, 1), finish=finish))
     y, found = plan.execute_plan(call_plan, (x, weight), epilogue), no_map(x.shape[0])
     call = product_call(tensors, finish, bound_map(found), x.shape[0])
     bound = call_plan.keep_call(call, tensors, (0, 1), finish)
@@ -87,7 +87,7 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
     """What compiles the kernel of linear_features on tensors like these, without running it; None where it is known, or
     the call is not one kernel."""
     finish, tensors, shape = epilogue.signature, (x, weight, *epilogue.operands.values()), (x.shape[0], weight.shape[0])
-    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, _LINEAR, shape, (1,), (0, 1), finish=finish))
+    ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, LINEAR, shape, (1,), (0, 1), finish=finish))
     call = product_call(tensors, finish, bound_map(no_map(x.shape[0])), x.shape[0])
     return ready.compilation(call, tensors, (0, 1), finish)
 
@@ -108,6 +108,25 @@ _USUAL = 1024
 def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if (task := compilation(x, weight, Epilogue(shift=None if bias is None else bias.detach()))) is not None:
         task()
+
+
+def gradient_compilations(x: Tensor, weight: Tensor, of: tuple[int, torch.dtype]) -> Iterator[Callable[[], object]]:
+    """What compiles the kernels of a gradient, as `compilation`: of few rows and of many, whose sum is split. of: 0 for
+    that of features, 1 for that of the weight; and its dtype."""
+    planned = set[bool]()
+    for rows in _ROWS:
+        feats, grad = x.new_empty((rows, x.shape[1])), x.new_empty((rows, weight.shape[0]))
+        call, tensors = _call(feats, weight), (feats, weight, grad)
+        splits = call.splits(tensors, of)
+        if splits not in planned:
+            planned.add(splits)
+            task = call.compilation(tensors, of)
+            if task is not None:
+                yield task
+
+
+_ROWS = (1 << 15, _USUAL, 16)
+"""Sums over the most are split, over the fewest not."""
 
 
 def fits_one_kernel(*tensors: Tensor) -> bool:
@@ -181,7 +200,7 @@ def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
 
 
 def _make_call(x: Tensor, weight: Tensor, found: NoMap) -> autograd.DifferentiableCall:
-    ask = plan.PlanRequest(_NAMES, _LINEAR, (x.shape[0], weight.shape[0]), (1,), (0, 1), "triton")
+    ask = plan.PlanRequest(_NAMES, LINEAR, (x.shape[0], weight.shape[0]), (1,), (0, 1), "triton")
     return autograd.DifferentiableCall(ask, ((x, weight), x.dtype), NO_ARRAYS, found.calls)
 
 
