@@ -40,11 +40,11 @@ def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> Spars
     own = odd or geometry.buffered is None
     if own and not geometry.trains and (y := _by_kernel(x, weight, bias)) is not None:
         return x.replace(y)
-    # Our kernels outweigh their host time with many rows, or in a graph; compiled code takes any number of rows.
-    many = odd and not torch.compiler.is_compiling() and (geometry.trains or len(feats) >= _MANY)
+    # Compiled code takes any number of rows.
+    own = own and not torch.compiler.is_compiling()
 
     def product(feats: Tensor) -> Tensor:
-        y = differentiable_features(feats, weight, bias) if many else None
+        y = differentiable_features(feats, weight, bias) if own else None
         return functional.linear(feats, weight, bias) if y is None else y
 
     return row_by_row(x, product)
@@ -57,11 +57,6 @@ def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     if feats.dtype not in HALF or any(t.dtype != feats.dtype for t in tensors):
         return None
     return linear_features(feats, weight, Epilogue(shift=bias)) if fits_one_kernel(*tensors) else None
-
-
-_MANY = 1 << 16
-"""Rows from which on unaligned linear layers train by our kernels. H200, 96 to 19 channels, both passes, fp16 autocast,
-us of ours and torch: 36,000 rows 34 and 63 (0.1 ms more host time); 346,000: 113 and 245; 2 million: 479 and 1,151."""
 
 
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
@@ -94,11 +89,16 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
 
 @compilations_of("linear map")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
-    """In evaluation; in training torch's serve."""
-    like, weight = calls.like, layer.weight
-    if not calls.training and like.dtype in HALF and (weight.dtype, weight.device) == (like.dtype, like.device):
-        task = partial(_compile, like.new_empty((_USUAL, weight.shape[1])), weight.detach(), layer.bias)
-        yield ("linear", weight.shape, layer.bias is None), task
+    """Of 16-bit features; of others torch's serve."""
+    like, weight, bias = calls.like, layer.weight, layer.bias
+    # Autocast casts the weight.
+    kinds = (like.dtype, torch.float32) if calls.training else (like.dtype,)
+    if like.dtype in HALF and weight.dtype in kinds and weight.device == like.device:
+        x, narrow = like.new_empty((_USUAL, weight.shape[1])), like.new_empty(weight.shape)
+        key = weight.shape, None if bias is None else bias.dtype
+        yield ("linear", *key), partial(_compile, x, narrow, bias)
+        if calls.training:
+            yield ("linear, gradients", *key, weight.dtype), partial(_compile_gradients, x, narrow, weight.dtype)
 
 
 _USUAL = 1024
@@ -108,6 +108,13 @@ _USUAL = 1024
 def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if (task := compilation(x, weight, Epilogue(shift=None if bias is None else bias.detach()))) is not None:
         task()
+
+
+def _compile_gradients(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    """dtype: of the gradient of the weight."""
+    for number, wanted in enumerate((x.dtype, dtype)):
+        for task in gradient_compilations(x, weight, (number, wanted)):
+            task()
 
 
 def gradient_compilations(x: Tensor, weight: Tensor, of: tuple[int, torch.dtype]) -> Iterator[Callable[[], object]]:
@@ -125,7 +132,7 @@ def gradient_compilations(x: Tensor, weight: Tensor, of: tuple[int, torch.dtype]
                 yield task
 
 
-_ROWS = (1 << 15, _USUAL, 16)
+_ROWS = (1 << 15, _USUAL, 256, 16)
 """Sums over the most are split, over the fewest not."""
 
 
