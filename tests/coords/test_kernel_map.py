@@ -364,9 +364,7 @@ def test_rows_that_were_given_have_the_same_storages():
     assert wanted(moved) == wanted(m) and replace(m, flipped=True).flipped
 
 
-@pytest.mark.parametrize(
-    "pairs, size", [(0, 1024), (999_999, 1024), (1_000_000, 2048), (3_668_408, 2048), (14_760_624, 4096)]
-)
+@pytest.mark.parametrize("pairs, size", [(0, 1024), (3_668_408, 1024), (4_000_000, 2048), (14_760_624, 2048)])
 def test_groups_are_longer_where_there_are_many_pairs(pairs, size, monkeypatch):
 
     found = kernel_map(Geometry.checked(random_cloud(30, 3, extent=9)), Relation.of(3, 3))[0]

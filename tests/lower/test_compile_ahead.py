@@ -330,6 +330,8 @@ def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatc
         return generate(self, given, tile, *how)
 
     monkeypatch.setattr(kernels.KernelExecutor, "generate", generated_too)
+    # Of larger scenes.
+    monkeypatch.setattr(importlib.import_module("pumice.lower.maps").TILE_HEIGHTS, "compile", lambda *given: None)
     coords = random_cloud(2000, 3, extent=20, batch_size=1, seed=0)
     dtype = torch.float16
     x = pm.SparseTensor(torch.randn(len(coords), 4, dtype=dtype), coords)
@@ -346,6 +348,29 @@ def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatc
             y.feats.square().sum().backward()
         assert norms == [each.cache_info().misses for each in gpu.of_norms] and gpu.norms
     assert made == known
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_kernels_of_larger_scenes_are_compiled_in_the_background(tmp_path, monkeypatch, training):
+    """Until they are there, maps have tiles of the height whose kernels are."""
+    maps = importlib.import_module("pumice.lower.maps")
+    heights, x = [], torch.zeros(9, 16, dtype=torch.float16)
+    monkeypatch.setattr(maps.TILE_HEIGHTS, "compile", lambda height, task: heights.append(height) or task())
+    for rows, later in ((2000, {128}), (60_000, set())):
+        heights.clear()
+        with emulated(tmp_path):
+            layer = pm.nn.Conv3d(16, 16, 3).to(torch.float16)
+            for _, task in together.compilations(layer, Calls(x, rows, training)):
+                task()
+        assert {*heights} == later
+
+
+def test_counts_and_status_words_are_aligned():
+    """As kernels that are compiled ahead take them: others would be compiled in their place when they are called."""
+    for rows in (0, 1, 300):
+        cloud = pm.SparseTensor(torch.zeros(rows, 1), random_cloud(rows, 3, extent=20), batch_size=1).geometry.cloud
+        assert int(cloud.count) == rows and int(cloud.status) == 0
+        assert cloud.count.data_ptr() % 16 == cloud.status.data_ptr() % 16 == 0
 
 
 def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch):

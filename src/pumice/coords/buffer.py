@@ -33,10 +33,9 @@ class CoordBuffer:
     @staticmethod
     def of(coords: Tensor, bounds: Bounds) -> CoordBuffer:
         """A buffer of `coords`, all rows valid."""
-        # One kernel writes both the status, 0, and the count.
-        words = torch.arange(0, len(coords) + 1, max(len(coords), 1), dtype=torch.int32, device=coords.device)
-        status = words[:1] if len(coords) else new_status(coords.device)
-        return CoordBuffer(coords.contiguous(), words[-1:], bounds, status, True)
+        # 16 bytes apart: kernels are compiled ahead for aligned addresses.
+        words = torch.full((5,), len(coords), dtype=torch.int32, device=coords.device)
+        return CoordBuffer(coords.contiguous(), words[4:], bounds, words[:1].zero_(), True)
 
     @property
     def capacity(self) -> int:

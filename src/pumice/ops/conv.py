@@ -335,23 +335,31 @@ def _call_over_tiles(
 
 @compilations_of("convolution")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
-    """Over maps of the tiles that the levels of a scene have. Of one group and an automatic dataflow."""
+    """Over maps of the tiles that the levels of a scene have; for those of larger scenes, in the background. Of one
+    group and an automatic dataflow."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
+    volume = math.prod(layer.weight.shape[1:-1])
+    for tiles in maps.usual_tiles(volume, calls.rows):
+        yield from _compilations_over(layer, calls, tiles)
+    for tiles in maps.tiles_of_larger_scenes(volume, calls.rows):
+        for key, task in _compilations_over(layer, calls, tiles):
+            yield key, partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
+
+
+def _compilations_over(
+    layer: Any, calls: Calls, tiles: maps.UsualTiles
+) -> Iterator[tuple[Hashable, Callable[[], object]]]:
     weight, bias, like = layer.weight, layer.bias, calls.like
-    dtype, device = weight.dtype, weight.device
-    for tiles in maps.usual_tiles(math.prod(weight.shape[1:-1]), calls.rows):
-        # Autograd casts the weight.
-        if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
-            symmetric = layer.relation.policy == "same" and layer.relation.mirrored
-            task = partial(_compile_passes, like.new_empty(weight.shape), dtype, symmetric, tiles)
-            yield ("passes", _shape_of(weight), dtype, symmetric, tiles), task
-        elif not calls.training and (dtype, device) == (like.dtype, like.device):
-            x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
-            yield (
-                ("result", _shape_of(weight), bias is None, tiles),
-                partial(_compile_over, x, weight.detach(), epilogue, tiles),
-            )
+    dtype, device, shape = weight.dtype, weight.device, _shape_of(weight)
+    # Autograd casts the weight.
+    if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
+        symmetric = layer.relation.policy == "same" and layer.relation.mirrored
+        task = partial(_compile_passes, like.new_empty(weight.shape), dtype, symmetric, tiles)
+        yield ("passes", shape, dtype, symmetric, tiles), task
+    elif not calls.training and (dtype, device) == (like.dtype, like.device):
+        x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
+        yield ("result", shape, bias is None, tiles), partial(_compile_over, x, weight.detach(), epilogue, tiles)
 
 
 def _shape_of(weight: Tensor) -> tuple[int, int, int]:

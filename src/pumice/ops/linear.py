@@ -59,13 +59,14 @@ def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     return linear_features(feats, weight, Epilogue(shift=bias)) if fits_one_kernel(*tensors) else None
 
 
-def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Tensor:
-    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable.
+def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue, training: bool = False) -> Tensor:
+    """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable. training:
+    whether autograd records calls of the network.
     Raises ShapeError, DtypeError and DeviceError."""
     finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     if x.ndim == 2 and (y := run_product(tensors, no_map(x.shape[0]), finish)) is not None:
         return y
-    compile_layers(Calls(x, x.shape[0]))
+    compile_layers(Calls(x, x.shape[0], training))
     _check(x, weight)
     shape = x.shape[0], weight.shape[0]
     check_epilogue(epilogue, shape, x.device)
@@ -171,7 +172,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.like = [None if t is None else (t.shape, t.dtype) for t in (x, weight, bias)]
         ctx.dtype, ctx.tiles = dtype, plan.kernels.tuning_mode()
         with autograd.autocast_disabled((x,)):
-            return linear_features(feats, narrow, Epilogue(shift=bias))
+            return linear_features(feats, narrow, Epilogue(shift=bias), True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
