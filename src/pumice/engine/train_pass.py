@@ -575,21 +575,21 @@ class _Backward(_Pass):
 
     def _trained(self, reached: set[int]) -> list[Tensor | None]:
         """The gradients of the tensors that are trained. `data`: who writes to one has not written to the others."""
-        layers, sizes, found = self.plan.layers, list[int](), list[Tensor | None]()
-        for layer in layers:
-            size = layer.channels
-            sizes += size, size, size, -3 * size % ALIGNED
-        vectors = self.sums[: self.plan.vectors].split(sizes)
+        layers, found = self.plan.layers, list[Tensor | None]()
         for place in self.plan.trained:
             number, which = divmod(place, TENSORS)
             own = self.tensors[place]
             if own is None or number not in reached:
                 found.append(None)
                 continue
+            layer = layers[number]
             if which == WEIGHT:
-                grad = _like(own, self.dweights, layers[number])
+                grad = _like(own, self.dweights, layer)
+            elif place in self.apart:
+                grad = self.apart[place]
             else:
-                grad = self.apart[place] if place in self.apart else vectors[4 * number + _SUMS[which]]
+                size = layer.channels
+                grad = self.sums.as_strided((size,), (1,), layer.vectors + _SUMS[which] * size)
             found.append(grad.data if grad.dtype is own.dtype else grad.to(own.dtype))
         return found
 
