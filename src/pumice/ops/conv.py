@@ -335,14 +335,14 @@ def _call_over_tiles(
 
 @compilations_of("convolution")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
-    """Over maps of the tiles that the levels of a scene have; for those of larger scenes, in the background. Of one
-    group and an automatic dataflow."""
+    """Over maps of the tiles that the levels of a scene have; in training also those of larger scenes, in the
+    background, which calls without gradients plan themselves. Of one group and an automatic dataflow."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
     volume = math.prod(layer.weight.shape[1:-1])
     for tiles in maps.usual_tiles(volume, calls.rows):
         yield from _compilations_over(layer, calls, tiles)
-    for tiles in maps.tiles_of_larger_scenes(volume, calls.rows):
+    for tiles in maps.tiles_of_larger_scenes(volume, calls.rows) if calls.training else ():
         for key, task in _compilations_over(layer, calls, tiles):
             yield key, partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
 
