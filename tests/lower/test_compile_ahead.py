@@ -366,16 +366,18 @@ def test_kernels_of_larger_scenes_are_compiled_in_the_background(tmp_path, monke
         assert {*heights} == later
 
 
-def test_norms_alike_share_their_tasks(tmp_path):
-    """Threads that wait for each other compile nothing. Row strides of gradients are numbers: kernels are told what
-    they are multiples of."""
+def test_norms_alike_have_the_same_kernels(tmp_path):
+    """Row strides of gradients are numbers: kernels are told what they are multiples of."""
     norm = importlib.import_module("pumice.lower.norm")
     with emulated(tmp_path):
         told = norm.Statistics(None, 1e-5), (True, True, False, True), torch.zeros(0, 48, dtype=torch.float16)
         first, other = (norm.NormKernels(*told, (torch.float32, torch.float32)) for _ in range(2))
-        # Moments, normalise, products and gradient; products and gradient of another stride.
-        assert len(first.compilations(300)) == 4 and not other.compilations(300)
-        assert not other.compilations(300, (96, 144)) and len(other.compilations(300, (100,))) == 2
+        now, later = first.compilations(300)
+        # Moments, normalise, products and gradient; of many rows other moments and products.
+        assert len(now) == 4 and len(later) == 2 and not now.keys() & later.keys()
+        assert [each.keys() for each in other.compilations(300, (96, 144))] == [now.keys(), later.keys()]
+        assert [each.keys() for each in other.compilations(1 << 20)] != [now.keys(), later.keys()]
+        assert len(other.compilations(300, (100,))[0]) == 6
 
 
 def test_counts_and_status_words_are_aligned():

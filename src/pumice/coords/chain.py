@@ -272,7 +272,8 @@ class Chain:
     most: room for the rows of each coarser level. words, totals: see above; sampled rows per group of kernel offsets,
     of each map (tiles.group_totals). table int64, values int32: the hash table and its rows. found int64, slots int32:
     the distinct cells of the coarser levels in any order. coarse int32 [levels - 1, most, 1 + D]: coordinates of the
-    coarser levels. tables, masks int32: rows of all maps, one after the other (`starts_of`). The rest is for tiles:
+    coarser levels. tables, masks int32: rows of all maps, one after the other; begins:
+    where those of each begin, and the ends of all (`starts_of`). The rest is for tiles:
     layout, see lay_out; keys, starts, rooms, order: of the sort of the rows of all segments; tile_rows, tile_masks,
     ends int32: rows of tiles, -1 for padding, the kernel offsets of each tile, prefix counts of entries within each
     segment. status: receives error bits."""
@@ -295,8 +296,8 @@ class Chain:
         self.table, self.found = carve(cells, ((self.size,), (room,)))
         wide = torch.empty((digits.turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
         self.rooms = carve(wide, ((tiled,),) * (digits.turns - 1))
-        self._begins = starts_of(request, aligned(self.rows), most)
-        entries, masked = self._begins[-1]
+        self.begins = starts_of(request, aligned(self.rows), most)
+        entries, masked = self.begins[-1]
         of_tiles = -(-tiled // SMALL) + 5 * number
         levels = (self.size,), (room,), (steps, most, 1 + request.dim), (entries,), (masked,)
         of_rows = (CHOSEN + SIDE, SIDE), (tiled,), (tiled,), (tiled + number * LARGE,), (of_tiles,), (of_tiles,)
@@ -320,17 +321,13 @@ class Chain:
         found = self.words.tensor()[COUNTS : COUNTS + STRIDE * self.request.levels : STRIDE].tolist()
         return [self.rows, *(min(count, self.most) for count in found[1:])]
 
-    def begins_of(self, place: int) -> tuple[int, int]:
-        """Where the table and the masks of a map begin among those of all."""
-        return self._begins[place]
-
     def table_of(self, place: int, count: int) -> Part:
         """int32 [count, K]: the table of a map."""
-        return self.tables.cut(self._begins[place][0], (count, self.request.volumes[place]))
+        return self.tables.cut(self.begins[place][0], (count, self.request.volumes[place]))
 
     def masks_of(self, place: int, count: int) -> Part:
         """int32 [count]: the masks of a map."""
-        return self.masks.cut(self._begins[place][1], (count,))
+        return self.masks.cut(self.begins[place][1], (count,))
 
 
 class BufferedChain:

@@ -118,7 +118,7 @@ def _plan(chain: Chain, sizes: Sequence[_Sizes]) -> tuple[torch.Tensor, tuple[in
     columns = list[tuple[int, ...]]()
     block, end, group, ranked, pair = 0, 0, 0, 0, 0
     for number, one in zip(chain.request.grouped, sizes, strict=True):
-        table, masks = chain.begins_of(number)
+        table, masks = chain.begins[number]
         columns.append((masks, table, one.rows, one.volume, block, end, one.size, one.groups, group, ranked, pair))
         block, end, group = block + one.blocks, end + one.blocks * one.volume, group + aligned(one.groups)
         ranked, pair = ranked - one.groups // -tiles.RANKED, pair + one.groups * one.size

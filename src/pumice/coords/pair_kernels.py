@@ -8,7 +8,7 @@ the other. `plan` int64 has a column for each map of several, SIDE entries apart
 import triton
 import triton.language as tl
 
-from pumice.coords.tile_kernels import _bits
+from pumice.coords.tile_kernels import _add_up, _bits
 
 OVERFLOW = tl.constexpr(4)
 SIDE = tl.constexpr(32)
@@ -139,6 +139,7 @@ def _own(plan, row, program, maps):
 
 @triton.jit
 def _fact(plan, row, m):
+    """Of a map: an entry of its column."""
     return tl.load(plan + row * SIDE + m)
 
 
@@ -160,13 +161,7 @@ def end_pairs(plan, ends, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     m, k = tl.program_id(0) // SIDE, tl.program_id(0) % SIDE
     if k < _fact(plan, VOLUME, m):
         blocks = tl.cdiv(_fact(plan, MAP_ROWS, m), ROWS)
-        own = ends + _fact(plan, ENDS, m) + k * blocks
-        before = tl.sum(tl.zeros([BLOCK], tl.int32))
-        for start in range(0, blocks, BLOCK):
-            p = start + tl.arange(0, BLOCK)
-            each = tl.load(own + p, mask=p < blocks, other=0)
-            tl.store(own + p, before + tl.cumsum(each, axis=0), mask=p < blocks)
-            before += tl.sum(each)
+        _add_up(ends + _fact(plan, ENDS, m) + k * blocks, blocks, BLOCK)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -123,15 +123,21 @@ def tile_taps(
     tl.store(counts + t, total)
 
 
+@triton.jit
+def _add_up(counts, size, BLOCK: tl.constexpr):
+    """In-place inclusive prefix sum of `size` counts."""
+    before = tl.sum(tl.zeros([BLOCK], tl.int32))
+    for start in range(0, size, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        own = tl.load(counts + t, mask=t < size, other=0)
+        tl.store(counts + t, before + tl.cumsum(own, axis=0), mask=t < size)
+        before += tl.sum(own)
+
+
 @triton.jit(do_not_specialize=_NUMBERS)
 def add_up(counts, tiles_most: "i64", BLOCK: tl.constexpr):
     """In-place inclusive prefix sum of counts; one program."""
-    before = tl.sum(tl.zeros([BLOCK], tl.int32))
-    for start in range(0, tiles_most, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        own = tl.load(counts + t, mask=t < tiles_most, other=0)
-        tl.store(counts + t, before + tl.cumsum(own, axis=0), mask=t < tiles_most)
-        before += tl.sum(own)
+    _add_up(counts, tiles_most, BLOCK)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

@@ -22,7 +22,7 @@ from pumice.lower.call import (
     product_signature,
 )
 from pumice.lower.dataflow import CONV
-from pumice.lower.epilogue import NO_EPILOGUE, Epilogue
+from pumice.lower.epilogue import NO_EPILOGUE
 from pumice.lower.maps import BoundMap, MapArrays, NoMap, bound_map, no_map
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn.conv import Convolution
@@ -33,8 +33,7 @@ from pumice.ops.conv import (
     plan_for_other_tiles,
     plan_gradient_for_other_tiles,
 )
-from pumice.ops.linear import HALF, LINEAR, gradient_compilations
-from pumice.ops.linear import compilation as compilation_of_linear
+from pumice.ops.linear import HALF, LINEAR, compilations_of_passes
 from pumice.runtime.cache import intern_key
 
 NONE = -1
@@ -176,7 +175,7 @@ class Layer:
         """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known,
         and in buffers those that are not compiled for the map's own sizes. like: features of any shape."""
         if isinstance(found, NoMap):
-            return self._linear_compilations(like)
+            return [*compilations_of_passes(like.new_empty((self.shape[0], self.shape[2])), self.wanted())]
         outputs, _, channels = self.shape
         x, weight = like.new_empty((found.num_inputs, channels)), like.new_empty(self.shape)
         grad = like.new_empty((found.num_outputs, outputs))
@@ -187,15 +186,6 @@ class Layer:
                 call = differentiable_call(x, weight, found, found.num_outputs)
                 tasks.append(call.compilation((x, weight, grad), (number, dtype)))
         return [task for task in tasks if task is not None]
-
-    def _linear_compilations(self, like: Tensor) -> list[Callable[[], object]]:
-        x, weight = like.new_empty((1024, self.shape[2])), like.new_empty((self.shape[0], self.shape[2]))
-        first = compilation_of_linear(x, weight, Epilogue())
-        tasks = [] if first is None else [first]
-        for number, dtype in enumerate(self.wanted()):
-            if dtype is not None:
-                tasks += gradient_compilations(x, weight, (number, dtype))
-        return tasks
 
     def plan_for_other_tiles(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
         """Plan its kernels over maps whose tiles have the other height; what begins to compile them."""

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -658,7 +658,7 @@ class LaidArrays(MapArrays):
         self._columns = own.block, 0, 0, own.block, turned.block, 0, 0, turned.block, groups.size, 0, groups.size
         self.key, self.kind = _keys_of_layouts(self.tokens, found.volume, type(turned) is Turned, self._columns)
 
-    @cached_property
+    @property
     def arrays(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As tensors."""
         return _tensors_of(self._layouts)

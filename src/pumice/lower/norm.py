@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from pumice.coords import CoordBuffer
 from pumice.errors import DeviceError, ShapeError
-from pumice.runtime.compile import BACKGROUND, NEXT
 from pumice.runtime.launch import BoundKernel, CompiledKernel, has_triton, jitted
 from pumice.runtime.workspace import workspace
 
@@ -415,6 +414,10 @@ class NormLaunches(NamedTuple):
     needs: tuple[int, int]
 
 
+KernelTasks = dict[BoundKernel, Callable[[], object]]
+"""What compiles each kernel."""
+
+
 class NormKernels:
     """Kernels of a norm for features of one dtype on one device, launched with addresses.
 
@@ -451,26 +454,27 @@ class NormKernels:
             known = self._known[key] = self._sized(*key)
         return known
 
-    def compilations(self, rows: int, steps: Sequence[int] = ()) -> list[Callable[[], object]]:
-        """What compiles each kernel for so many rows, but for those that are compiled or that a norm before was told
-        of; kernels for other numbers of rows, which the next scene may have, are compiled in the background. steps:
-        more row strides of gradients."""
+    def compilations(self, rows: int, steps: Sequence[int] = ()) -> tuple[KernelTasks, KernelTasks]:
+        """What compiles the kernels for so many rows, and those for other numbers of rows, which the next scene may
+        have; without those that are compiled. Norms alike have the same kernels. steps: more row strides of
+        gradients."""
         readings = [self._reading(step) for step in (self._channels, *steps)]
         reduced = [] if self._moments is None else [("moments", self._moments)]
         reduced += [("products", products) for products, _ in readings]
-        found = [("normalise", self._normalise[0]), *(("gradient", gradient[0]) for _, gradient in readings)]
+        now = [("normalise", self._normalise[0]), *(("gradient", gradient[0]) for _, gradient in readings)]
         later = []
         for name, (both, lanes) in reduced:
             far = _shares(rows, lanes, -(-self._channels // lanes))[1]
-            found.append((name, both[far]))
+            now.append((name, both[far]))
             later.append((name, both[not far]))
-        if self._device.type == "cuda":
-            for task in self._tasks(later):
-                BACKGROUND.submit(task, NEXT)
-        return self._tasks(found)
+        return self._tasks(now), self._tasks(later)
 
-    def _tasks(self, found: Sequence[tuple[str, BoundKernel]]) -> list[Callable[[], object]]:
-        return [partial(one.compile, self._device, *self._told(name)) for name, one in found if one.begins(self._index)]
+    def _tasks(self, kernels: Sequence[tuple[str, BoundKernel]]) -> KernelTasks:
+        return {
+            one: partial(one.compile, self._device, *self._told(name))
+            for name, one in kernels
+            if one.compiled(self._index, ()) is None
+        }
 
     def _sized(self, rows: int, step: int) -> NormLaunches:
         products, gradient = self._reading(step)

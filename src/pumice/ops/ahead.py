@@ -64,7 +64,7 @@ class CompiledTogether:
 
 
 def compilations(layer: CompiledTogether, calls: Calls) -> Tasks:
-    """Those of calls of a layer."""
+    """Tasks for the kernels of calls of a layer."""
     return _COMPILATIONS[layer.operation](layer, calls)
 
 

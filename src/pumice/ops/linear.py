@@ -99,7 +99,7 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Ca
         key = weight.shape, None if bias is None else bias.dtype
         yield ("linear", *key), partial(_compile, x, narrow, bias)
         if calls.training:
-            yield ("linear, gradients", *key, weight.dtype), partial(_compile_gradients, x, narrow, weight.dtype)
+            yield ("linear, gradients", *key, weight.dtype), partial(_compile_gradients, narrow, weight.dtype)
 
 
 _USUAL = 1024
@@ -111,19 +111,30 @@ def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         task()
 
 
-def _compile_gradients(x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+def _compile_gradients(weight: Tensor, dtype: torch.dtype) -> None:
     """dtype: of the gradient of the weight."""
-    for number, wanted in enumerate((x.dtype, dtype)):
-        for task in gradient_compilations(x, weight, (number, wanted)):
+    for number, wanted in enumerate((weight.dtype, dtype)):
+        for task in _gradient_compilations(weight, (number, wanted)):
             task()
 
 
-def gradient_compilations(x: Tensor, weight: Tensor, of: tuple[int, torch.dtype]) -> Iterator[Callable[[], object]]:
-    """What compiles the kernels of a gradient, as `compilation`: of few rows and of many, whose sum is split. of: 0 for
-    that of features, 1 for that of the weight; and its dtype."""
+def compilations_of_passes(weight: Tensor, wanted: Sequence[torch.dtype | None]) -> Iterator[Callable[[], object]]:
+    """What compiles the kernels of both passes, as `compilation`. weight: any like it, of the dtype of the features;
+    wanted: dtypes of the gradients of features and weight, None of one that is not needed."""
+    task = compilation(weight.new_empty((_USUAL, weight.shape[1])), weight, Epilogue())
+    if task is not None:
+        yield task
+    for number, dtype in enumerate(wanted):
+        if dtype is not None:
+            yield from _gradient_compilations(weight, (number, dtype))
+
+
+def _gradient_compilations(weight: Tensor, of: tuple[int, torch.dtype]) -> Iterator[Callable[[], object]]:
+    """Of few rows and of many, whose sum is split. of: 0 for the gradient of features, 1 for that of the weight; and
+    its dtype."""
     planned = set[bool]()
     for rows in _ROWS:
-        feats, grad = x.new_empty((rows, x.shape[1])), x.new_empty((rows, weight.shape[0]))
+        feats, grad = weight.new_empty((rows, weight.shape[1])), weight.new_empty((rows, weight.shape[0]))
         call, tensors = _call(feats, weight), (feats, weight, grad)
         splits = call.splits(tensors, of)
         if splits not in planned:

@@ -78,7 +78,8 @@ def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[tuple[Ha
         dtypes = [torch.float32 if t is None else t.dtype for t in (weight, bias)]
         of = like.new_empty((0, norm.num_features))
         kernels = lowered.NormKernels(_statistics_of(norm), facts, of, (dtypes[0], dtypes[1]))
-        yield from ((task, task) for task in kernels.compilations(calls.rows))
+        for tasks in kernels.compilations(calls.rows):
+            yield from tasks.items()
     elif not (calls.training or norm.training) and mean is not None:
         yield lowered.compilation(like, (mean, variance, weight, bias), norm.eps)
 

@@ -286,15 +286,6 @@ class BoundKernel:
     def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
-        self._begun: set[int] = set()
-
-    def begins(self, device: int) -> bool:
-        """True for whoever asks first, if no variant for aligned tensors is compiled: many layers have one kernel, and
-        threads that wait for each other compile nothing."""
-        if (device,) in self._compiled or device in self._begun:
-            return False
-        self._begun.add(device)
-        return True
 
     def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
         """As KernelLauncher."""
