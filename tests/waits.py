@@ -1,8 +1,11 @@
-"""What a device is not to be asked for."""
+"""What waits for a device, and what waits for the background."""
 
+import time
 from contextlib import contextmanager
 
 import torch
+
+from pumice.runtime.compile import BACKGROUND
 
 
 @contextmanager
@@ -14,3 +17,9 @@ def no_wait():
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def wait_for_background():
+    """Until no task is left there: some hold memory of the device while they run."""
+    while BACKGROUND.left:
+        time.sleep(0.02)

@@ -63,7 +63,7 @@ def test_a_linear_layer(gpu, sizes, bias, dtype):
 @pytest.mark.parametrize("sizes", [(96, 19), (7, 40)], ids=str)
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
-    """Against torch's in float64: of few rows by torch, of many by kernels of ours, prepared for other numbers too."""
+    """Against torch's in float64, by kernels of ours for each number of rows."""
     linear, seen = import_module("pumice.ops.linear"), []
     real = linear.differentiable_features
     monkeypatch.setattr(linear, "differentiable_features", lambda *given: seen.append(real(*given)) or seen[-1])
@@ -76,7 +76,7 @@ def test_a_linear_layer_that_trains(gpu, monkeypatch, sizes, mixed, dtype):
         seen.clear()
         with torch.autocast("cuda", dtype, enabled=mixed):
             y = layer(x).feats
-        assert [one is not None for one in seen] == [True] * (count > 3000) and y.dtype == dtype
+        assert [one is not None for one in seen] == [True] and y.dtype == dtype
         grad = torch.randn(count, sizes[1], device=gpu, dtype=dtype)
         got = torch.autograd.grad(y, [x.feats, *layer.parameters()], grad)
         wide = x.feats.detach().double().requires_grad_()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, Dataset
+from waits import wait_for_background
 
 import pumice as pm
 from pumice.coords import build
@@ -374,6 +375,7 @@ def test_memory_comes_back(gpu):
     net = unet(gpu)
     net(scene(torch.float32, gpu)).feats.sum().backward()  # gradients, workspaces of the BLAS
     net.zero_grad(set_to_none=False)
+    wait_for_background()
     gc.collect()
     torch.cuda.synchronize(gpu)
     before = torch.cuda.memory_allocated(gpu)

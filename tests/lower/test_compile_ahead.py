@@ -21,7 +21,7 @@ from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
 from pumice.ops import ahead as together
-from pumice.ops.ahead import Calls, CompiledTogether
+from pumice.ops.ahead import Calls, Compilation, CompiledTogether
 from pumice.runtime import compile as ahead
 from pumice.runtime import launch
 from pumice.schedule.tile import Tile
@@ -339,8 +339,8 @@ def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatc
         net = net_of_layers().to(dtype).train(training)
         for layer in net:
             if isinstance(layer, CompiledTogether):
-                for _, task in together.compilations(layer, Calls(x.feats, len(x), training)):
-                    task()
+                for one in together.compilations(layer, Calls(x.feats, len(x), training)):
+                    one.run()
         known, norms = {*made}, [each.cache_info().misses for each in gpu.of_norms]
         assert len(known) >= 5 and not gpu.launches
         y = net(x)
@@ -352,17 +352,16 @@ def test_kernels_of_layers_are_known_before_they_are_called(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_kernels_of_larger_scenes_are_compiled_in_the_background(tmp_path, monkeypatch, training):
-    """Until they are there, maps have tiles of the height whose kernels are. Calls without gradients plan them
-    themselves."""
+    """Until they are there, maps have tiles of the height whose kernels are."""
     maps = importlib.import_module("pumice.lower.maps")
     heights, x = [], torch.zeros(9, 16, dtype=torch.float16)
     monkeypatch.setattr(maps.TILE_HEIGHTS, "compile", lambda height, task: heights.append(height) or task())
-    for rows, later in ((2000, {128} if training else set()), (60_000, set())):
+    for rows, later in ((2000, {128}), (60_000, set())):
         heights.clear()
         with emulated(tmp_path):
             layer = pm.nn.Conv3d(16, 16, 3).to(torch.float16)
-            for _, task in together.compilations(layer, Calls(x, rows, training)):
-                task()
+            for one in together.compilations(layer, Calls(x, rows, training)):
+                one.submit(one.run)
         assert {*heights} == later
 
 
@@ -372,12 +371,11 @@ def test_norms_alike_have_the_same_kernels(tmp_path):
     with emulated(tmp_path):
         told = norm.Statistics(None, 1e-5), (True, True, False, True), torch.zeros(0, 48, dtype=torch.float16)
         first, other = (norm.NormKernels(*told, (torch.float32, torch.float32)) for _ in range(2))
-        now, later = first.compilations(300)
-        # Moments, normalise, products and gradient; of many rows other moments and products.
-        assert len(now) == 4 and len(later) == 2 and not now.keys() & later.keys()
-        assert [each.keys() for each in other.compilations(300, (96, 144))] == [now.keys(), later.keys()]
-        assert [each.keys() for each in other.compilations(1 << 20)] != [now.keys(), later.keys()]
-        assert len(other.compilations(300, (100,))[0]) == 6
+        # Moments and normalise; products and gradient.
+        assert len(first.compilations()) == 2 and len(first.gradient_compilations()) == 2
+        assert other.compilations().keys() == first.compilations().keys()
+        assert other.gradient_compilations((96, 144)).keys() == first.gradient_compilations().keys()
+        assert len(other.gradient_compilations((100,))) == 4
 
 
 def test_counts_and_status_words_are_aligned():
@@ -399,7 +397,7 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
 
     def find(layer, calls):
         asked.append((layer, calls.like.dtype, calls.rows))
-        return [(object(), lambda: None)] * layer.there
+        return [Compilation(object(), lambda: None)] * layer.there
 
     monkeypatch.setattr(together, "_LAYERS", WeakIdKeyDictionary())
     monkeypatch.setitem(together._COMPILATIONS, "nothing", find)
@@ -422,7 +420,7 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     together.compile_layers(Calls(like, 9))
     assert len(submitted) == 3
     # What is one kernel of several layers is compiled once.
-    monkeypatch.setitem(together._COMPILATIONS, "nothing", lambda layer, calls: [("alike", lambda: None)])
+    monkeypatch.setitem(together._COMPILATIONS, "nothing", lambda layer, calls: [Compilation("alike", lambda: None)])
     like.dtype = torch.bfloat16
     together.compile_layers(Calls(like, 9))
     assert len(submitted) == 4

@@ -25,7 +25,7 @@ from pumice.nn.hooks import REQUIRES_GRAD, TENSOR_GUARDS
 from pumice.ops import autograd, cat
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
-from pumice.runtime.compile import BACKGROUND, NEXT
+from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.streams import is_capturing
 
 _ADDRESS = 15
@@ -187,22 +187,17 @@ class TrainStretch:
 
     def _compile(self, plan: TrainPlan, calls: Sequence[StepCall], like: Tensor) -> None:
         """Compile the kernels of both passes in parallel, as far as they are those of no step before."""
-        tasks, norms, later = dict[Hashable, list[Callable[[], object]]](), KernelTasks(), KernelTasks()
+        tasks, norms = dict[Hashable, list[Callable[[], object]]](), KernelTasks()
         own = {layer: call for layer, call in zip(plan.steps, calls, strict=True) if isinstance(layer, Layer)}
         with autograd.autocast_disabled((like,)), torch.no_grad():
             for layer, call in own.items():
                 if layer.norm is not None and (plan not in self._compiled or call.outputs.buffered is not None):
-                    now, more = layer.norm.compilations(call.rows, layer.steps)
-                    norms |= now
-                    later |= more
+                    norms |= layer.norm.compilations() | layer.norm.gradient_compilations(layer.steps)
                 if call.found is not None:
                     # In buffers kernels are chosen by the sizes of the map.
                     kind = layer.kind_of(call.found) if call.found.buffered is None else id(call.found)
                     if (layer.key, kind) not in tasks:
                         tasks[layer.key, kind] = layer.compilations(like, call.found)
-        for kernel, task in later.items() if like.is_cuda else ():
-            if kernel not in norms:
-                BACKGROUND.submit(task, NEXT)
         every, others = itertools.chain(norms.values(), *tasks.values()), list[Callable[[], object]]()
         BACKGROUND.run(every, partial(self._plan_others, own, like, others))
         for begin in others:

@@ -47,7 +47,7 @@ from pumice.lower.tile_family import (
 )
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.compile import Parameter, TritonKernel, digest
-from pumice.runtime.launch import LOADING, CompiledKernel, on_device
+from pumice.runtime.launch import CompiledKernel, on_device
 from pumice.runtime.streams import is_capturing
 from pumice.runtime.workspace import workspace
 from pumice.schedule import tile as tiles
@@ -663,8 +663,7 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
         # `values` keeps the tensors alive until the launch: another thread could be given their memory before.
         compiled(launch.programs, bare, device)
         return
-    with LOADING:
-        made = generated.kernel[(launch.programs,)](*values, **generated.triton_options)
+    made = generated.kernel[(launch.programs,)](*values, **generated.triton_options)
     if made is not None:
         generated.compiled[key] = CompiledKernel(made)
 

@@ -243,21 +243,20 @@ def other_tiles(found: KernelMap) -> UsualTiles:
 
 
 def usual_tiles(volume: int, rows: int) -> Iterator[UsualTiles]:
-    """Tiles of the maps of so many kernel offsets on the levels of a scene of `rows` voxels, for which kernels differ:
-    of each height, and of few kernel offsets with few and many entries."""
-    for outputs in sorted({min(rows, _USUAL_ROWS), min(rows, _FEW_ROWS)}):
-        yield from _usual_tiles(volume, outputs)
+    """Tiles of the maps of so many kernel offsets on the levels of a scene of `rows` voxels: of each height."""
+    yield _usual_tiles(volume, min(rows, _USUAL_ROWS))
+    if rows >= _FEW_ROWS:
+        yield _usual_tiles(volume, _FEW_ROWS)
 
 
 def tiles_of_larger_scenes(volume: int, rows: int) -> Iterator[UsualTiles]:
     """The same of larger scenes, for which kernels differ from those for `rows` voxels."""
     if rows < _FEW_ROWS:
-        yield from _usual_tiles(volume, _FEW_ROWS)
+        yield _usual_tiles(volume, _FEW_ROWS)
 
 
-def _usual_tiles(volume: int, outputs: int) -> Iterator[UsualTiles]:
-    for mean in (1, volume) if 1 < volume <= _FEW_TAPS else (-(-volume // 2),):
-        yield UsualTiles(outputs, tile_rule().block(outputs), mean)
+def _usual_tiles(volume: int, outputs: int) -> UsualTiles:
+    return UsualTiles(outputs, tile_rule().block(outputs), -(-volume // 2))
 
 
 def materialize(wanted: Iterable[tuple[KernelMap, Sequence[str]]]) -> None:

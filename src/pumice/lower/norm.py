@@ -194,6 +194,7 @@ _SHARED, _PROGRAMS = 32, 264
 """Channels per program of a reduction, if a divisor, and maximum programs (parts of the rows x blocks of channels).
 With at most 132 parts the reductions of a MinkUNet step took 2.4 instead of 1.9 ms on an H200 (fp16, 346,000 voxels of
 Waymo), and 4.2 instead of 3.9 ms (2 million)."""
+_STAGES = 3
 _ENTRIES, _JOINED = 4096, 1024
 """Entries per iteration of a reduction, and of its last program over the parts: 32 and 8 registers with four warps;
 more in the last program would cost all programs occupancy."""
@@ -349,20 +350,18 @@ def _by_parts(
     """Launch a reduction over the rows of the first tensor [N, C]; its last program merges the partial sums."""
     x = tensors[0]
     rows, channels = x.shape
-    (once, ahead), lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
+    fixed, lanes = _of_parts(name, channels, facts, *[t.dtype for t in tensors])
     sides = -(-channels // lanes)
-    parts, far = _shares(rows, lanes, sides)
+    parts = _parts(rows, lanes, sides)
     own = workspace(sides, 8 * parts * channels, x.device)
-    fixed = ahead if far else once
     fixed(parts * sides, (*tensors, own.scratch, own.counters), (parts, *numbers))
 
 
-def _shares(rows: int, lanes: int, sides: int) -> tuple[int, bool]:
-    """(parts of the rows, True if loads are pipelined: enough iterations). sides: blocks of channels."""
+def _parts(rows: int, lanes: int, sides: int) -> int:
+    """Number of parts of the rows. sides: blocks of channels."""
     # At least two iterations each: the last program waits for the sums of all.
     turn = _ENTRIES // lanes
-    parts = max(1, min(_PROGRAMS // sides, -(-rows // (2 * turn))))
-    return parts, rows > 4 * parts * turn
+    return max(1, min(_PROGRAMS // sides, -(-rows // (2 * turn))))
 
 
 @lru_cache(maxsize=1024)
@@ -373,15 +372,12 @@ def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dty
 
 
 @lru_cache(maxsize=1024)
-def _of_parts(
-    name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype
-) -> tuple[tuple[BoundKernel, BoundKernel], int]:
-    """((kernel without, kernel with pipelined loads), channels of a program)."""
+def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[BoundKernel, int]:
+    """As _of_blocks, of a reduction over the rows."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
     shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
-    made = jitted(f"row_kernels.{name}", "lower")
-    once, ahead = (BoundKernel(made, (*shape, stages, *facts)) for stages in (1, 3))
-    return (once, ahead), lanes
+    # A loop without pipelined loads, for few rows, would be one more kernel to compile.
+    return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (*shape, _STAGES, *facts)), lanes
 
 
 def _lanes(channels: int) -> int:
@@ -436,7 +432,7 @@ class NormKernels:
         self._channels, self._facts, self._dtype = of.shape[1], facts, of.dtype
         self._vectors = torch.int32, torch.float32, *dtypes
         self._momentum = 0.0
-        self._moments: tuple[tuple[BoundKernel, BoundKernel], int] | None = None
+        self._moments: tuple[BoundKernel, int] | None = None
         if statistics is not None:
             self._momentum = float(statistics.momentum or 0.0)
             self._moved = of.dtype, *_moved_dtypes(statistics)
@@ -454,20 +450,18 @@ class NormKernels:
             known = self._known[key] = self._sized(*key)
         return known
 
-    def compilations(self, rows: int, steps: Sequence[int] = ()) -> tuple[KernelTasks, KernelTasks]:
-        """What compiles the kernels for so many rows, and those for other numbers of rows, which the next scene may
-        have; without those that are compiled. Norms alike have the same kernels. steps: more row strides of
-        gradients."""
-        readings = [self._reading(step) for step in (self._channels, *steps)]
-        reduced = [] if self._moments is None else [("moments", self._moments)]
-        reduced += [("products", products) for products, _ in readings]
-        now = [("normalise", self._normalise[0]), *(("gradient", gradient[0]) for _, gradient in readings)]
-        later = []
-        for name, (both, lanes) in reduced:
-            far = _shares(rows, lanes, -(-self._channels // lanes))[1]
-            now.append((name, both[far]))
-            later.append((name, both[not far]))
-        return self._tasks(now), self._tasks(later)
+    def compilations(self) -> KernelTasks:
+        """What compiles the kernels of the forward pass, without those that are compiled. Norms alike have the same."""
+        moments = [] if self._moments is None else [("moments", self._moments[0])]
+        return self._tasks([*moments, ("normalise", self._normalise[0])])
+
+    def gradient_compilations(self, steps: Sequence[int] = ()) -> KernelTasks:
+        """As `compilations`, of the backward pass. steps: more row strides of gradients than that without gaps."""
+        kernels = list[tuple[str, BoundKernel]]()
+        for step in (self._channels, *steps):
+            (products, _), (gradient, _) = self._reading(step)
+            kernels += [("products", products), ("gradient", gradient)]
+        return self._tasks(kernels)
 
     def _tasks(self, kernels: Sequence[tuple[str, BoundKernel]]) -> KernelTasks:
         return {
@@ -480,7 +474,7 @@ class NormKernels:
         products, gradient = self._reading(step)
         (_, lanes), channels = products, self._channels
         sides = -(-channels // lanes)
-        parts, far = _shares(rows, lanes, sides)
+        parts = _parts(rows, lanes, sides)
         reduced, blocks = parts * sides, -(-rows // _ROWS)
 
         def made(name: str, kernel: BoundKernel, programs: int, numbers: tuple[float, ...]) -> Compiled:
@@ -488,17 +482,17 @@ class NormKernels:
 
         moments = None
         if self._moments is not None:
-            moments = made("moments", self._moments[0][far], reduced, (parts, self._momentum))
+            moments = made("moments", self._moments[0], reduced, (parts, self._momentum))
         wide = -(-channels // self._normalise[1])
         return NormLaunches(
             moments,
             made("normalise", self._normalise[0], blocks * wide, ()),
-            made("products", products[0][far], reduced, (parts, step)),
+            made("products", products[0], reduced, (parts, step)),
             made("gradient", gradient[0], blocks * -(-channels // gradient[1]), (step,)),
             (sides, 8 * parts * channels),
         )
 
-    def _reading(self, step: int) -> tuple[tuple[tuple[BoundKernel, BoundKernel], int], tuple[BoundKernel, int]]:
+    def _reading(self, step: int) -> tuple[tuple[BoundKernel, int], tuple[BoundKernel, int]]:
         """The gradient kernels for that row stride."""
         (of_products, _), (of_gradient, _) = self._told("products"), self._told("gradient")
         facts = (*self._facts, _unit(step))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
+from operator import attrgetter
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,19 +28,32 @@ class Calls(NamedTuple):
         return self.like.dtype, self.like.device, self.training
 
 
-Tasks = Iterable[tuple[Hashable, Callable[[], object]]]
-"""What compiles each kernel; equal keys of two layers: it is the same."""
-_COMPILATIONS: dict[str, Callable[[Any, Calls], Tasks]] = {}
+def _submit(task: Callable[[], object]) -> None:
+    BACKGROUND.submit(task, NEXT)
+
+
+class Compilation(NamedTuple):
+    """A kernel of a layer. key: equal ones are the same kernel; run: what compiles it; back: whether the backward pass
+    needs it, not the forward pass; submit: what has it run in the background."""
+
+    key: Hashable
+    run: Callable[[], object]
+    back: bool = False
+    submit: Callable[[Callable[[], object]], object] = _submit
+
+
+_Find = Callable[[Any, Calls], Iterable[Compilation]]
+_COMPILATIONS: dict[str, _Find] = {}
 _LOCK = Lock()
 _LAYERS = WeakIdKeyDictionary()
 """Layers, with the kinds of calls that their kernels are compiled for."""
 
 
-def compilations_of(operation: str) -> Callable[[Callable[[Any, Calls], Tasks]], Callable[[Any, Calls], Tasks]]:
-    """Decorator of what gives, for a layer of an operation and calls, Tasks for the kernels of such calls; nothing
-    where there is none, or where the layer is on another device."""
+def compilations_of(operation: str) -> Callable[[_Find], _Find]:
+    """Decorator of what gives, for a layer of an operation and calls, the kernels of such calls; none where the layer
+    is on another device."""
 
-    def register(find: Callable[[Any, Calls], Tasks]) -> Callable[[Any, Calls], Tasks]:
+    def register(find: _Find) -> _Find:
         _COMPILATIONS[operation] = find
         return find
 
@@ -63,8 +77,8 @@ class CompiledTogether:
         return made
 
 
-def compilations(layer: CompiledTogether, calls: Calls) -> Tasks:
-    """Tasks for the kernels of calls of a layer."""
+def compilations(layer: CompiledTogether, calls: Calls) -> Iterable[Compilation]:
+    """The kernels of calls of a layer."""
     return _COMPILATIONS[layer.operation](layer, calls)
 
 
@@ -75,16 +89,13 @@ def compile_layers(calls: Calls) -> None:
     kind = calls.kind
     with _LOCK:
         layers = [layer for layer, known in _LAYERS.items() if kind not in known]
-    begun = set[Hashable]()
+    found = dict[Hashable, Compilation]()
     for layer in layers:
-        tasks = []
         # What is wrong with a layer of another network, its own calls tell.
         with suppress(Exception):
-            tasks = [*compilations(layer, calls)]
-        if tasks:
-            _LAYERS[layer].add(kind)
-        for key, task in tasks:
-            # Threads that wait for each other compile nothing.
-            if key not in begun:
-                begun.add(key)
-                BACKGROUND.submit(task, NEXT)
+            own = [*compilations(layer, calls)]
+            found |= {one.key: one for one in own}
+            if own:
+                _LAYERS[layer].add(kind)
+    for one in sorted(found.values(), key=attrgetter("back")):
+        one.submit(one.run)

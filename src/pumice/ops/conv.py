@@ -18,7 +18,7 @@ from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied, check_epilogue
 from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import autograd
-from pumice.ops.ahead import Calls, compilations_of, compile_layers
+from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
@@ -256,10 +256,8 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     if launches and not found.buffered:
         compile_layers(Calls(x, rows))
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
-    if launches and _keep_call(tensors, flat, found, finish) and not found.buffered:
-        begin = plan_for_other_tiles(x, weight, found, epilogue)
-        if begin is not None:
-            begin()
+    if launches:
+        _keep_call(tensors, flat, found, finish)
     return y
 
 
@@ -276,18 +274,17 @@ def _tensors_and_signature(
     return (x, weight, *epilogue.operands.values()), epilogue.signature
 
 
-def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> bool:
-    """Keep the launch of a call that ran, and its template, for later calls; False where it is not one kernel."""
+def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
+    """Keep the launch of a call that ran, and its template, for later calls, where it is one kernel."""
     x, weight, *more = tensors
     call_plan = found.get_cached((finish, _call_key(x, flat, found.num_outputs, 1)))
     if call_plan is None or flat.data_ptr() != weight.data_ptr():
         # `flat` is a copy of a strided weight: the launch would not read the weight of later calls.
-        return False
+        return
     call = product_call(tensors, finish, maps.bound_map(found), found.num_outputs)
     bound = call_plan.keep_call(call, (x, flat, *more), (0, 1), finish)
     if bound is not None:
         keep_call(found, call.signature, bound)
-    return bound is not None
 
 
 def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
@@ -334,32 +331,32 @@ def _call_over_tiles(
 
 
 @compilations_of("convolution")
-def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
-    """Over maps of the tiles that the levels of a scene have; in training also those of larger scenes, in the
-    background, which calls without gradients plan themselves. Of one group and an automatic dataflow."""
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
+    """Over maps of the tiles that the levels of a scene have and, when nothing else is compiled, of those of larger
+    scenes. Of one group and an automatic dataflow."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
     volume = math.prod(layer.weight.shape[1:-1])
     for tiles in maps.usual_tiles(volume, calls.rows):
         yield from _compilations_over(layer, calls, tiles)
-    for tiles in maps.tiles_of_larger_scenes(volume, calls.rows) if calls.training else ():
-        for key, task in _compilations_over(layer, calls, tiles):
-            yield key, partial(maps.TILE_HEIGHTS.compile, tiles.block, task)
+    for tiles in maps.tiles_of_larger_scenes(volume, calls.rows):
+        for found in _compilations_over(layer, calls, tiles):
+            yield found._replace(submit=partial(maps.TILE_HEIGHTS.compile, tiles.block))
 
 
-def _compilations_over(
-    layer: Any, calls: Calls, tiles: maps.UsualTiles
-) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+def _compilations_over(layer: Any, calls: Calls, tiles: maps.UsualTiles) -> Iterator[Compilation]:
     weight, bias, like = layer.weight, layer.bias, calls.like
     dtype, device, shape = weight.dtype, weight.device, _shape_of(weight)
     # Autograd casts the weight.
     if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
         symmetric = layer.relation.policy == "same" and layer.relation.mirrored
-        task = partial(_compile_passes, like.new_empty(weight.shape), dtype, symmetric, tiles)
-        yield ("passes", shape, dtype, symmetric, tiles), task
+        for of in (None, (0, like.dtype), (1, dtype)):
+            task = partial(_compile_pass, like.new_empty(weight.shape), symmetric, tiles, of)
+            yield Compilation(("pass", shape, symmetric, tiles, of), task, back=of is not None)
     elif not calls.training and (dtype, device) == (like.dtype, like.device):
         x, epilogue = like.new_empty((1, weight.shape[-1])), None if bias is None else Epilogue(shift=bias.detach())
-        yield ("result", shape, bias is None, tiles), partial(_compile_over, x, weight.detach(), epilogue, tiles)
+        task = partial(_compile_over, x, weight.detach(), epilogue, tiles)
+        yield Compilation(("result", shape, bias is None, tiles), task)
 
 
 def _shape_of(weight: Tensor) -> tuple[int, int, int]:
@@ -367,14 +364,15 @@ def _shape_of(weight: Tensor) -> tuple[int, int, int]:
     return weight.shape[0], math.prod(weight.shape[1:-1]), weight.shape[-1]
 
 
-def _compile_passes(weight: Tensor, dtype: torch.dtype, symmetric: bool, tiles: maps.UsualTiles) -> None:
-    """Compile the kernels of both passes of a layer. weight: any of its shape, as the passes take it; dtype: of its
-    gradient; symmetric: its maps are their own transposes but for the order of kernel offsets."""
+def _compile_pass(weight: Tensor, symmetric: bool, tiles: maps.UsualTiles, of: tuple[int, torch.dtype] | None) -> None:
+    """Compile a kernel of a layer that trains. weight: any of its shape, as the passes take it; symmetric: its maps are
+    their own transposes but for the order of kernel offsets; of: None for the result, 0 for the gradient of features, 1
+    for that of the weight, and its dtype."""
     flat = _flat(weight)
     call, x, grad = _call_over_tiles(flat, tiles, symmetric)
-    for tensors, of in (((x, flat), None), ((x, flat, grad), (0, x.dtype)), ((x, flat, grad), (1, dtype))):
-        if (task := call.compilation(tensors, of)) is not None:
-            task()
+    task = call.compilation((x, flat) if of is None else (x, flat, grad), of)
+    if task is not None:
+        task()
 
 
 def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:

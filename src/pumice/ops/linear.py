@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ from pumice.lower.call import keep_call, product_call, run_product
 from pumice.lower.epilogue import Epilogue, check_epilogue
 from pumice.lower.maps import NO_ARRAYS, NoMap, bound_map, no_map
 from pumice.ops import autograd
-from pumice.ops.ahead import Calls, compilations_of, compile_layers
+from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.tensor import SparseTensor, not_sparse, raw_feats, row_by_row
 
@@ -89,7 +89,7 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
 
 
 @compilations_of("linear map")
-def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
     """Of 16-bit features; of others torch's serve."""
     like, weight, bias = calls.like, layer.weight, layer.bias
     # Autocast casts the weight.
@@ -97,9 +97,10 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[tuple[Hashable, Ca
     if like.dtype in HALF and weight.dtype in kinds and weight.device == like.device:
         x, narrow = like.new_empty((_USUAL, weight.shape[1])), like.new_empty(weight.shape)
         key = weight.shape, None if bias is None else bias.dtype
-        yield ("linear", *key), partial(_compile, x, narrow, bias)
+        yield Compilation(("linear", *key), partial(_compile, x, narrow, bias))
         if calls.training:
-            yield ("linear, gradients", *key, weight.dtype), partial(_compile_gradients, narrow, weight.dtype)
+            gradients = "linear, gradients", *key, weight.dtype
+            yield Compilation(gradients, partial(_compile_gradients, narrow, weight.dtype), back=True)
 
 
 _USUAL = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional
 from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
 from pumice.ops import autograd
-from pumice.ops.ahead import Calls, compilations_of
+from pumice.ops.ahead import Calls, Compilation, compilations_of
 from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, unchecked_tensor
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -68,7 +68,7 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
 
 
 @compilations_of("batch norm")
-def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[tuple[Hashable, Callable[[], object]]]:
+def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Compilation]:
     """By running statistics or, in training, those of the batch."""
     like, (mean, variance, weight, bias) = calls.like, _vectors(norm)
     if any([t is not None and t.device != like.device for t in (mean, variance, weight, bias)]):
@@ -78,10 +78,12 @@ def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[tuple[Ha
         dtypes = [torch.float32 if t is None else t.dtype for t in (weight, bias)]
         of = like.new_empty((0, norm.num_features))
         kernels = lowered.NormKernels(_statistics_of(norm), facts, of, (dtypes[0], dtypes[1]))
-        for tasks in kernels.compilations(calls.rows):
-            yield from tasks.items()
+        for key, task in kernels.compilations().items():
+            yield Compilation(key, task)
+        for key, task in kernels.gradient_compilations().items():
+            yield Compilation(key, task, back=True)
     elif not (calls.training or norm.training) and mean is not None:
-        yield lowered.compilation(like, (mean, variance, weight, bias), norm.eps)
+        yield Compilation(*lowered.compilation(like, (mean, variance, weight, bias), norm.eps))
 
 
 def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:

@@ -17,7 +17,7 @@ from importlib import import_module
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
-from threading import Lock, Semaphore, Thread, local
+from threading import Lock, RLock, Semaphore, Thread, local
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ _PATIENCE = 1.0
 """Seconds of waiting between reports."""
 NOW, NEXT, LATER = range(3)
 """When a task runs: somebody waits for it, somebody is about to, or nobody does."""
+LOADING = RLock()
+"""Held by whoever may load a binary: Triton does at its first use, and two threads at once would see half of it."""
 _THREAD = local()
 """worker: of a background thread."""
 
@@ -65,14 +67,16 @@ def compiling_beside() -> Iterator[None]:
 
 
 class Background:
-    """Runs tasks in order in daemon threads, which start with the first task, each with a process that compiles. A task
-    that fails is dropped: the call that needs its result raises the error."""
+    """Runs tasks in order in daemon threads, which start with the first task, each with a process that compiles; one
+    more process compiles for other threads. A task that fails is dropped: the call that needs its result raises the
+    error."""
 
     def __init__(self, threads: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()
         self._lock, self._count, self._numbers = Lock(), threads, count()
         self._threads: list[Thread] = []
         self._owner, self._closed = 0, False
+        self._spare, self._of_spare = Worker(), Lock()
 
     def submit(self, task: Task, turn: int = LATER) -> None:
         """Run `task` in a copy of the caller's context. turn: NOW, NEXT or LATER; those of the first come first."""
@@ -81,7 +85,7 @@ class Background:
         self._queue.put((turn, next(self._numbers), partial(context.run, task)))
 
     def start(self) -> None:
-        """Start all threads and their processes, which take half a second to be ready."""
+        """Start all threads and the processes, which take half a second to be ready."""
         with self._lock:
             # A forked process has none of its parent's threads.
             if (self._threads and self._owner == os.getpid()) or self._closed:
@@ -92,6 +96,22 @@ class Background:
             atexit.register(self.close)
             for thread in self._threads:
                 thread.start()
+            self._spare, self._of_spare = Worker(), Lock()
+            with suppress(OSError):
+                self._spare.start()
+
+    def compile(self, job: Mapping[str, Any]) -> bool:
+        """True if the kernel is in the cache now: by the process of this thread, or for other threads than those here
+        by one that is kept for them."""
+        worker = getattr(_THREAD, "worker", None)
+        if worker is not None:
+            return worker.compile(job)
+        if self._owner != os.getpid() or self._closed or not self._of_spare.acquire(blocking=False):
+            return False
+        try:
+            return self._spare.compile(job)
+        finally:
+            self._of_spare.release()
 
     def run(self, tasks: Iterable[Task], meanwhile: Task | None = None) -> None:
         """Run these tasks, each as soon as it is made, and wait for all of them, of which a terminal is told how many
@@ -134,6 +154,8 @@ class Background:
             self._queue.put((NOW, next(self._numbers), _nothing))
         for thread in self._threads:
             thread.join()
+        with self._of_spare:
+            self._spare.close()
 
     def _work(self) -> None:
         worker = _THREAD.worker = Worker()
@@ -232,10 +254,11 @@ class TritonKernel:
 
         def launch(*values: Any, **options: int) -> Any:
             made = self.warmup(*values, grid=grid, **options)
-            if made is None:
-                self.function[grid](*values, **options)
-            else:
-                made[(*grid, 1, 1)[:3]](*values)
+            with LOADING:
+                if made is None:
+                    self.function[grid](*values, **options)
+                else:
+                    made[(*grid, 1, 1)[:3]](*values)
             return made
 
         return launch
@@ -264,8 +287,7 @@ class TritonKernel:
             return self._loaded[key]
 
     def _compiled(self, mark: str, job: dict[str, Any]) -> Any:
-        worker = getattr(_THREAD, "worker", None)
-        found = self._kept(mark, job) if worker is not None and worker.compile(job) else None
+        found = self._kept(mark, job) if BACKGROUND.compile(job) else None
         return found or compile_worker.build(job, self.function)
 
     @staticmethod

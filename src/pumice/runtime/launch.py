@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, wraps
-from threading import RLock
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from pumice.runtime.compile import BACKGROUND, TritonKernel
+from pumice.runtime.compile import BACKGROUND, LOADING, TritonKernel
 from pumice.runtime.parts import Array, tensor_of
 
 
@@ -162,7 +161,6 @@ class CompiledKernel:
         from triton import knobs
 
         self._compiled, self._runtime = compiled, knobs.runtime
-        # Triton loads a binary at its first use: two threads at once would see half of it.
         with LOADING:
             self._run = _in_c(compiled) or _by_triton(compiled)
 
@@ -175,9 +173,6 @@ class CompiledKernel:
             return
         self._run(programs, torch._C._cuda_getCurrentRawStream(device), values)
 
-
-LOADING = RLock()
-"""Held by whoever may load a binary."""
 
 Run = Callable[[int, int, Sequence[Any]], object]
 """run(programs, stream, values): launch a kernel with these arguments."""
@@ -326,7 +321,6 @@ class BoundKernel:
         if compiled is not None:
             compiled(programs, (*addresses, *numbers, *self.constants), device)
             return
-        with LOADING:
-            made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, num_warps=self.warps)
+        made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, num_warps=self.warps)
         if made is not None:
             self._compiled[key] = CompiledKernel(made)

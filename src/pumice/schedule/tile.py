@@ -395,7 +395,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
         return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
     if roles.atomic and problem.bits == 16 and not (roles.packed or roles.folds):
-        tile = _tile_of_sums(problem, (rows, columns, depth), swapped)
+        tile = _tile_of_sums((rows, columns, depth), swapped)
         return tile if turns >= _SHORT_LOOP else _without_prefetch(tile)
     height, width, count = _chained_sides(problem, (rows, columns), turns)
     # With 32 bits a side is held in several parts, for which 4 warps have too few registers.
@@ -417,7 +417,8 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     rows, columns, depth = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tile = Tile(height, width, depth, stages=3, prefetch_indices=True)
-    if problem.mean < _SINGLE and problem.longest <= _SHORT:
+    if problem.longest <= _SHORT:
+        # Also where segments have one entry each.
         return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
     if height == 128 and columns >= 256:
         # One program for 256 columns gathers once.
@@ -427,24 +428,22 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
     stages = 4 if height <= 64 or depth <= 32 else 3
     tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
-    if height > 64 or problem.longest <= _SHORT or not problem.waits:
+    if height > 64 or not problem.waits:
         return tile
     programs = problem.segments * problem.volume(problem.roles.batch) * -(-columns // width)
     return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, programs) or WHOLE_SEGMENTS)
 
 
-def _tile_of_sums(problem: Problem, sides: tuple[int, int, int], swapped: bool) -> Tile:
-    """The tile of a product of 16-bit values that programs add to, as the gradient of a weight is: one of two, small
-    where all programs run at once.
+def _tile_of_sums(sides: tuple[int, int, int], swapped: bool) -> Tile:
+    """The tile of a product of 16-bit values that programs add to, as the gradient of a weight is: the same for any
+    number of programs, since another tile is a kernel to compile, in the backward pass.
 
-    On an H100 (fp16, groups of 1024 pairs of scans), us, small and large:
+    On an H100 (fp16, groups of 1024 pairs of scans), us, with tiles of 64 x 64 and of 128 x 128:
     channels, voxels   96, 2,552   128, 18,737   128, 67,068   256, 2,552   256, 18,737
     64 x 64                  7.0          26.8          83.7         16.7          94.8
     128 x 128               11.3          20.9          59.1         13.0          62.8"""
     rows, columns, depth = sides
-    programs = problem.segments * problem.volume(problem.roles.batch) * -(-rows // 64) * -(-columns // 64)
-    most = 64 if programs <= 4 * PROCESSORS else 128
-    height, width = _tile_side(rows, most), _tile_side(columns, most)
+    height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     warps = 8 if height * width == 128 * 128 else 4
     return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
 
@@ -539,10 +538,9 @@ _LONG_LOOP = 16  # iterations of a long loop, at least
 
 _MANY = 512  # programs, a size class, from which a fourth stage must not lower the occupancy
 _SHORT_LOOP = 6  # iterations below which indices are not prefetched
-_SHORT = 8  # entries up to which no segment is shared: the shortest chunk
-_SINGLE = 2.5
-"""Entries of a segment up to which a program is mostly prologue and epilogue, as of outputs with one input each: 31 us
-for 173,000 of 96 channels on an H200 (42 with deeper loads), 168 us for a million (213)."""
+_SHORT = 8
+"""Entries of a segment up to which none is shared, and a program is mostly prologue and epilogue: 31 us for 173,000
+outputs with one entry each, of 96 channels, on an H200 (42 with deeper loads), 168 us for a million (213)."""
 
 _FEW_POINTS = 16  # reduction points up to which entries are packed: an iteration takes as long as with more
 
@@ -555,11 +553,14 @@ def _should_pack(problem: Problem) -> bool:
 
 
 def _packed_tile(problem: Problem) -> Tile:
-    """As many entries per iteration as segments have, while its depth is that of other tiles at most."""
+    """As many entries per iteration as segments have, while its depth is that of other tiles at most. In 16 bits as
+    many as they may have, of which half are there: another depth for other scenes would be a kernel to compile."""
     assert problem.packed is not None
     points = power_above(problem.volume(problem.packed.reduced))
-    depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(math.ceil(problem.mean))))
-    turns = math.ceil(problem.mean * points / depth)
+    own = problem.bits == 16 and problem.packed.segment is not None
+    most, mean = (problem.longest, problem.longest / 2) if own else (math.ceil(problem.mean), problem.mean)
+    depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(most)))
+    turns = math.ceil(mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
     # A loop of two iterations has no use for more buffers, which would cost occupancy; small tiles, of which there are
     # few, prefetch indices all the same. Such short loops are not shared.
