@@ -194,7 +194,8 @@ _SHARED, _PROGRAMS = 32, 264
 """Channels per program of a reduction, if a divisor, and maximum programs (parts of the rows x blocks of channels).
 With at most 132 parts the reductions of a MinkUNet step took 2.4 instead of 1.9 ms on an H200 (fp16, 346,000 voxels of
 Waymo), and 4.2 instead of 3.9 ms (2 million)."""
-_STAGES = 3
+_STAGES = {2: 3}
+"""Stages of the loads of a reduction by bytes of an entry, 2 for others: its buffers stay within 48 KiB."""
 _ENTRIES, _JOINED = 4096, 1024
 """Entries per iteration of a reduction, and of its last program over the parts: 32 and 8 registers with four warps;
 more in the last program would cost all programs occupancy."""
@@ -372,12 +373,12 @@ def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dty
 
 
 @lru_cache(maxsize=1024)
-def _of_parts(name: str, channels: int, facts: tuple[float, ...], *_: torch.dtype) -> tuple[BoundKernel, int]:
+def _of_parts(name: str, channels: int, facts: tuple[float, ...], *dtypes: torch.dtype) -> tuple[BoundKernel, int]:
     """As _of_blocks, of a reduction over the rows."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
-    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes
     # A loop without pipelined loads, for few rows, would be one more kernel to compile.
-    return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (*shape, _STAGES, *facts)), lanes
+    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes, _STAGES.get(dtypes[0].itemsize, 2)
+    return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (*shape, *facts)), lanes
 
 
 def _lanes(channels: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -11,8 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule
+from pumice.coords.chain_build import compile_kernels
 from pumice.lower.maps import TILE_HEIGHTS
 from pumice.ops.prepare import chain_of, keep_chain
+from pumice.runtime.compile import CompilationPending, compiling_beside
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
 from pumice.schedule.dataflow import Chosen
@@ -21,10 +24,11 @@ from pumice.schedule.dataflow import Chosen
 @dataclass(eq=False)
 class AskedMaps:
     """What layers asked of the coordinates of a tensor and of those made from them: the first step from each level to
-    the next, and the windows of each level."""
+    the next, and the windows of each level. pending: kernels that find all of it, while they are compiled."""
 
     steps: list[Relation] = field(default_factory=list)
     windows: list[list[Relation]] = field(default_factory=lambda: [[]])
+    pending: CompilationPending | None = None
 
     def add(self, level: int, relation: Relation) -> int | None:
         """Remember that a map was asked for; the level of its outputs, None where that is none of these."""
@@ -99,16 +103,34 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
 
 
 def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: TileRule) -> None:
-    """Find all maps that were asked for before, and let the levels know of what is asked."""
+    """Find all maps that were asked for before, and let the levels know of what is asked; nothing while the kernels for
+    that are compiled."""
     steps, windows = tuple(asked.steps), tuple(map(tuple, asked.windows))
     request, wanted, _ = _together(geometry.dim, steps, windows, differentiable, rule)
-    if keep_chain(geometry, request, wanted):
+    if _compiled(asked, request, geometry.coords) and keep_chain(geometry, request, wanted):
         for level, step in enumerate(steps, 1):
             kept = geometry.maps.get((step, None))
             if kept is None or kept[1] is None:
                 break
             geometry = kept[1]
             geometry.asked = asked, level
+
+
+def _compiled(asked: AskedMaps, request: ChainRequest, coords: Tensor) -> bool:
+    """False while the kernels of a request are compiled in the background; raises what their compilation raised."""
+    pending = asked.pending
+    if not coords.is_cuda:
+        return True
+    if pending is not None and not pending.done:
+        return False
+    try:
+        with compiling_beside() if pending is None else nullcontext():
+            compile_kernels(request, coords.device)
+    except CompilationPending as more:
+        asked.pending = more
+        return False
+    asked.pending = None
+    return True
 
 
 @lru_cache(maxsize=64)
