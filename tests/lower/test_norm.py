@@ -191,7 +191,7 @@ def test_programs_share_rows_and_channels(started, count, channels, lanes, parts
     norm.moments(x, cloud(count), norm.Statistics(None, EPS))
     ((programs, tensors, numbers, constants, warps),) = started
     assert (programs, numbers, warps) == (parts * -(-channels // lanes), (parts, 0.0), 4)
-    assert constants[:3] == (channels, 4096 // lanes, lanes) and constants[4] == 2
+    assert constants[:3] == (channels, 4096 // lanes, lanes) and constants[4] == 3
     # Room for two sums of each part, and a counter for each block of channels.
     room, counters = tensors[-2:]
     assert room.numel() >= 8 * parts * channels and counters.numel() >= -(-channels // lanes) and not counters.any()
