@@ -53,6 +53,8 @@ class TwoStepLowering:
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     """The reason why the statement has no two steps, or None."""
+    if statement.ranges or len(statement.terms[0].factors) < 3:
+        return "there are fewer than three factors, or declared ranges"
     if why := kernels.refusal(statement, bound, operands):
         return why
     found = _steps(bound, _facts(operands))
@@ -91,8 +93,6 @@ def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
     """The two steps of least cost, or the reason why there are none."""
     statement = bound.statement
     operands = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in facts}
-    if statement.ranges or len(statement.terms[0].factors) < 3:
-        return "there are fewer than three factors, or declared ranges"
     if not all(_plain(expression) for a in _accesses(statement) for expression in a.indices):
         return "an index is an expression"
     form = contraction_roles(statement, bound.extents)

@@ -37,11 +37,14 @@ from pumice.schedule.tile import size_class
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
+
+
 @dataclass(frozen=True)
 class Lowering:
     """An implementation of a step: reason for refusal or None, the result, and the work for the cost model."""
 
-    refusal: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
+    refusal: Refusal
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
     work: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], Work]
 
@@ -440,11 +443,12 @@ def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
     """The cheapest option of a lowering, or of all if a merely preferred one is refused."""
     wanted = lowering.removesuffix(PREFERRED)
     name = wanted.partition("/")[0]
+    key = (names, text, name, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
+    # The cached choice is for a bucket of sizes and may be refused for these.
+    if (known := _CHOSEN.get(key)) is not None and not _refused(known, operands, names, text, shape):
+        return known
     try:
-        option = chosen(operands, names, text, shape, name)
-        # The cached choice is for a bucket of sizes and may be refused for these.
-        stale = _refused(option, operands, names, text, shape)
-        return _cheapest(operands, names, text, shape, name) if stale else option
+        return _CHOSEN.keep(key, _cheapest(operands, names, text, shape, name))
     except OptionError:
         if wanted == lowering:
             raise
@@ -509,13 +513,8 @@ def arrays(operands: Sequence[Tensor], names: str, text: str, option: Candidate)
     return {name: operands[place] for name, place in array_places(names, text, option.forms).items()}
 
 
-def chosen(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
-    """The cheapest option. Raises OptionError with every reason if there is none."""
-    key = (names, text, lowering, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
-    return _CHOSEN.get(key) or _CHOSEN.keep(key, _cheapest(operands, names, text, shape, lowering))
-
-
 def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
+    """The cheapest option. Raises OptionError with every reason if there is none."""
     found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
     if not found or found[0].refused:
         reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
@@ -614,20 +613,21 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(int(n).bit_length() for n in shape)
 
 
-def _kernel_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():
-        return "the operands are not on a GPU"
-    return kernels.refusal(statement, bound, operands)
+def _on_gpu(refusal: Refusal) -> Refusal:
+    """The refusal of a lowering by kernels, which refuses operands elsewhere."""
 
+    def refused(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+        if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():
+            return "the operands are not on a GPU"
+        return refusal(statement, bound, operands)
 
-def _chain_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    return _kernel_refusal(statement, bound, operands) or chained.refusal(statement, bound, operands)
+    return refused
 
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        "triton": Lowering(_kernel_refusal, kernels.run, work.kernel_work),
-        "chained": Lowering(_chain_refusal, chained.run, chained.of_chain),
+        "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
+        "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "bagged": Lowering(cpu.bagged_refusal, cpu.run_bagged, work.bagged_work),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
