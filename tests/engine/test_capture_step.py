@@ -523,8 +523,8 @@ def test_autocast_is_that_of_the_capture(dtype, kinks):
         return 256 * by_class(y, labels)
 
     with torch.autocast("cpu", dtype):
-        pair = Pair(net, loss, scene(3000, dtype=torch.float32, extent=60), max_voxels=3100, margin=2.0)
-    x, labels = scene(2500, 1, dtype=torch.float32, extent=60)
+        pair = Pair(net, loss, scene(1200, dtype=torch.float32, extent=44), max_voxels=1300, margin=2.0)
+    x, labels = scene(1000, 1, dtype=torch.float32, extent=44)
     # Running statistics and parameters as they are before the step.
     pair.follow()
     with torch.autocast("cpu", dtype):

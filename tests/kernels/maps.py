@@ -1113,7 +1113,7 @@ def check_blocks() -> None:
         patch.multiple(chain, _LANES=16, _PLACED=32, _SEARCHED=256, _SORTED=64, _DIGIT=5),
         patch.multiple(chain_tiles, _KEYED=32, _SUMMED=1),
     ):
-        check_chain(3, "padded", 140, RULES["sorted and large tiles"])
+        check_chain(3, "padded", 90, RULES["sorted and large tiles"])
     chain.digits_of.cache_clear()
 
 
@@ -1131,7 +1131,7 @@ def check_key_ends() -> None:
 
 def check_little_room() -> None:
     """Nothing is written elsewhere, and more rows than there is room for are told."""
-    cloud, request = Scene(3, 140, 12), chain_request(3, "padded")
+    cloud, request = Scene(3, 70, 9), chain_request(3, "padded")
     found = chain.find_maps(cloud.coords(), site_in(cloud.bounds()), request, 8)
     chain_tiles.tile_maps(found)
     told = found.words.tensor().tolist()

@@ -16,6 +16,7 @@ def take() -> None:
     _make_blocks_once()
     _tell_shapes_once()
     _take_what_fits()
+    _take_integers()
     _ask_for_no_overflow()
     _reduce_rows()
 
@@ -109,19 +110,72 @@ def _tell_shapes_once() -> None:
 
 
 def _take_what_fits() -> None:
-    """Operands of one shape need no broadcast."""
+    """Operands of one shape need no broadcast, and what two blocks are broadcast to is known from the first time."""
+    from triton import language as tl
     from triton.language.semantic import TritonSemantic
 
     broadcast = TritonSemantic.broadcast_impl_value
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
     @wraps(broadcast)
     def fitting(semantic: Any, left: Any, right: Any) -> Any:
         a, b = left.type, right.type
-        if a.is_block() and b.is_block() and a.shape.values == b.shape.values:
+        if not (a.is_block() and b.is_block()):
+            return broadcast(semantic, left, right)
+        shapes = (*a.shape.values,), (*b.shape.values,)
+        if shapes[0] == shapes[1]:
             return left, right
-        return broadcast(semantic, left, right)
+        if (to := known.get(shapes)) is None:
+            left, right = broadcast(semantic, left, right)
+            if len(shapes[0]) == len(shapes[1]):
+                known[shapes] = left.type.shape.values
+            return left, right
+        make, build = semantic.tensor, semantic.builder.create_broadcast
+        if (*to,) != shapes[0]:
+            left = make(build(left.handle, to), tl.block_type(a.scalar, to))
+        if (*to,) != shapes[1]:
+            right = make(build(right.handle, to), tl.block_type(b.scalar, to))
+        return left, right
 
     TritonSemantic.broadcast_impl_value = fitting
+
+
+def _take_integers() -> None:
+    """Signed integers of one type are cast to none, and a constant among them is made once."""
+    from triton import language as tl
+    from triton.language.semantic import TritonSemantic
+
+    check = TritonSemantic.binary_op_type_checking_impl
+    signed, small = ("int32", "int64"), range(-(1 << 31), 1 << 31)
+    made: dict[tuple[int, str, Any], Any] = {}
+
+    def constant(semantic: Any, value: int, like: Any) -> Any:
+        shape = like.shape.values if like.is_block() else None
+        key = (value, like.scalar.name, None if shape is None else (*shape,))
+        if key not in made:
+            scalar = semantic.scalar_constant(value, dtype=like.scalar)
+            made[key] = scalar if shape is None else semantic.splat(scalar, shape)
+        return made[key]
+
+    @wraps(check)
+    def taken(semantic: Any, left: Any, right: Any, *rules: Any, **more: Any) -> Any:
+        if type(left) is tl.tensor and left.dtype.name in signed:
+            if type(right) is int and right in small:
+                return left, constant(semantic, right, left.type)
+            if type(right) is tl.tensor and right.dtype.name == left.dtype.name:
+                return semantic.broadcast_impl_value(left, right)
+        return check(semantic, left, right, *rules, **more)
+
+    bits = TritonSemantic.bitwise_op_type_checking_impl
+
+    @wraps(bits)
+    def bits_taken(semantic: Any, left: Any, right: Any) -> Any:
+        if type(left) is type(right) is tl.tensor and right.dtype.name == left.dtype.name in ("int1", *signed):
+            return semantic.broadcast_impl_value(left, right)
+        return bits(semantic, left, right)
+
+    TritonSemantic.binary_op_type_checking_impl = taken
+    TritonSemantic.bitwise_op_type_checking_impl = bits_taken
 
 
 def _ask_for_no_overflow() -> None:
