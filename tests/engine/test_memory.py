@@ -18,7 +18,7 @@ import pumice as pm
 from pumice.runtime.cache import BoundedCache
 from pumice.testing import random_cloud
 
-WARM, MORE = 45, 90
+WARM, MORE = 60, 150
 ROWS = (7, 20, 33)
 OBJECTS = 0.25
 """How many more objects a scene may leave: torch makes some at times, of a scene one at least is kept."""
