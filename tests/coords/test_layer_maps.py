@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from importlib import import_module
-from threading import Semaphore
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch import nn
 import pumice as pm
 from pumice.coords import chain_build
 from pumice.ops import layer_maps
-from pumice.runtime import compile as compile_module
-from pumice.runtime.compile import CompilationPending
 from pumice.testing import random_cloud
 
 
@@ -118,33 +115,15 @@ def test_what_cannot_be_found_with_others_does_not_hold_these_up(built):
     assert built == [4]
 
 
-class OnGpu:
-    """Stands for coordinates on a GPU."""
-
-    is_cuda, device = True, torch.device("cuda")
-
-
-def test_maps_are_found_one_by_one_while_kernels_are_compiled(monkeypatch):
-    ended, beside, failures = Semaphore(0), [], []
-
-    def compile_kernels(request, device):
-        beside.append(compile_module._BESIDE.get())
-        if failures:
-            raise failures.pop()
-        if not ended.acquire(blocking=False):
-            raise CompilationPending(1, ended)
-        ended.release()
-
-    monkeypatch.setattr(layer_maps, "compile_kernels", compile_kernels)
-    asked, coords = layer_maps.AskedMaps(), OnGpu()
-    assert not layer_maps._compiled(asked, None, coords)
-    # Asked for once, and not for every scene.
-    assert not layer_maps._compiled(asked, None, coords) and beside == [True]
-    ended.release()
-    assert asked.pending.done
-    # What is left is compiled in the call, which raises what failed.
-    failures.append(ValueError("a kernel that does not compile"))
-    with pytest.raises(ValueError, match="does not compile"):
-        layer_maps._compiled(asked, None, coords)
-    ended.release()
-    assert layer_maps._compiled(asked, None, coords) and asked.pending is None and beside == [True, False, False]
+def test_maps_are_found_one_by_one_while_kernels_are_compiled(built, monkeypatch):
+    net = Net()
+    with torch.no_grad():
+        net(scene(0))
+        for ready, calls in ((False, 4), (True, 1)):
+            built.clear()
+            monkeypatch.setattr(layer_maps, "_compiled", lambda asked, request, device, ready=ready: ready)
+            x = scene(1)
+            y = net(x)
+            assert len(built) == calls
+            want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
+            assert torch.allclose(y.feats, want.feats, atol=1e-5)

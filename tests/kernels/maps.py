@@ -1070,8 +1070,8 @@ def check_extent() -> None:
 
 
 def check_compiled() -> None:
-    """All that a chain starts is among what is compiled for its request, whatever the scene."""
-    request = chain_request(3, "both")
+    """All that a chain starts is among what is compiled for its request, whatever the scene and the tiles."""
+    request = chain_request(3, "both", RULES["sorted and large tiles"])
     launch, started = import_module("pumice.runtime.launch"), set()
     whole = BoundKernel.__call__
 
@@ -1089,7 +1089,7 @@ def check_compiled() -> None:
 
     with patch.object(chain_build, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
         chain_build.compile_kernels.cache_clear()
-        chain_build.compile_kernels(request, torch.device("cpu"))
+        chain_build.compile_kernels(request.compiled, torch.device("cpu"))
         assert seen and not started
         for count in (1, 140, 100):
             chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import types
 from functools import partial
 from pathlib import Path
@@ -427,3 +428,50 @@ def test_layers_are_compiled_together_once_for_each_kind_of_features(monkeypatch
     del first, other, layers
     asked.clear()
     assert len(together._LAYERS) == 0
+
+
+def test_work_goes_on_when_its_kernels_are_there():
+    background, go, began = ahead.Background(2), threading.Event(), threading.Event()
+    there, done = set(), []
+
+    def compile_one(name):
+        began.set()
+        assert go.wait(60)
+        if name != "broken":
+            there.add(name)
+
+    def work(*names):
+        background.run([partial(compile_one, name) for name in names if name not in there])
+        done.append(names)
+
+    beside = ahead.CompiledBeside()
+    try:
+        assert not beside.run("a", partial(work, "a")) and began.wait(60)
+        # Asked for once; what another key stands for is compiled beside, too.
+        assert not beside.run("a", pytest.fail) and not beside.run("b", partial(work, "b", "broken")) and not done
+        go.set()
+        while not beside.run("a", partial(work, "a")):
+            time.sleep(0.01)
+        while not beside.run("b", partial(work, "b", "broken")):
+            time.sleep(0.01)
+        # What failed in the background is compiled within the second try.
+        assert done == [("a",), ("b", "broken")] and beside._pending == {}
+        assert not beside.run("c", partial(work, "c"))
+    finally:
+        go.set()
+        background.close()
+
+
+def test_work_that_fails_is_tried_again_and_waits():
+    ended, beside, tries = threading.Semaphore(0), ahead.CompiledBeside(), []
+
+    def work():
+        tries.append(ahead._BESIDE.get())
+        raise ahead.CompilationPending(1, ended) if tries[-1] else ValueError("it does not compile")
+
+    assert not beside.run(0, work)
+    ended.release()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="does not compile"):
+            beside.run(0, work)
+    assert tries == [True, False, False]

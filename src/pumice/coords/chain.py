@@ -124,6 +124,11 @@ class ChainRequest:
         return hash((self.dim, self.steps, self.windows, self.tiled, self.rule, self.paired))
 
     @cached_property
+    def compiled(self) -> ChainRequest:
+        """The request that stands for all with the same kernels, which take the height of tiles as a number."""
+        return replace(self, rule=replace(self.rule, few_rows=0))
+
+    @cached_property
     def levels(self) -> int:
         return len(self.steps) + 1
 

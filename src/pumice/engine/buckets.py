@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -29,7 +30,7 @@ from pumice.engine.static import CropContext, LevelOutput, OutputCropping, Path,
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
-from pumice.runtime.compile import CompilationPending, compiling_beside
+from pumice.runtime.compile import CompiledBeside
 from pumice.runtime.launch import outside_inference_mode, record_graph
 
 _SMALLEST = 1024  # Smallest capacity, unless the largest is below it
@@ -166,7 +167,7 @@ class GraphRunner:
         # Shape of the status words, once a capacity was captured.
         self._words: torch.Size | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pending: dict[int, CompilationPending] = {}
+        self._beside = CompiledBeside()
         # Capacities that cannot be captured.
         self._refused = set[int]()
         self.fallbacks: Counter[str] = Counter()
@@ -218,16 +219,10 @@ class GraphRunner:
     def _make_ready(self, capacity: int, build: Callable[[int], object]) -> None:
         """Build a bucket at the end of a call whose results are under way. Kernels that are not there yet are compiled
         in the background, and a later call of this capacity builds it."""
-        pending = self._pending.get(capacity)
-        if capacity in self._refused or (pending is not None and not pending.done):
+        if capacity in self._refused:
             return
         try:
-            # What is still missing after that is compiled at once, and not asked for again.
-            with compiling_beside() if pending is None else nullcontext():
-                build(capacity)
-            self._pending.pop(capacity, None)
-        except CompilationPending as more:
-            self._pending[capacity] = more
+            self._beside.run(capacity, partial(build, capacity))
         except (PumiceError, torch.cuda.OutOfMemoryError) as problem:
             self._refused.add(capacity)
             warnings.warn(f"scenes of this size run eagerly: {problem}", RuntimeWarning, stacklevel=4)

@@ -194,9 +194,9 @@ _SHARED, _PROGRAMS = 32, 264
 """Channels per program of a reduction, if a divisor, and maximum programs (parts of the rows x blocks of channels).
 With at most 132 parts the reductions of a MinkUNet step took 2.4 instead of 1.9 ms on an H200 (fp16, 346,000 voxels of
 Waymo), and 4.2 instead of 3.9 ms (2 million)."""
-_STAGES, _BUFFERED, _READ = 3, 48 << 10, {"moments": 1, "products": 3}
-"""Maximum stages of the loads of a reduction and bytes of their buffers, and how many tensors [N, C] it loads at most.
-With 3 instead of 2 stages 10^6 rows of 96 channels took 53 instead of 81 us, and 134 instead of 173 (fp16, H200)."""
+_STAGES, _BUFFERED, _LOADED = 3, 48 << 10, {"moments": (0,), "products": (0, 1, 6)}
+"""Maximum stages of the loads of a reduction, bytes of their buffers, and which of its tensors are [N, C]. With 3
+instead of 2 stages 10^6 rows of 96 channels took 53 instead of 81 us, and 134 instead of 173 (fp16, H200)."""
 _ENTRIES, _JOINED = 4096, 1024
 """Entries per iteration of a reduction, and of its last program over the parts: 32 and 8 registers with four warps;
 more in the last program would cost all programs occupancy."""
@@ -378,8 +378,8 @@ def _of_parts(name: str, channels: int, facts: tuple[float, ...], *dtypes: torch
     """As _of_blocks, of a reduction over the rows."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
     # A loop without pipelined loads, for few rows, would be one more kernel to compile.
-    turn = _ENTRIES * _READ[name] * max(one.itemsize for one in dtypes[: min(2, _READ[name])])
-    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes, min(_STAGES, 1 + _BUFFERED // turn)
+    stages = min(_STAGES, 1 + _BUFFERED // (_ENTRIES * sum(dtypes[n].itemsize for n in _LOADED[name])))
+    shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes, stages
     return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (*shape, *facts)), lanes
 
 

@@ -35,8 +35,6 @@ from pumice.schedule.cost import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
 Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
 
 
@@ -614,7 +612,7 @@ def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _on_gpu(refusal: Refusal) -> Refusal:
-    """The refusal of a lowering by kernels, which refuses operands elsewhere."""
+    """`refusal`, of a lowering by kernels: operands that are not on a GPU are refused too."""
 
     def refused(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
         if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule
 from pumice.coords.chain_build import compile_kernels
 from pumice.lower.maps import TILE_HEIGHTS
 from pumice.ops.prepare import chain_of, keep_chain
-from pumice.runtime.compile import CompilationPending, compiling_beside
+from pumice.runtime.compile import CompiledBeside
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
 from pumice.schedule.dataflow import Chosen
@@ -24,11 +23,11 @@ from pumice.schedule.dataflow import Chosen
 @dataclass(eq=False)
 class AskedMaps:
     """What layers asked of the coordinates of a tensor and of those made from them: the first step from each level to
-    the next, and the windows of each level. pending: kernels that find all of it, while they are compiled."""
+    the next, and the windows of each level. beside: compiles the kernels that find all of it."""
 
     steps: list[Relation] = field(default_factory=list)
     windows: list[list[Relation]] = field(default_factory=lambda: [[]])
-    pending: CompilationPending | None = None
+    beside: CompiledBeside = field(default_factory=CompiledBeside)
 
     def add(self, level: int, relation: Relation) -> int | None:
         """Remember that a map was asked for; the level of its outputs, None where that is none of these."""
@@ -107,7 +106,7 @@ def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: Ti
     that are compiled."""
     steps, windows = tuple(asked.steps), tuple(map(tuple, asked.windows))
     request, wanted, _ = _together(geometry.dim, steps, windows, differentiable, rule)
-    if _compiled(asked, request, geometry.coords) and keep_chain(geometry, request, wanted):
+    if _compiled(asked, request.compiled, geometry.device) and keep_chain(geometry, request, wanted):
         for level, step in enumerate(steps, 1):
             kept = geometry.maps.get((step, None))
             if kept is None or kept[1] is None:
@@ -116,21 +115,9 @@ def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: Ti
             geometry.asked = asked, level
 
 
-def _compiled(asked: AskedMaps, request: ChainRequest, coords: Tensor) -> bool:
-    """False while the kernels of a request are compiled in the background; raises what their compilation raised."""
-    pending = asked.pending
-    if not coords.is_cuda:
-        return True
-    if pending is not None and not pending.done:
-        return False
-    try:
-        with compiling_beside() if pending is None else nullcontext():
-            compile_kernels(request, coords.device)
-    except CompilationPending as more:
-        asked.pending = more
-        return False
-    asked.pending = None
-    return True
+def _compiled(asked: AskedMaps, request: ChainRequest, device: torch.device) -> bool:
+    """False while the kernels of a request are compiled in the background."""
+    return device.type != "cuda" or asked.beside.run(request, partial(compile_kernels, request, device))
 
 
 @lru_cache(maxsize=64)

@@ -9,8 +9,8 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
@@ -64,6 +64,28 @@ def compiling_beside() -> Iterator[None]:
         yield
     finally:
         _BESIDE.reset(token)
+
+
+class CompiledBeside:
+    """Work that waits for no kernel: those that it lacks are compiled in the background, and it is tried again."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Hashable, CompilationPending] = {}
+
+    def run(self, key: Hashable, work: Task) -> bool:
+        """True if `work` is done, False while its kernels are compiled; raises what it raises. key: equal for the same
+        kernels. What a second try still lacks, as its compilation failed, is compiled within it."""
+        pending = self._pending.get(key)
+        if pending is not None and not pending.done:
+            return False
+        try:
+            with compiling_beside() if pending is None else nullcontext():
+                work()
+        except CompilationPending as more:
+            self._pending[key] = more
+            return False
+        self._pending.pop(key, None)
+        return True
 
 
 class Background:
