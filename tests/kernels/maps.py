@@ -1089,7 +1089,7 @@ def check_compiled() -> None:
 
     with patch.object(chain_build, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
         chain_build.compile_kernels.cache_clear()
-        chain_build.compile_kernels(request.compiled, torch.device("cpu"))
+        chain_build.compile_kernels(request.compile_request, torch.device("cpu"))
         assert seen and not started
         for count in (1, 140, 100):
             chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)

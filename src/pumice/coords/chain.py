@@ -124,8 +124,8 @@ class ChainRequest:
         return hash((self.dim, self.steps, self.windows, self.tiled, self.rule, self.paired))
 
     @cached_property
-    def compiled(self) -> ChainRequest:
-        """The request that stands for all with the same kernels, which take the height of tiles as a number."""
+    def compile_request(self) -> ChainRequest:
+        """The request to compile kernels for: those that differ in `rule.few_rows` alone have the same kernels."""
         return replace(self, rule=replace(self.rule, few_rows=0))
 
     @cached_property

@@ -55,7 +55,7 @@ def build_chain(
     geometry.require_unwritten()
     with outside_inference_mode():
         if geometry.coords.is_cuda:
-            compile_kernels(request.compiled, geometry.device)
+            compile_kernels(request.compile_request, geometry.device)
         estimate, needed, rows = estimate_of(request), 0, len(geometry)
         while True:
             most = estimate.most(rows, needed)
@@ -82,7 +82,7 @@ def build_chain(
 
 @lru_cache(maxsize=64)
 def compile_kernels(request: ChainRequest, device: torch.device) -> None:
-    """Compile the kernels of `ChainRequest.compiled` in parallel; once in a process."""
+    """Compile the kernels of a `ChainRequest.compile_request` in parallel; once in a process."""
     coords, origin = torch.zeros(1, 1 + request.dim, dtype=torch.int32, device=device), (0,) * request.dim
     site = GridSpec((1,) * request.dim, None, 1, Bounds(origin, origin, 1))
     with compiling_launches():

@@ -106,7 +106,7 @@ def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: Ti
     that are compiled."""
     steps, windows = tuple(asked.steps), tuple(map(tuple, asked.windows))
     request, wanted, _ = _together(geometry.dim, steps, windows, differentiable, rule)
-    if _compiled(asked, request.compiled, geometry.device) and keep_chain(geometry, request, wanted):
+    if _compiled(asked, request.compile_request, geometry.device) and keep_chain(geometry, request, wanted):
         for level, step in enumerate(steps, 1):
             kept = geometry.maps.get((step, None))
             if kept is None or kept[1] is None:

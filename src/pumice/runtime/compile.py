@@ -67,14 +67,16 @@ def compiling_beside() -> Iterator[None]:
 
 
 class CompiledBeside:
-    """Work that waits for no kernel: those that it lacks are compiled in the background, and it is tried again."""
+    """Runs work without waiting for compilation: missing kernels are compiled in the background, and a later call
+    runs it."""
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, CompilationPending] = {}
 
     def run(self, key: Hashable, work: Task) -> bool:
-        """True if `work` is done, False while its kernels are compiled; raises what it raises. key: equal for the same
-        kernels. What a second try still lacks, as its compilation failed, is compiled within it."""
+        """True once `work` has run, False while its kernels are compiled; raises what it raises. key: equal for work
+        with the same kernels. Kernels that failed to compile in the background are compiled by the next call, which
+        raises the error."""
         pending = self._pending.get(key)
         if pending is not None and not pending.done:
             return False
