@@ -86,6 +86,7 @@ from pumice.lower.dataflow import materialize
 from pumice.runtime.launch import BoundKernel
 
 prepared = import_module("pumice.ops.prepare")
+layer_maps = import_module("pumice.ops.layer_maps")
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)
@@ -958,6 +959,7 @@ def chain_checks() -> Checks:
         found[f"status {name}"] = partial(check_chain_status, name)
     found["a request of a network"] = check_network
     found["all kernels are compiled beforehand"] = check_compiled
+    found["a network has the kernels of its layers"] = check_kernels_of_layers
     found["pieces"] = check_pieces
     found["no wait for the host in a chain"] = check_chain_waits
     found["no map outlives its coordinates"] = check_not_kept
@@ -1072,14 +1074,25 @@ def check_extent() -> None:
 def check_compiled() -> None:
     """All that a chain starts is among what is compiled for its request, whatever the scene and the tiles."""
     request = chain_request(3, "both", RULES["sorted and large tiles"])
-    launch, started = import_module("pumice.runtime.launch"), set()
-    whole = BoundKernel.__call__
+    started, whole = set(), BoundKernel.__call__
 
     def heard(kernel, *given):
         started.add(kernel)
         whole(kernel, *given)
 
-    seen, compiling = {}, launch.compiling_launches
+    with patch.object(BoundKernel, "__call__", heard):
+        seen = compiled_for(request)
+        assert seen and not started
+        for count in (1, 140, 100):
+            chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)
+    # How coordinates are checked is no part of it.
+    own = {k for k in started if k.kernel.function.fn.__module__.endswith(("chain_kernels", "pair_kernels"))}
+    assert own <= seen and len(own) == 13
+
+
+def compiled_for(*requests: chain.ChainRequest) -> set[BoundKernel]:
+    """The kernels that are compiled for requests."""
+    seen, compiling = set(), import_module("pumice.runtime.launch").compiling_launches
 
     @contextmanager
     def noted():
@@ -1087,15 +1100,23 @@ def check_compiled() -> None:
             yield found
         seen.update(found)
 
-    with patch.object(chain_build, "compiling_launches", noted), patch.object(BoundKernel, "__call__", heard):
-        chain_build.compile_kernels.cache_clear()
-        chain_build.compile_kernels(request.compile_request, torch.device("cpu"))
-        assert seen and not started
-        for count in (1, 140, 100):
-            chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)
-    # How coordinates are checked is no part of it.
-    own = {k for k in started if k.kernel.function.fn.__module__.endswith(("chain_kernels", "pair_kernels"))}
-    assert own <= seen.keys() and len(own) == 13
+    with patch.object(chain_build, "compiling_launches", noted):
+        for request in requests:
+            chain_build.compile_kernels.cache_clear()
+            chain_build.compile_kernels(request.compile_request, torch.device("cpu"))
+    return seen
+
+
+def check_kernels_of_layers() -> None:
+    """All maps of a network are found by the kernels that find those of single layers."""
+    window, rule = Relation.of(3, 3), lowered.TILE_HEIGHTS.rule()
+    for step, count in ((Relation.of(3, 2, stride=2), 5), (Relation.of(3, 3, stride=2, padding=1), 4)):
+        for grad in (False, True):
+            steps, windows = (step,) * (count - 1), ((window,),) * count
+            together, *_ = layer_maps._together(3, steps, windows, grad, rule)
+            assert len(together.maps) >= 2 * count - 1
+            single = [layer_maps._of_layer(one, grad, rule) for one in (window, step)]
+            assert compiled_for(together) <= compiled_for(*single)
 
 
 def check_sampled() -> None:

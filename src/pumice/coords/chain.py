@@ -67,7 +67,7 @@ _SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours that a program looks for, and 
 _WARPS = 4  # Its warps
 SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
 WIDTH = 20  # Bits of a row's sort key within its segment
-_DIGIT = 9  # Maximum bits of a digit of the sort
+_DIGIT, _LEAST_DIGIT = 9, 8  # Bits of a digit of the sort: up to 16 segments have the same kernels
 _SORTED = 512  # Rows of a block of the sort
 SMALL, LARGE = 64, 128  # Rows of a tile
 CHOSEN = 10  # First row of `layout` with chosen groups
@@ -416,7 +416,7 @@ def digits_of(number: int) -> Digits:
     """How the rows of so many segments are sorted."""
     bits = WIDTH + max(number - 1, 0).bit_length()
     turns = -(-bits // _DIGIT)
-    return Digits(turns, -(-bits // turns), _SORTED)
+    return Digits(turns, max(_LEAST_DIGIT, -(-bits // turns)), _SORTED)
 
 
 @lru_cache(maxsize=256)
@@ -482,8 +482,7 @@ def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
         keys, order = torch.sort(chain.found.tensor())
         tensors = (keys, order, chain.slots, chain.words, chain.values, chain.coarse, chain.status)
         tensors += (chain.limits, chain.valid)
-        constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "DEPTH": len(request.steps), "BLOCK": _PLACED}
-        constants["BUFFERED"] = chain.buffered
+        constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "BLOCK": _PLACED, "BUFFERED": chain.buffered}
         kernel("chain_kernels.place")(-(-chain.room // _PLACED), tensors, (chain.most, chain.room), constants)
     _find_neighbours(chain)
 
@@ -494,8 +493,8 @@ def _insert(chain: Chain | BufferedChain, site: GridSpec) -> None:
     if box.batch < 0:
         box = Bounds((-INT32_MAX,) * dim, (INT32_MAX,) * dim, BATCHES)
     block, zeros = max(1, _LANES // request.lanes), (0,) * (4 - dim)
-    constants = {"D": dim, "AXIS": AXIS_BITS[dim], "DEPTH": len(request.steps), "WIDE": request.wide}
-    constants |= {"LANES": request.lanes, "BLOCK": block, "BUFFERED": chain.buffered}
+    constants = {"D": dim, "AXIS": AXIS_BITS[dim], "WIDE": request.wide, "LANES": request.lanes}
+    constants |= {"BLOCK": block, "BUFFERED": chain.buffered}
     numbers = (rows, chain.most, chain.size - 1, box.batch, *box.low, *zeros, *box.high, *zeros)
     moves = _moves(request, site.spatial_shape, chain.coords.device)
     tensors = (chain.coords, moves, chain.table, chain.values, chain.found, chain.slots, chain.words)

@@ -62,7 +62,7 @@ def _room_of(limits, level, most, BUFFERED: tl.constexpr):
 
 
 @triton.jit
-def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr, DEPTH: tl.constexpr):
+def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr):
     """(first, last, True if any) coordinate along axis a of what a row reaches on a level. moves: by step and axis the
     least and greatest offset, the stride, the first and last coordinate of the outputs' extent."""
     low = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0)
@@ -70,16 +70,15 @@ def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr, D
         # Differences may exceed int32.
         low = low.to(tl.int64)
     high, any_ = low, valid
-    for n in tl.static_range(DEPTH):
+    for n in range(level):
         at = moves + (n * D + a) * 5
-        on, step = n < level, tl.load(at + 2)
+        step = tl.load(at + 2)
         first, last = low - tl.load(at + 1), high - tl.load(at)
         rest, over = first % step, last % step
         # Rounded up and down.
         first = first // step + (rest > 0).to(tl.int32)
         last = last // step - (over < 0).to(tl.int32)
-        first, last = tl.maximum(first, tl.load(at + 3)), tl.minimum(last, tl.load(at + 4))
-        low, high = tl.where(on, first, low), tl.where(on, last, high)
+        low, high = tl.maximum(first, tl.load(at + 3)), tl.minimum(last, tl.load(at + 4))
         any_ = any_ & (low <= high)
     return low, high, any_
 
@@ -89,8 +88,8 @@ def insert_cells(
     coords, moves, table, values, found, slots, words, status, count, limits, rows: "i64", most: "i64", last: "i64",
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64", high0: "i64", high1: "i64", high2: "i64",
     high3: "i64",
-    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr,
-    BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
+    D: tl.constexpr, AXIS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    BUFFERED: tl.constexpr,
 ):  # fmt: skip
     """Insert what rows reach on one level into the hash table, the rows themselves for the finest, whose `values` are
     their numbers. words[1]: batch items; words[5 + 4 a], words[6 + 4 a]: FAR + the last, FAR - the first coordinate
@@ -108,8 +107,7 @@ def insert_cells(
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
     half = (item * 0 + 1) << (AXIS - 1)
     tag = level.to(tl.int64) - 4
-    there = inside[:, None] & (lane < (WIDE**D if DEPTH > 0 else 1))
-    there = there & ((level > 0) | (lane == 0))
+    there = inside[:, None] & (lane < WIDE**D) & ((level > 0) | (lane == 0))
     linear = ((tag << TAG) + (item << (D * AXIS)))[:, None] + tl.zeros([1, LANES], tl.int64)
     morton = linear
     for a in tl.static_range(D):
@@ -125,7 +123,7 @@ def insert_cells(
                 box = words + COUNTS + STRIDE * a
                 tl.atomic_max(box + 1, (tl.max(tl.where(valid, c, -FAR)) + FAR).to(tl.int32))
                 tl.atomic_max(box + 2, (tl.max(tl.where(valid, -c, -FAR)) + FAR).to(tl.int32))
-        begin, end, any_ = _reached(coords, moves, i, level, valid, a, D, DEPTH)
+        begin, end, any_ = _reached(coords, moves, i, level, valid, a, D)
         value = begin.to(tl.int64)[:, None] + lane // WIDE ** (D - 1 - a) % WIDE
         there = there & fits[:, None] & any_[:, None] & (value <= end[:, None])
         biased = value + half[:, None]
@@ -170,7 +168,7 @@ def insert_cells(
 @triton.jit(do_not_specialize=_NUMBERS)
 def place(
     keys, order, slots, words, values, coarse, status, limits, counts, most: "i64", room: "i64",
-    D: tl.constexpr, AXIS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
+    D: tl.constexpr, AXIS: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
     """Rows of coarser levels in the order of their sorted keys: their coordinates, and their numbers in `values`. room:
     number of keys. BUFFERED: counts[4 l] is the number of rows of level l, OVERFLOW that one needs more."""
@@ -187,7 +185,7 @@ def place(
     valid = key != FREE
     level = (key >> TAG).to(tl.int32) + 4
     row = p
-    for n in tl.static_range(1, DEPTH + 1):
+    for n in tl.static_range(1, LEVELS):
         _, limit = _room_of(limits, n, most, BUFFERED)
         row -= tl.where(n < level, tl.minimum(tl.load(words + COUNTS + STRIDE * n), limit), 0)
     begin, _ = _room_of(limits, level, most, BUFFERED)
