@@ -202,7 +202,7 @@ def _training(asked: Asked, ready: Ready, largest: Sample, mixed: bool) -> Ready
 
     if asked.way == "captured":
         with cast:
-            captured = pm.capture_step(net, loss, optimizer, ready.maker(largest)(), max_voxels=len(largest))
+            captured = pm.capture_step(net, loss, optimizer, ready.maker(largest)(), max_voxels=len(largest)).ready()
         return replace(ready, run=captured.__call__, captured=captured)
     call = _called(asked, ready)
 

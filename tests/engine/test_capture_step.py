@@ -736,6 +736,24 @@ def test_the_first_scene_of_a_capacity_is_captured_behind_its_step(optimizer):
     assert pair.step.fallbacks == {"capture": 1} and pair.step.replays == 1
 
 
+def test_the_first_capacity_is_compared_with_the_eager_step_and_again_after_a_change(monkeypatch):
+    steps, compared = import_module("pumice.engine.train_step")._Steps, []
+    compare = steps._compare
+
+    def counted(self, bucket, sample):
+        compared.append(bucket.buffers.capacity)
+        return compare(self, bucket, sample)
+
+    monkeypatch.setattr(steps, "_compare", counted)
+    pair = Pair(small(), squared, scene(60)[:1], max_voxels=100, buckets=[60, 80])
+    assert pair.step.prepared == (60, 80, 100) and compared == [60]
+    for net in (pair.net, pair.other):
+        net[1].eval()
+    pair.step.ready()
+    assert compared[1:] == [60]
+    pair.both(scene(90, 1)[0])
+
+
 def test_a_capacity_that_cannot_be_captured_is_refused_once(monkeypatch):
     pair, tried = Pair(small(), squared, scene(60)[:1], ready=False, max_voxels=100, buckets=[60]), []
 

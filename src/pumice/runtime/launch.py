@@ -162,7 +162,8 @@ class CompiledKernel:
 
         self._compiled, self._runtime = compiled, knobs.runtime
         with LOADING:
-            self._run = _in_c(compiled) or _by_triton(compiled)
+            found = _in_c(compiled) or _by_triton(compiled)
+        self._launch, self._before, self._number, self._lane, self._packs = found
 
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
         """Run `programs` programs on the current device, which is `device`, and its current stream."""
@@ -171,21 +172,26 @@ class CompiledKernel:
         if hook is not None and getattr(hook, "calls", True):
             self._compiled[(programs, 1, 1)](*values)
             return
-        self._run(programs, torch._C._cuda_getCurrentRawStream(device), values)
+        before = self._before.copy()
+        before[self._number], before[self._lane] = programs, torch._C._cuda_getCurrentRawStream(device)
+        if self._packs:
+            self._launch(*before, tuple(values))
+        else:
+            self._launch(*before, *values)
 
 
-Run = Callable[[int, int, Sequence[Any]], object]
-"""run(programs, stream, values): launch a kernel with these arguments."""
+Launcher = tuple[Callable[..., object], list[Any], int, int, bool]
+"""(function, its arguments before those of the kernel, places of the number of programs and of the stream among them,
+True if it takes those of the kernel as one tuple)."""
 
 
-def _by_triton(compiled: Any) -> Run:
-    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    return lambda programs, stream, values: run(programs, 1, 1, stream, function, packed, None, None, None, *values)
+def _by_triton(compiled: Any) -> Launcher:
+    return compiled.run, [1, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None], 0, 3, False
 
 
-def _in_c(compiled: Any) -> Run | None:
-    """Launch through Triton's C launcher: a dry run of its Python launcher records the arguments that it passes to C.
-    None if it allocates memory, or does anything else than passing them on."""
+def _in_c(compiled: Any) -> Launcher | None:
+    """Triton's C launcher: a dry run of its Python launcher records the arguments that it passes to C. None if it
+    allocates memory, or does anything else than passing them on."""
     launch = getattr(compiled.run, "launch", None)
     if launch is None:
         return None
@@ -202,21 +208,11 @@ def _in_c(compiled: Any) -> Run | None:
     (given,) = handed if len(handed) == 1 else ((),)
     before, last = [*given[:-1]], given[-1:]
     places = [[n for n, x in enumerate(before) if x is mark] for mark in (programs, stream)]
-    if [*map(len, places)] != [1, 1] or not (last == (value,) or last == ((value,),)):
+    # Triton >= 3.7 takes the values as one tuple.
+    packs = last == ((value,),)
+    if [*map(len, places)] != [1, 1] or not (last == (value,) or packs):
         return None
-    (number,), (lane,) = places
-    unpacked = last == (value,)
-
-    def start(programs: int, stream: int, values: Sequence[Any]) -> None:
-        args = before.copy()
-        args[number], args[lane] = programs, stream
-        if unpacked:
-            launch(*args, *values)
-        else:
-            # Triton >= 3.7 takes the values as one tuple.
-            launch(*args, tuple(values))
-
-    return start
+    return launch, before, places[0][0], places[1][0], packs
 
 
 @lru_cache(maxsize=64)
