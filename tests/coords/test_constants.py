@@ -33,6 +33,16 @@ def test_it_is_made_once():
     assert calls == [1]
 
 
+def test_what_a_transform_has_made_first_serves_behind_it():
+    made = cached_device_constant(2)(lambda n: torch.arange(n) * 2)
+    torch.func.grad(lambda x: x * made(3).sum())(torch.ones(()))
+    assert torch.equal(torch.zeros(3, dtype=torch.int64) + made(3), torch.tensor([0, 2, 4]))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(made(3))
+    with torch.inference_mode():
+        made(4)
+    assert not made(4).is_inference()
+
+
 def test_all_constants_of_maps_are_told():
     relation = Relation.of(3, 3)
     with recording_constants() as read:

@@ -1203,8 +1203,13 @@ def test_a_layer_that_was_called_before_goes_straight_to_its_kernel(straight, mo
         with pytest.raises(DtypeError, match=r"x is torch.float32, weight is torch.float16"):
             layer(tensors[0].to(torch.float32))
         assert len(checks) == 2
-    layer(tensors[0])
-    assert len(checks) == 3, "gradients are asked for"
+    assert layer(tensors[0]).feats.requires_grad and len(checks) == 2, "it fits where gradients are asked for, too"
+    with pytest.raises(ShapeError, match="17 channels"):
+        other(tensors[0])
+    layer.weight = torch.nn.Parameter(layer.weight.detach().flatten(1, 3))
+    with pytest.raises(ShapeError, match="3 kernel axes"):
+        layer(tensors[0])
+    assert len(checks) == 4
 
 
 # calls that autograd records

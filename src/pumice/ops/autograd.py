@@ -267,8 +267,9 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
 class DifferentiableCall:
     """A call over a map, differentiable in its runtime operands. Only for calls where just autograd is active. The
     arrays of the map are constant and need no gradient. Runtime operands, which come before these, have the shapes and
-    devices of `like` and are cast to its dtype; their gradients are not rounded to it. ask.static_rows excludes the
-    result. ask.lowering applies to gradients too. The reduction is a sum."""
+    devices of `like`, or more axes and the same entries where the number of rows is fixed, and are cast to its dtype;
+    their gradients are not rounded to it. ask.static_rows excludes the result. ask.lowering applies to gradients too.
+    The reduction is a sum. axes: (dtype, number of axes) of each runtime operand."""
 
     def __init__(
         self,
@@ -283,7 +284,7 @@ class DifferentiableCall:
         given, dtype = like
         assert request.runtime_operands == tuple(range(len(given)))
         self._request, self._arrays, self._launches = request, arrays, launches
-        self.dtypes = (dtype,) * len(given)
+        self.axes, self._shapes = [(dtype, x.ndim) for x in given], [x.shape for x in given]
         dynamic = tuple([place not in request.static_rows for place in request.runtime_operands])
         self._dynamic = {len(given): dynamic, len(given) + 1: (*dynamic, True)}
         # By gradient (None: the result) and determinism.
@@ -293,8 +294,13 @@ class DifferentiableCall:
         return _BoundCallFunction.apply(self, *given)
 
     def cast(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The runtime operands in the dtypes of the call."""
-        return [x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(operands, self.dtypes, strict=True)]
+        """The runtime operands in the dtype and with the axes of the call."""
+        every = zip(operands, self.axes, strict=True)
+        return [x if (x.dtype, x.ndim) == axes else self._cast(x, n) for n, (x, axes) in enumerate(every)]
+
+    def _cast(self, x: Tensor, n: int) -> Tensor:
+        shape, x = self._shapes[n], x.to(self.axes[n][0])
+        return x if x.ndim == len(shape) else x.reshape(shape)
 
     def compute(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Tensor:
         """The result from the runtime operands or, with `of`, the gradient of one from them and the output gradient."""
@@ -417,7 +423,7 @@ class _BoundCallFunction(torch.autograd.Function):
     def forward(ctx: Any, call: DifferentiableCall, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.call, ctx.tiles = call, plan.kernels.tuning_mode()
         cast = call.cast(given)
-        ctx.save_for_backward(*given, *(x for x, own in zip(cast, given, strict=True) if x is not own))
+        ctx.save_for_backward(*given, *[x for x, own in zip(cast, given, strict=True) if x is not own])
         return writable(call.compute(cast))
 
     @staticmethod
@@ -428,11 +434,14 @@ class _BoundCallFunction(torch.autograd.Function):
         if torch.is_grad_enabled():
             cast = ctx.call.cast(given)
         else:
-            cast = [x if x.dtype == dtype else next(saved) for x, dtype in zip(given, ctx.call.dtypes, strict=True)]
+            every = zip(given, ctx.call.axes, strict=True)
+            cast = [x if (x.dtype, x.ndim) == axes else next(saved) for x, axes in every]
         wanted = [x.dtype if need else None for x, need in zip(given, needed, strict=True)]
         # Backward uses the dtypes of the forward pass, even when called within autocast.
         with autocast_disabled((grad,)), plan.kernels.tiles_of(ctx.tiles):
-            return None, *ctx.call.gradients(cast, grad, wanted)
+            found = ctx.call.gradients(cast, grad, wanted)
+        both = zip(given, found, strict=True)
+        return None, *[y if y is None or y.ndim == x.ndim else y.reshape(x.shape) for x, y in both]
 
 
 class _CallFunction:

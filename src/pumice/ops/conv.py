@@ -138,17 +138,30 @@ def _by_known_kernel(
 
 
 def _by_known_call(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> Tensor | None:
-    """The same where autograd records it."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    """The same where autograd records it, and on maps over which no call was before; None for what does not fit."""
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return None
     if not autograd.only_autograd_active((x, weight) if bias is None else (x, weight, bias)):
         return None
     if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:1], weight.dtype, weight.device):
         return None
-    flat = _flat(weight)
-    call = found.get_cached(("differentiable", True, _call_key(x, flat, found.num_outputs, 1)))
-    y = None if call is None else call(x, flat)
-    return y if y is None or bias is None else y + bias
+    shape, relation, dtype = weight.shape, found.relation, autocast_dtype(x)
+    window = relation.kernel if relation.custom is None else found.table.shape[1:]
+    if x.shape != (found.num_inputs, shape[-1]) or shape[1:-1] != window:
+        return None
+    if not x.device == weight.device == found.table.device:
+        return None
+    if dtype is None:
+        if x.dtype != weight.dtype or not x.is_floating_point() or x.dtype in EIGHT_BITS:
+            return None
+    elif _is_cast_within(x, weight):
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    else:
+        return None
+    rows = found.num_outputs
+    call = found.get_cached(("differentiable", True, _call_key(x, weight, rows, 1)))
+    y = (call or differentiable_call(x, weight, found, rows))(x, weight)
+    return y if bias is None else y + bias
 
 
 def conv_transpose(
@@ -252,9 +265,10 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
     launches = plain and autograd.uses_gpu(x)
     if launches and rows == found.num_outputs and (y := run_product(tensors, found, finish)) is not None:
         return y
-    flat = _flat(weight)
     if launches and not found.buffered:
         compile_layers(Calls(x, rows))
+    # A view would be one more node of autograd.
+    flat = _flat(weight) if plain else weight
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches:
         _keep_call(tensors, flat, found, finish)
@@ -459,6 +473,7 @@ def _checked_forward(
     if autograd.only_autograd_active((x, weight)):
         y = differentiable_call(x, weight, found, rows, groups, differentiable)(*_grouped(x, weight, groups))
     else:
+        weight = _flat(weight)
         y = autograd.einsum(*_planner_operands((x, weight), found, rows, groups, differentiable))
     y = y if groups == 1 else y.flatten(1)
     return y if epilogue is None else applied(y, epilogue)
@@ -467,7 +482,8 @@ def _checked_forward(
 def differentiable_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
 ) -> autograd.DifferentiableCall:
-    """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups]."""
+    """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups], the latter with
+    any number of kernel axes in one group."""
     key = ("differentiable", differentiable, _call_key(x, weight, rows, groups))
     return found.cached(key, lambda m: _bound_call((x, weight), m, rows, groups, differentiable))
 
@@ -521,6 +537,8 @@ def _bound_call(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> autograd.DifferentiableCall:
     """The differentiable call bound to the arrays of the map; it casts the weight to the dtype of x itself."""
+    if groups == 1:
+        given = given[0], _flat(given[1].detach())
     _check_devices(*given, found)
     _check_shapes(*given, found, rows, groups)
     arrays, lowering = maps.MapArrays.of(found, differentiable), _lowering(found, given)
@@ -701,10 +719,18 @@ def _autocast(
 
 def _cast_within(x: Tensor, weight: Tensor) -> bool:
     """True if the differentiable call casts the weight, whose gradient is then not rounded to the autocast dtype."""
-    if not (torch.is_grad_enabled() and weight.requires_grad) or autocast_dtype(x) is None:
+    if not torch.is_grad_enabled() or autocast_dtype(x) is None:
         return False
-    alike = weight.dtype == torch.float32 and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
-    return alike and autograd.only_autograd_active((x, weight))
+    return _is_cast_within(x, weight) and autograd.only_autograd_active((x, weight))
+
+
+def _is_cast_within(x: Tensor, weight: Tensor) -> bool:
+    """`_cast_within`, where autocast and autograd alone are active."""
+    return weight.requires_grad and weight.dtype == torch.float32 and x.dtype in _CAST
+
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes that autocast casts."""
 
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:

@@ -69,10 +69,15 @@ _RECORDED: ContextVar[list[object] | None] = ContextVar("recording_constants", d
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """lru_cache for read-only device tensors; a captured graph must hold those it reads (`recording_constants`)."""
+    """lru_cache for read-only device tensors, which are made outside inference mode and transforms of torch.func; a
+    captured graph must hold those it reads (`recording_constants`)."""
 
     def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
-        known = lru_cache(maxsize)(find)
+        def make(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            with nullcontext() if torch.compiler.is_compiling() else outside_inference_mode():
+                return find(*args, **kwargs)
+
+        known = lru_cache(maxsize)(make)
 
         @wraps(find)
         def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
@@ -145,8 +150,7 @@ def vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 @cached_device_constant(256)
 def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with outside_inference_mode():
-        return to_device_async(torch.tensor(values, dtype=dtype), device)
+    return to_device_async(torch.tensor(values, dtype=dtype), device)
 
 
 class CompiledKernel:
