@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from found import agree
-from waits import no_wait
+from waits import no_wait, wait_for_background
 
 import pumice as pm
 from pumice.coords import Relation
@@ -101,6 +101,7 @@ def test_what_is_wrong_is_raised():
 
 def test_nothing_is_kept_of_a_scene():
     steps, same = [Relation.of(3, 2, stride=2)] * 3, [[Relation.of(3, 3)]] * 4
+    wait_for_background()
     with torch.no_grad():
         for n in range(20):
             x = scene(50_000, seed=n, extent=120).prepare(steps, same)
