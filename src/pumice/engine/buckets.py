@@ -159,6 +159,8 @@ class GraphRunner:
         self._buffers, self._margins = buffers, margins
         self.buckets: dict[int, CapacityBucket] = {}
         self._cropping: OutputCropping | None = None
+        # True once the results of a capacity were compared: all run one program.
+        self._checked = False
         self.device = buffers.device
         self._pool: Any = None
         self.clear()
@@ -375,7 +377,9 @@ class GraphRunner:
                 planner = CapacityPlanner(capacity, each.count, self._margins.margin, self._margins.shares, least)
                 bucket, scene = self._plan_bucket(buffers, planner), each
             assert bucket is not None and scene is not None
-            self._check(bucket, scene)
+            if not self._checked:
+                self._check(bucket, scene)
+                self._checked = True
             if self._pool is not None:
                 self._capture(bucket)
         except (PumiceError, torch.cuda.OutOfMemoryError):
@@ -398,10 +402,8 @@ class GraphRunner:
         return CapacityBucket(buffers, planner.to_fixed())
 
     def _check(self, bucket: CapacityBucket, scene: ModelInput) -> None:
-        """Compare with the network outside buffers, padding rows filled with NaN, and classify the axes of the results;
-        at the first capacity, as all run one program."""
-        if self._cropping is not None:
-            return
+        """Compare with the network outside buffers, padding rows filled with NaN, and classify the axes of the
+        results."""
         x = scene.tensor()
         wanted = pytree.tree_leaves(self.program.forward(x), is_sparse)
         bucket.buffers.poison(scene.count)

@@ -23,7 +23,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, cat
-from pumice.ops.conv import autocast_dtype, convolve, plan_for_other_tiles
+from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype, convolve, plan_for_other_tiles
 from pumice.ops.conv import compilation as compilation_of_conv
 from pumice.ops.layer_maps import layer_map
 from pumice.ops.linear import compilation as compilation_of_linear
@@ -261,7 +261,7 @@ class Stretch:
         """The inputs as autocast casts those of a product; what is added to one is not cast."""
         own = {node: env[node] for node in self.inputs}
         for node in self.features:
-            if node not in self._added and raw_feats(own[node]).dtype in _CAST:
+            if node not in self._added and raw_feats(own[node]).dtype in AUTOCAST_DTYPES:
                 own[node] = unchecked_tensor(raw_feats(own[node]).to(dtype), own[node].geometry)
         return own
 
@@ -270,7 +270,7 @@ class Stretch:
         wide = {
             n: x.detach()
             for n, x in enumerate(tensors)
-            if x is not None and n % len(_TENSORS) < 2 and x.dtype in _CAST and x.dtype != dtype
+            if x is not None and n % len(_TENSORS) < 2 and x.dtype in AUTOCAST_DTYPES and x.dtype != dtype
         }
         found = {n: self._held(self._narrow, n, x, dtype) for n, x in wide.items()}
         if wide:
@@ -388,10 +388,6 @@ def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:
     nothing: Mapping[str, Any] = {}
     own += [nothing] * 4 if norm is None else [norm._buffers, norm._buffers, norm._parameters, norm._parameters]
     return [*zip(own, _TENSORS, strict=True)]
-
-
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts."""
 
 
 def _channels(step: Product) -> int:

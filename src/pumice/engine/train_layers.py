@@ -27,6 +27,7 @@ from pumice.lower.maps import BoundMap, MapArrays, NoMap, bound_map, no_map
 from pumice.lower.norm import NormKernels, Statistics
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import (
+    AUTOCAST_DTYPES,
     autocast_dtype,
     compilation,
     differentiable_call,
@@ -42,7 +43,6 @@ ALIGNED = 128
 TENSORS = 7
 """Tensors of a product: weight and bias of the layer; mean, variance, count of batches, weight and bias of the norm."""
 WEIGHT, BIAS, MEAN, VARIANCE, TRACKED, SCALE, SHIFT = range(TENSORS)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,7 +306,11 @@ class Planner:
         """Also finds the channels of all values."""
         like, known = self._like, self._channels
         cast = autocast_dtype(like)
-        if like.dtype not in DTYPES or len(known) < len(self._feats) or (cast is not None and cast is not like.dtype):
+        if (
+            like.dtype not in AUTOCAST_DTYPES
+            or len(known) < len(self._feats)
+            or (cast is not None and cast is not like.dtype)
+        ):
             return False
         if any(x.dtype is not like.dtype or x.device != like.device for x in self._feats):
             return False
@@ -332,13 +336,13 @@ class Planner:
         if weight.ndim != axes or weight.shape[-1] != self._channels[one.x] or not weight.numel():
             return False
         cast = torch.is_autocast_enabled(like.device.type)
-        if weight.dtype is not like.dtype and not (cast and weight.dtype in DTYPES):
+        if weight.dtype is not like.dtype and not (cast and weight.dtype in AUTOCAST_DTYPES):
             return False
         bias, _, _, tracked, *_ = vectors
         if bias is not None and not cast and bias.dtype is not like.dtype:
             return False
         there = [t for t in vectors if t is not None and t is not tracked]
-        if any(t.shape != weight.shape[:1] or t.dtype not in DTYPES for t in there):
+        if any(t.shape != weight.shape[:1] or t.dtype not in AUTOCAST_DTYPES for t in there):
             return False
         if (vectors[1] is None) != (vectors[2] is None):
             return False

@@ -23,7 +23,7 @@ from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import REQUIRES_GRAD, TENSOR_GUARDS
 from pumice.ops import autograd, cat
-from pumice.ops.conv import autocast_dtype
+from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype
 from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.streams import is_capturing
@@ -32,8 +32,6 @@ _ADDRESS = 15
 """Bits of the addresses of tensors that are 0."""
 _PLANS = 4
 """Kinds of tensors for which plans are kept: of a network that is frozen by turns, as a discriminator is."""
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts."""
 
 
 class TrainStretch:
@@ -231,7 +229,7 @@ def _is_first(step: Step, node: Node) -> bool:
 
 def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Features as kernels take them: cast as by autocast, without gaps, and aligned; autograd records it."""
-    if x.dtype is not dtype and x.dtype in _CAST:
+    if x.dtype is not dtype and x.dtype in AUTOCAST_DTYPES:
         x = x.to(dtype)
     if not x.is_contiguous() or x.data_ptr() & _ADDRESS:
         return x.clone(memory_format=torch.contiguous_format)

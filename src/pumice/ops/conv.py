@@ -116,7 +116,8 @@ def _by_known_kernel(
     map_request: tuple[Relation, Geometry | None],
     epilogue: Epilogue | None,
 ) -> SparseTensor | None:
-    """The result by the kernel of an equal call before, with nothing checked that it has checked; else None."""
+    """The result by the kernel of an equal call before, with nothing checked that it has checked, or of a call that
+    autograd records and that fits; else None."""
     if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
     if epilogue is not None and (bias is not None or not isinstance(epilogue, Epilogue)):
@@ -133,35 +134,38 @@ def _by_known_kernel(
     found, outputs = kept or layer_map(geometry, relation, target, weight)
     if outputs is not None:
         outputs.require_unwritten()
-    y = run_product(tensors, found, finish) if plain else _by_known_call(feats, weight, bias, found)
+    y = run_product(tensors, found, finish) if plain else _recorded(feats, weight, bias, found)
     return None if y is None else unchecked_tensor(y, geometry if outputs is None else outputs)
 
 
-def _by_known_call(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> Tensor | None:
-    """The same where autograd records it, and on maps over which no call was before; None for what does not fit."""
+def _recorded(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> Tensor | None:
+    """The result of a call that autograd records; None if it does not, and for operands that do not fit."""
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return None
     if not autograd.only_autograd_active((x, weight) if bias is None else (x, weight, bias)):
         return None
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != (weight.shape[:1], weight.dtype, weight.device):
+    dtype = autocast_dtype(x)
+    if not _fits(x, weight, bias, found) or not (_is_cast(x, weight) if dtype else _is_alike(x, weight)):
         return None
-    shape, relation, dtype = weight.shape, found.relation, autocast_dtype(x)
-    window = relation.kernel if relation.custom is None else found.table.shape[1:]
-    if x.shape != (found.num_inputs, shape[-1]) or shape[1:-1] != window:
-        return None
-    if not x.device == weight.device == found.table.device:
-        return None
-    if dtype is None:
-        if x.dtype != weight.dtype or not x.is_floating_point() or x.dtype in EIGHT_BITS:
-            return None
-    elif _is_cast_within(x, weight):
+    if dtype is not None:
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
-    else:
-        return None
-    rows = found.num_outputs
-    call = found.get_cached(("differentiable", True, _call_key(x, weight, rows, 1)))
-    y = (call or differentiable_call(x, weight, found, rows))(x, weight)
+    y = differentiable_call(x, weight, found, found.num_outputs)(x, weight)
     return y if bias is None else y + bias
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> bool:
+    """True if devices and shapes fit each other and the map."""
+    table, relation, shape = found.table, found.relation, weight.shape
+    window = table.shape[1:] if relation.custom is not None else relation.kernel
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (shape[:1], weight.dtype, weight.device):
+        return False
+    alike = x.device == weight.device == table.device
+    return alike and x.shape == (found.num_inputs, shape[-1]) and shape[1:-1] == window
+
+
+def _is_alike(x: Tensor, weight: Tensor) -> bool:
+    """True if features and weight are of one dtype with gradients."""
+    return x.dtype == weight.dtype and x.is_floating_point() and x.dtype not in EIGHT_BITS
 
 
 def conv_transpose(
@@ -721,15 +725,15 @@ def _cast_within(x: Tensor, weight: Tensor) -> bool:
     """True if the differentiable call casts the weight, whose gradient is then not rounded to the autocast dtype."""
     if not torch.is_grad_enabled() or autocast_dtype(x) is None:
         return False
-    return _is_cast_within(x, weight) and autograd.only_autograd_active((x, weight))
+    return _is_cast(x, weight) and autograd.only_autograd_active((x, weight))
 
 
-def _is_cast_within(x: Tensor, weight: Tensor) -> bool:
-    """`_cast_within`, where autocast and autograd alone are active."""
-    return weight.requires_grad and weight.dtype == torch.float32 and x.dtype in _CAST
+def _is_cast(x: Tensor, weight: Tensor) -> bool:
+    """True if autocast casts both, and the weight for a gradient in float32."""
+    return weight.requires_grad and weight.dtype == torch.float32 and x.dtype in AUTOCAST_DTYPES
 
 
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
+AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that autocast casts."""
 
 

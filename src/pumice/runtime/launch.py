@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, wraps
 from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -167,7 +167,7 @@ class CompiledKernel:
         self._compiled, self._runtime = compiled, knobs.runtime
         with LOADING:
             found = _in_c(compiled) or _by_triton(compiled)
-        self._launch, self._before, self._number, self._lane, self._packs = found
+        self._launch, self._before, self._programs_at, self._stream_at, self._packs = found
 
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
         """Run `programs` programs on the current device, which is `device`, and its current stream."""
@@ -177,23 +177,31 @@ class CompiledKernel:
             self._compiled[(programs, 1, 1)](*values)
             return
         before = self._before.copy()
-        before[self._number], before[self._lane] = programs, torch._C._cuda_getCurrentRawStream(device)
+        before[self._programs_at], before[self._stream_at] = programs, torch._C._cuda_getCurrentRawStream(device)
         if self._packs:
             self._launch(*before, tuple(values))
         else:
             self._launch(*before, *values)
 
 
-Launcher = tuple[Callable[..., object], list[Any], int, int, bool]
-"""(function, its arguments before those of the kernel, places of the number of programs and of the stream among them,
-True if it takes those of the kernel as one tuple)."""
+class _Launcher(NamedTuple):
+    """What launches a kernel. before: its arguments in front of the kernel's; programs_at, stream_at: places among them
+    of the number of programs and of the stream; packs: True if it takes the kernel's as one tuple."""
+
+    launch: Callable[..., object]
+    before: list[Any]
+    programs_at: int
+    stream_at: int
+    packs: bool
 
 
-def _by_triton(compiled: Any) -> Launcher:
-    return compiled.run, [1, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None], 0, 3, False
+def _by_triton(compiled: Any) -> _Launcher:
+    """Triton's Python launcher."""
+    before = [1, 1, 1, None, compiled.function, compiled.packed_metadata, None, None, None]
+    return _Launcher(compiled.run, before, 0, 3, False)
 
 
-def _in_c(compiled: Any) -> Launcher | None:
+def _in_c(compiled: Any) -> _Launcher | None:
     """Triton's C launcher: a dry run of its Python launcher records the arguments that it passes to C. None if it
     allocates memory, or does anything else than passing them on."""
     launch = getattr(compiled.run, "launch", None)
@@ -216,7 +224,7 @@ def _in_c(compiled: Any) -> Launcher | None:
     packs = last == ((value,),)
     if [*map(len, places)] != [1, 1] or not (last == (value,) or packs):
         return None
-    return launch, before, places[0][0], places[1][0], packs
+    return _Launcher(launch, before, places[0][0], places[1][0], packs)
 
 
 @lru_cache(maxsize=64)
