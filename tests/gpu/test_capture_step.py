@@ -355,9 +355,6 @@ def test_duplicates_change_nothing(gpu):
     pair.both(x, labels)
 
 
-@pytest.mark.xfail(
-    strict=False, reason="torch warns that nodes made by DistributedDataParallel are of another stream than the step's"
-)
 def test_a_replicated_model(gpu, tmp_path):
     """Gradients are averaged behind the graph; of one process they are its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -369,6 +366,16 @@ def test_a_replicated_model(gpu, tmp_path):
         assert pair.step.replays == 4 and not pair.step.fallbacks
     finally:
         dist.destroy_process_group()
+
+
+def test_results_of_earlier_passes_are_held(gpu):
+    """autograd keeps the nodes of parameters, which are of the stream of the earlier pass."""
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.BatchNorm(8), pm.nn.ReLU(), pm.nn.Linear(8, 3)).to(gpu)
+    given = scene(gpu, 3000)
+    held = by_class(net(given[0]), given[1])
+    pair = Pair(net, by_class, given)
+    pair.both(*given)
+    assert pair.step.replays == 1 and bool(held.isfinite())
 
 
 def test_dropout_is_drawn_anew(gpu):

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
@@ -242,7 +244,8 @@ class StepProgram:
                 copy_all(self.backup, self.module_buffers)
             entered = buffers.make_input(self.site, BufferedState(capacities, (), poison, True))
             geometry = entered.x.geometry
-            loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale)
+            leaves = self._leaves()
+            loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale, leaves)
             geometry.search()
             levels = dict(levels_of(geometry))
             with join_side_streams(geometry):
@@ -251,27 +254,49 @@ class StepProgram:
                 words = torch.cat([words, self.gradients.infinite.int()])
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
-    def forward_backward(self, x: SparseTensor, targets: Sequence[Tensor], scale: float | None = None) -> Tensor:
-        """Compute the loss; gradients, unscaled and clipped unless they are averaged first, go to their buffers."""
+    def _leaves(self) -> dict[Tensor, Tensor]:
+        """Views of the model's parameters. autograd's node of a parameter lives as long as anything holds it
+        (DistributedDataParallel does, and results of earlier passes do), on the stream that it was made on, for which
+        a graph must not wait; a view has its own."""
+        return {p: p.view_as(p) for p in self.model.parameters() if p.requires_grad and not p._backward_hooks}
+
+    def forward_backward(
+        self,
+        x: SparseTensor,
+        targets: Sequence[Tensor],
+        scale: float | None = None,
+        leaves: Mapping[Tensor, Tensor] = MappingProxyType({}),
+    ) -> Tensor:
+        """Compute the loss; gradients, unscaled and clipped unless they are averaged first, go to their buffers.
+        leaves: by parameter, what the model takes in its place."""
         with outside_inference_mode(), torch.enable_grad():
-            loss = self.compute_loss(x, targets)
+            loss = self.compute_loss(x, targets, leaves)
             scaler = self.options.scaler
             scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
             wanted = [p for p in self.parameters if p.requires_grad]
             # Gradients must have the dtype of their parameters, also under the caller's autocast.
             with torch.autocast(loss.device.type, enabled=False):
-                grads = torch.autograd.grad(scaled, wanted, allow_unused=True)
+                grads = torch.autograd.grad(scaled, [leaves.get(p, p) for p in wanted], allow_unused=True)
             with torch.no_grad():
                 self._store_gradients({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
         return loss.detach()
 
-    def compute_loss(self, x: SparseTensor, targets: Sequence[Tensor]) -> Tensor:
+    def compute_loss(
+        self, x: SparseTensor, targets: Sequence[Tensor], leaves: Mapping[Tensor, Tensor] = MappingProxyType({})
+    ) -> Tensor:
         with self.autocast.context():
-            loss = self.loss(self.program(x), *targets)
+            y = functional_call(self.program, self._named(leaves), (x,), tie_weights=False)
+            loss = self.loss(y, *targets)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise OptionError(f"the loss must be a scalar that depends on parameters, found {found}")
         return loss
+
+    def _named(self, leaves: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Them by one name for each place: functional_call would put views back where a module has two names."""
+        modules = self.model.named_modules() if leaves else ()
+        placed = [(f"{at}.{name}".lstrip("."), p) for at, module in modules for name, p in module._parameters.items()]
+        return {name: leaves[p] for name, p in placed if p is not None and p in leaves}
 
     def _store_gradients(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
         self.gradients.store(found)
