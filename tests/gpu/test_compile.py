@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
+
+from pumice.runtime.compile import BACKGROUND
+from pumice.runtime.launch import BoundKernel, jitted
 
 pytestmark = pytest.mark.gpu
 
@@ -40,3 +45,17 @@ def test_workers_compile_and_the_process_ends_while_they_do(tmp_path):
     assert ended.returncode == 0, ended.stderr[-2000:]
     count, right, _ = ended.stdout.split()
     assert int(count) >= 3 and right == "True"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False")
+def test_kernels_are_loaded_while_a_user_captures_a_graph():
+    device, kernel = (
+        torch.device("cuda", torch.cuda.current_device()),
+        BoundKernel(jitted("tile_kernels.put", "coords"), (32,)),
+    )
+    x, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        BACKGROUND.run([partial(kernel.compile, device, [torch.int32] * 7, (1, 1, 1, 1))])
+    graph.replay()
+    assert kernel.known and y.tolist() == [2.0] * 4

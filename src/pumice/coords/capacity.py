@@ -15,6 +15,7 @@ from pumice.errors import CaptureError
 from pumice.runtime.streams import PendingEvents
 
 _STEP = 64  # Capacities of levels are distinct multiples of this
+_MAP_MARGIN = 1.5  # More margin of kernel maps: scenes differ most in neighbours, and room for them costs only memory
 
 Shares = float | Mapping[Any, float] | None
 """Capacity of coarser levels as a share of the finest: one for all, or by stride (an int or one per axis)."""
@@ -67,7 +68,7 @@ class BufferedMapState:
 
 class CapacityPlanner:
     """Capacities from an example of `count` voxels (a host synchronisation per buffer), scaled with a margin to
-    `capacity` voxels. least: minima by key."""
+    `capacity` voxels; those of kernel maps with half as much again. least: minima by key."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
@@ -99,7 +100,8 @@ class CapacityPlanner:
         what, *_, last = key
         share = _share(self._shares, last) if what == "rows" else None
         # No tiles: sum of [].
-        wanted = self._scale * sum(needed.tolist()) if share is None else share * self._capacity
+        scale = self._scale if what == "rows" else self._scale * _MAP_MARGIN
+        wanted = scale * sum(needed.tolist()) if share is None else share * self._capacity
         found = max(1, min(most, math.ceil(wanted)), self._minima.get(key, 0))
         if what != "rows":
             return found

@@ -59,7 +59,7 @@ def capture(
     example: typical scene, with features as later scenes have them. Capacities of coarser levels derive from it.
     max_voxels: largest capacity; default twice the example's voxels. A larger scene runs by the program.
     level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
-        default: what the example needs times `margin`, which also applies to kernel map entries.
+        default: what the example needs times `margin`; kernel maps have half as much room again.
     batch: largest number of batch items; default the example's.
     dtype: cast a copy of the model, and features, to this dtype (see refresh()). In half precision batch norms keep
         their dtype.
