@@ -1,5 +1,5 @@
-"""What is kept on disk for later runs: tuned tiles and plans (`pumice tune`), and kernels that were compiled before a
-network's first scene (`pumice warmup`)."""
+"""On-disk caches: tuned tiles and plans (`pumice tune`), and kernels compiled before a first scene (`pumice
+warmup`)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Kept:
             return self.nothing()
         text = self.tiles.export()
         if plans:
-            # Versions without plans read this as an export of tiles.
+            # Versions without plans can still read the tiles.
             text = f'{text.rstrip()[:-1]}, "plans": {self.plans.export().rstrip()}}}\n'
         try:
             file.write_text(text, encoding="utf-8")
@@ -126,8 +126,8 @@ def _plans(found: Mapping[PlanKey, TunedPlan], device: str) -> Table:
 
 
 def _table(title: str, first: str, *names: str) -> Table:
-    """Text in its cells, no markup: "[m,n]" is not a style. Names of numeric columns begin with ">". Long text is in
-    the first column, which is folded in a narrow terminal."""
+    """An empty table. Columns named with a leading ">" are right-aligned. Cells must be Text: rich parses "[m,n]" as
+    markup. The first column wraps in a narrow terminal."""
     table = Table(box=None, padding=(0, 1), title=Text(title), title_justify="left", title_style="bold")
     table.add_column(first, overflow="fold", min_width=28)
     for name in names:
@@ -169,9 +169,9 @@ _REPORT = 0.2  # Seconds between reports
 
 
 def network(name: str) -> nn.Module:
-    """The network of a checkpoint of `pumice segment`, one of MODELS, or what MODULE:FUNCTION returns when called.
+    """Load a network: a `pumice segment` checkpoint file, one of MODELS, or the result of calling MODULE:FUNCTION.
 
-    Raises OptionError for another name, and for a function that does not return a torch.nn.Module.
+    Raises OptionError for any other name, or if the function does not return a torch.nn.Module.
     """
     if name in MODELS:
         return MODELS[name]()
@@ -201,9 +201,9 @@ def channels_of(net: nn.Module) -> int:
 def warm(
     net: nn.Module, channels: int, device: torch.device, precision: str, watch: Callable[[int], None]
 ) -> tuple[int, float]:
-    """Run a network in evaluation on generated streets of several sizes, and wait for all kernels that these ask for.
+    """Run a network in eval mode on synthetic streets of several sizes, and wait until all its kernels are compiled.
 
-    watch: called with how many are left. Returns how many voxels the largest street had, and seconds.
+    watch: called with the number of pending tasks. Returns (voxels of the largest street, seconds).
     """
     if precision not in DTYPES:
         raise OptionError(f"precision {precision!r} is unknown; there are {', '.join(DTYPES)}")

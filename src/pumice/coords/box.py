@@ -1,4 +1,4 @@
-"""Integer coordinates: their form, their bounding boxes, and linear search keys."""
+"""Integer coordinates: validation, bounding boxes, and linear search keys."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_form(coords: Tensor, dim: int | None = None) -> None:
             f"{hint}pass dim={columns - 1}"
         )
     if not torch.compiler.is_compiling() and coords.shape[0] > INT32_MAX:
-        raise CoordinateError(f"{coords.shape[0]} voxels; indices hold at most {INT32_MAX}")
+        raise CoordinateError(f"{coords.shape[0]} voxels exceed the limit of {INT32_MAX}")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class KeySpace:
         if cells >= 2**63:
             raise CoordinateError(
                 f"the box {self.bounds.low} to {self.bounds.high} with {self.bounds.batch} batch items has "
-                f"{cells} cells; 63-bit keys number {2**63 - 1}. Shift or crop outliers, or split the batch"
+                f"{cells} cells; keys allow at most {2**63 - 1}. Shift or crop outliers, or split the batch"
             )
 
     @property
@@ -133,8 +133,8 @@ class KeySpace:
 def places_in(
     coords: Tensor, shape: Sequence[int], origin: Sequence[int], items: int, box: Bounds | None = None
 ) -> Tensor:
-    """int64 [N]: row-major index of each of `coords` int32 [N, 1+D] in `items` grids of a shape starting at `origin`.
-    box: bounds of the coordinates, else read from the device. Raises CoordinateError for coordinates outside."""
+    """int64 [N]: row-major index of `coords` int32 [N, 1+D] in a dense [items, *shape] grid; `origin`: its first cell.
+    box: bounds of coords, by default read from the device. Raises CoordinateError if coords exceed the grid."""
     if not len(coords):
         return coords[:, 0].long()
     box, top = box or Bounds.of(coords), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True))

@@ -167,7 +167,7 @@ def _near(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The positions shifted near zero for float32, and the shift [3]."""
     if not len(xyz) or xyz.dtype == np.float32 or np.abs(xyz).max() <= _FAR:
         return xyz, np.zeros(3)
-    # The median: one distant point must not cost all others their decimals.
+    # The median: one outlier must not cost all others precision.
     shift = np.floor(np.median(xyz, axis=0))
     return xyz - shift, shift
 

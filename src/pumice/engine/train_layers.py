@@ -1,4 +1,4 @@
-"""Products of a training stretch as kernels of both passes: what they read, and which gradients are needed."""
+"""Planning of a training stretch: its layers, their kernels in both passes, and the gradients needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pumice.runtime.cache import intern_key
 
 NONE = -1
 ALIGNED = 128
-"""Values: what begins at a multiple of them is aligned for every kernel."""
+"""Elements: offsets into shared buffers are multiples of it."""
 TENSORS = 7
 """Tensors of a product: weight and bias of the layer; mean, variance, count of batches, weight and bias of the norm."""
 WEIGHT, BIAS, MEAN, VARIANCE, TRACKED, SCALE, SHIFT = range(TENSORS)
@@ -47,7 +47,7 @@ WEIGHT, BIAS, MEAN, VARIANCE, TRACKED, SCALE, SHIFT = range(TENSORS)
 
 @dataclass(frozen=True, eq=False)
 class WiredStep:
-    """A product, or a concatenation of `parts`, with its values by number; NONE: not there."""
+    """A product or a concatenation of `parts`; operands as value numbers, NONE if absent."""
 
     step: Step
     x: int
@@ -64,8 +64,8 @@ class WiredStep:
 
 @dataclass(frozen=True)
 class Wants:
-    """The gradients that are needed: of the result (flows), of the features, of what is added to the result, and of the
-    tensors."""
+    """Needed gradients: of the result (flows), x, the residual, the layer's weight and bias, the norm's scale and
+    shift."""
 
     flows: bool
     x: bool
@@ -88,18 +88,18 @@ class Joined:
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution or linear map, and the norm, sum and activation behind it.
+    """A convolution or linear map, with the norm, residual sum and activation that follow.
 
-    number: among the products. shape: C_out (channels), kernel offsets, C_in. norm: None without one; by_batch: it
-    takes the statistics of its batch; counts: its count of batches is added to before, for a cumulative mean.
+    number: index among the products. shape: (C_out, kernel offsets, C_in). norm: or None; by_batch: uses batch
+    statistics; counts: increments num_batches_tracked before the norm, for a cumulative mean.
 
-    relu: within the norm's kernel. apart: an activation by torch's operators; smooth: its gradient reads its argument,
-    which has memory of its own. narrow: the weight is cast to the features' dtype. inner: the gradient of the product
-    is needed. keeps: the backward pass reads the result. steps: row strides, other than its own, that the gradient of
-    the result may have. weights, vectors: where its weight and vectors begin in memory of those of all. by_torch: it
-    is a linear map that torch multiplies, which looks for a kernel anew for each number of rows. key, forward: what its
-    kernels over a map are cached under, and the signature of that of the result. gradients: the signatures of
-    those of the features and the weight. known: kinds of maps over which its kernels are known.
+    relu: fused into the norm kernel. apart: activation run by torch, or ""; smooth: its gradient needs its input, which
+    is stored separately. narrow: the weight is cast to the features' dtype. inner: the product's own gradient is
+    needed. keeps: the result is saved for backward. steps: non-contiguous row strides that the result's gradient may
+    have (slices of a concatenation). weights, vectors: element offsets of its weight and vectors in buffers shared by
+    all layers. by_torch: a linear map run by torch, which selects a kernel per row count. key: cache key of its kernels
+    on a map. forward, gradients: signatures of the forward call and of the (feature, weight) gradients. known: kinds of
+    maps with known kernels.
     """
 
     wired: WiredStep
@@ -129,15 +129,15 @@ class Layer:
     known: set[Hashable] = field(default_factory=set)
 
     def wanted(self) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """Dtypes of the gradients of features and weight; that of the weight is summed in float32."""
+        """Dtypes of the feature and weight (float32) gradients, None if not needed."""
         return self.dtype if self.wants.x else None, torch.float32 if self.wants.weight else None
 
     def map_of(self, rows: int) -> NoMap | None:
-        """In place of the map of a linear map; None where torch multiplies."""
+        """Placeholder map of a linear map; None if torch runs it."""
         return None if self.by_torch else no_map(rows)
 
     def gradient(self, found: KernelMap | NoMap, number: int) -> BoundCall | None:
-        """The kernel of the gradient of the features (0) or the weight (1), if one like it is known."""
+        """The kernel of the feature (0) or weight (1) gradient; None without a template."""
         on = find_arrays_read(self.gradients[number], MapArrays.of(found))
         return None if on is None else self._gradient_call(found, number, on).instantiate()
 
@@ -150,7 +150,7 @@ class Layer:
         return MapCall(self.gradients[number], on, rows, shape if number else (inputs, channels))
 
     def is_known(self, found: KernelMap | NoMap) -> bool:
-        """True if the kernels of both passes over a map are known, or were looked for."""
+        """True if all kernels for this kind of map have templates or cannot have one."""
         kind = self.kind_of(found)
         if kind in self.known:
             return True
@@ -162,18 +162,18 @@ class Layer:
         return known
 
     def kind_of(self, found: KernelMap | NoMap) -> Hashable:
-        """What kind of map it is; those of one kind have the same kernels."""
+        """Equivalence key of a map: equal keys share the same kernels."""
         return bound_map(found).signature, MapArrays.of(found).kind
 
     def _knows(self, found: KernelMap | NoMap, number: int) -> bool:
         signature, arrays = self.gradients[number], MapArrays.of(found)
         on = find_arrays_read(signature, arrays)
-        # Of several kernels nothing can be known.
+        # A multi-kernel call has no template.
         return (signature, arrays.key) in ARRAYS_READ if on is None else find_template(signature, on) is not None
 
     def compilations(self, like: Tensor, found: KernelMap | NoMap) -> list[Callable[[], object]]:
-        """Keep templates of the kernels of both passes over a map, and return what compiles those that are not known,
-        and in buffers those that are not compiled for the map's own sizes. like: features of any shape."""
+        """Cache templates of both passes' kernels over a map. Returns tasks that compile those without a template and,
+        if padded, those not compiled for the map's own sizes. like: features of any shape."""
         if isinstance(found, NoMap):
             return [*compilations_of_passes(like.new_empty((self.shape[0], self.shape[2])), self.wanted())]
         outputs, _, channels = self.shape
@@ -188,7 +188,7 @@ class Layer:
         return [task for task in tasks if task is not None]
 
     def plan_for_other_tiles(self, like: Tensor, found: KernelMap) -> list[Callable[[], object]]:
-        """Plan its kernels over maps whose tiles have the other height; what begins to compile them."""
+        """Plan kernels for maps with the other tile height. Returns callables that start compiling."""
         x, weight = like.new_empty((1, self.shape[2])), like.new_empty(self.shape)
         begin = [plan_for_other_tiles(x, weight, found, None)]
         for number, dtype in enumerate(self.wanted()):
@@ -197,7 +197,7 @@ class Layer:
         return [one for one in begin if one is not None]
 
     def _known_compilations(self, found: KernelMap) -> list[Callable[[], object] | None]:
-        """What compiles the kernels over a map whose templates are known."""
+        """Tasks to compile the kernels that have a template."""
         outputs = self.shape[0]
         rows = found.num_inputs, outputs
         known = [MapCall(self.forward, bound_map(found), rows, (found.num_outputs, outputs))]
@@ -214,8 +214,8 @@ class Layer:
 
 
 class MapCalls:
-    """The kernels of a convolution over a map, or of a linear map. result: None where it is not one kernel; whole: it
-    writes all of its result, in the dtype of the features. known: all kernels were looked for."""
+    """The kernels of a convolution over a map, or of a linear map. result: forward kernel, None if not a known single
+    kernel; whole: it writes the complete result in the features' dtype. known: Layer.is_known."""
 
     __slots__ = ("_gradients", "_layer", "known", "result", "whole")
 
@@ -229,8 +229,8 @@ class MapCalls:
         self.whole = self.result is not None and self.result.executor.writes_result_dtype is layer.dtype
 
     def gradients(self, found: KernelMap | NoMap) -> tuple[BoundCall | None, BoundCall | None] | None:
-        """The kernels of the gradients of weight and features, None of one that is not needed; None while one of them
-        is not compiled. They are looked for in the backward pass: until then the device has others to run."""
+        """(weight, feature) gradient kernels, each None if not needed; None while one of them is not compiled. Looked
+        up lazily in backward, while the GPU is still busy with the forward pass."""
         if self._gradients is None:
             layer = self._layer
             weight = layer.gradient(found, 1) if layer.wants.weight else None
@@ -245,11 +245,11 @@ class MapCalls:
 
 @dataclass(frozen=True, eq=False)
 class TrainPlan:
-    """The steps of a stretch for tensors of certain kinds. layers: of the steps.
+    """The plan of a stretch for one set of tensor guards. layers: its Layer steps.
 
-    trained: positions, among the tensors of all products, of those that need gradients. outputs: numbers of the values
-    that are read outside; needs: of the values whose gradients are needed. weights, vectors: how much memory those of
-    all take; widest: the most channels of a step.
+    trained: positions, among the tensors of all products, that need gradients. outputs: numbers of the values read
+    outside; needs: of those that need gradients. weights, vectors: elements of the buffers for all weights and vectors;
+    widest: maximum channels of a step.
     """
 
     steps: tuple[Layer | Joined, ...]
@@ -268,8 +268,8 @@ def aligned(count: int) -> int:
 
 
 class Planner:
-    """Makes a plan of wired steps. outputs: the values that are read outside, and those of them that results depend on;
-    feats: the features of the inputs; tensors: of all products."""
+    """Plans wired steps. outputs: (values read outside, those of them that results depend on); feats: input features;
+    tensors: TENSORS of each product."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class Planner:
         self._count = self._weights = self._vectors = 0
 
     def plan(self) -> TrainPlan | None:
-        """None for what kernels do not do: the modules are called."""
+        """The plan; None if kernels do not support the steps."""
         if not self._fits():
             return None
         needs = self._needs()
@@ -303,7 +303,7 @@ class Planner:
         return TrainPlan(steps, layers, self._like.dtype, tuple(trained), self._outputs, frozenset(needs), *sizes)
 
     def _fits(self) -> bool:
-        """Also finds the channels of all values."""
+        """True if supported; fills _channels."""
         like, known = self._like, self._channels
         cast = autocast_dtype(like)
         if (
@@ -350,7 +350,7 @@ class Planner:
         return all(t.device == like.device and t.is_contiguous() for t in every)
 
     def _needs(self) -> set[int]:
-        """The values whose gradients are needed: they depend on something that needs one, and a result on them."""
+        """Values that need gradients: they depend on a tensor that requires one, and a live output on them."""
         if not torch.is_grad_enabled():
             return set()
         depend = {n for n, x in enumerate(self._feats) if x.requires_grad}
@@ -372,7 +372,7 @@ class Planner:
         return Joined(one, begin, tuple(columns), self._is_multiplied(one.y, needs))
 
     def _is_multiplied(self, value: int, needs: set[int]) -> bool:
-        """True if the gradient of a weight reads it."""
+        """True if a weight gradient reads the value."""
         return any(one.x == value and self._wants(one, needs).weight for one in self._wired)
 
     def _wants(self, one: WiredStep, needs: set[int]) -> Wants:
@@ -423,7 +423,7 @@ class Planner:
             steps=tuple(sorted(widths)),
             weights=self._weights,
             vectors=self._vectors,
-            # Programs add to the gradient of a weight in any order.
+            # Kernels sum weight gradients in no fixed order.
             by_torch=relation is None and (dtype not in HALF or torch.are_deterministic_algorithms_enabled()),
             key=intern_key((forward, gradients, wants.x, wants.weight)),
             forward=forward,
@@ -446,19 +446,19 @@ class Planner:
         return NormKernels(statistics, facts, self._like.new_empty((0, channels)), (weight, bias))
 
     def _signatures(self, shape: tuple[int, int, int], conv: bool) -> tuple[Hashable, tuple[Hashable, Hashable]]:
-        """Of the result, and of the gradients of features and weight."""
+        """Signatures: forward, (feature gradient, weight gradient)."""
         sizes = (0, shape[2]), shape if conv else (shape[0], shape[2]), (0, shape[0])
         text = CONV if conv else LINEAR
         x, weight, grad = map(self._like.new_empty, sizes)
         everything, dynamic = (x, weight, grad), (True, False, True)
-        # As those of a DifferentiableCall.
+        # Must equal DifferentiableCall's.
         of_x = call_signature(everything, dynamic, text, (0, x.dtype))
         of_weight = call_signature(everything, dynamic, text, (1, torch.float32))
         return product_signature((x, weight), NO_EPILOGUE), (of_x, of_weight)
 
 
 def tensors_of(step: Product) -> list[tuple[Any, str]]:
-    """Where the tensors of a product are found."""
+    """(dict, key) of each tensor of a product."""
     layer: Any = step.layer
     norm: Any = step.norm
     own = [(layer._parameters, "weight"), (layer._parameters, "bias")]

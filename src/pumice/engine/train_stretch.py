@@ -1,4 +1,4 @@
-"""Products one after the other where they train, on a GPU: one node of autograd, whose kernels are started together."""
+"""Training stretches on a GPU: runs of convolutions and linear maps, each fused into one autograd node."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.streams import is_capturing
 
 _ADDRESS = 15
-"""Bits of the addresses of tensors that are 0."""
+"""Address bits that are 0: 16-byte alignment."""
 _PLANS = 4
-"""Kinds of tensors for which plans are kept: of a network that is frozen by turns, as a discriminator is."""
+"""Plans cached per stretch, one per set of guards: networks frozen by turns (GANs) need several."""
 
 
 class TrainStretch:
-    """Products, and concatenations between them. inputs: nodes that it reads; outputs: those of its nodes that are read
-    outside. Where kernels do not do what the modules do, those are called."""
+    """A run of products (convolutions, linear maps) and concatenations. inputs: nodes that it reads; outputs: its nodes
+    read by other steps. Calls the modules where no kernels apply."""
 
     def __init__(self, steps: Sequence[Step], outside: set[Node], live: set[Node]) -> None:
         """outside: nodes that are read outside; live: those that results depend on."""
@@ -44,14 +44,14 @@ class TrainStretch:
         made = {step.node for step in steps}
         reads = dict.fromkeys(node for step in steps for node in reads_of(step) if node not in made)
         kept = {node for step in steps for node in _features_of(step)}
-        # Of the others the coordinates alone are read.
+        # Other nodes provide coordinates only.
         self.features = tuple(node for node in reads if node in kept)
         self.inputs = (*self.features, *(node for node in reads if node not in kept))
         self.outputs = tuple(step.node for step in steps if step.node in outside)
         multiplied = {step.x for step in steps if isinstance(step, Product)}
         added = {node for step in steps for node in _features_of(step) if not (_is_first(step, node))}
         self._cast = [node in multiplied and node not in added for node in self.features]
-        # The gradient of a linear map's weight is a sum over all rows: padding rows of what it multiplies are 0.
+        # A linear map's weight gradient sums over all rows: its input must have zeros in padding rows.
         self._summed = {s.x for s in steps if isinstance(s, Product) and not isinstance(s.layer, Convolution)}
         self._numbers = {node: n for n, node in enumerate((*self.features, *(s.node for s in steps)))}
         geometries = len(self._numbers)
@@ -82,7 +82,7 @@ class TrainStretch:
                 env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
 
     def _by_kernels(self, env: Env) -> bool:
-        """False where the modules are to be called."""
+        """Run the kernels. False: call the modules."""
         feats = [env[node].feats if node in self._summed else raw_feats(env[node]) for node in self.features]
         tensors = [where.get(name) for where, name in self._sources]
         dtype = autocast_dtype(feats[0]) or feats[0].dtype
@@ -100,7 +100,7 @@ class TrainStretch:
         return True
 
     def _plan(self, tensors: Sequence[Tensor | None], feats: Sequence[Tensor]) -> TrainPlan | None:
-        """That of such tensors; None if the modules are to be called."""
+        """The plan for these tensors; None: call the modules."""
         there = [t for t in tensors if t is not None]
         like = feats[0]
         facts: list[Any] = [
@@ -127,11 +127,11 @@ class TrainStretch:
     def _begun(
         self, plan: TrainPlan, env: Env, feats: Sequence[Tensor], tensors: Sequence[Tensor | None]
     ) -> Started | None:
-        """The steps on their coordinates; None where the modules are to be called."""
+        """The stretch bound to its geometries; None: call the modules."""
         given, rows = [env[node].geometry for node in self.inputs], [x.shape[0] for x in feats]
         is_new, padded = plan not in self._compiled, given[0].buffered is not None
         calls, known = self._found(plan, given, rows, (not is_new, padded))
-        # In buffers no kernel of another size serves until this one is there.
+        # With padding, compile now: no other size's kernel stands in.
         if calls is not None and (is_new or not known or (padded and not is_capturing(feats[0].device))):
             self._compile(plan, calls, feats[0])
             calls, _ = self._found(plan, given, rows, (True, padded))
@@ -141,10 +141,10 @@ class TrainStretch:
     def _found(
         plan: TrainPlan, given: Sequence[Geometry], rows: Sequence[int], how: tuple[bool, bool]
     ) -> tuple[list[StepCall] | None, bool]:
-        """(the steps with their maps and kernels, True if no kernel is to be compiled); None for sums and
-        concatenations of several coordinates, and for fewer than two rows. given: coordinates of the inputs; rows: of
-        their features; how: (False without kernels, True in buffers). There kernels over maps are looked for as they
-        are started: until then other streams may be building the map."""
+        """(steps with maps and kernels, True if no kernel is left to compile). The steps are None if a sum or
+        concatenation mixes geometries, or a step has fewer than two rows. given: input geometries; rows: of their
+        features; how: (look up kernels, padded). If padded, kernels are looked up at launch: until then another stream
+        may be building the map."""
         count, found, known = len(rows), list[StepCall](), True
         launches, padded = how
         geometries: list[Any] = [*given[:count], *[None] * len(plan.steps), *given[count:]]
@@ -184,7 +184,7 @@ class TrainStretch:
         return found, known
 
     def _compile(self, plan: TrainPlan, calls: Sequence[StepCall], like: Tensor) -> None:
-        """Compile the kernels of both passes in parallel, as far as they are those of no step before."""
+        """Compile forward and backward kernels in parallel, once for steps that share them."""
         tasks, norms = dict[Hashable, list[Callable[[], object]]](), KernelTasks()
         own = {layer: call for layer, call in zip(plan.steps, calls, strict=True) if isinstance(layer, Layer)}
         with autograd.autocast_disabled((like,)), torch.no_grad():
@@ -192,7 +192,7 @@ class TrainStretch:
                 if layer.norm is not None and (plan not in self._compiled or call.outputs.buffered is not None):
                     norms |= layer.norm.compilations() | layer.norm.gradient_compilations(layer.steps)
                 if call.found is not None:
-                    # In buffers kernels are chosen by the sizes of the map.
+                    # With padding, kernels depend on the map's sizes.
                     kind = layer.kind_of(call.found) if call.found.buffered is None else id(call.found)
                     if (layer.key, kind) not in tasks:
                         tasks[layer.key, kind] = layer.compilations(like, call.found)
@@ -204,7 +204,7 @@ class TrainStretch:
 
     @staticmethod
     def _plan_others(layers: Mapping[Layer, StepCall], like: Tensor, begin: list[Callable[[], object]]) -> None:
-        """Put into `begin` what begins to compile kernels for tiles of the other height."""
+        """Plan kernels for the other tile height; append compile callables to `begin`."""
         planned = set[Hashable]()
         with autograd.autocast_disabled((like,)), torch.no_grad():
             for layer, call in layers.items():
@@ -223,12 +223,12 @@ def _features_of(step: Step) -> tuple[Node, ...]:
 
 
 def _is_first(step: Step, node: Node) -> bool:
-    """True if a step multiplies a node and does nothing else with it."""
+    """True if a product reads a node as x, not also as residual."""
     return isinstance(step, Product) and node is step.x and node is not step.residual
 
 
 def _ready(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Features as kernels take them: cast as by autocast, without gaps, and aligned; autograd records it."""
+    """Features cast as by autocast, contiguous and 16-byte aligned; differentiable."""
     if x.dtype is not dtype and x.dtype in AUTOCAST_DTYPES:
         x = x.to(dtype)
     if not x.is_contiguous() or x.data_ptr() & _ADDRESS:
@@ -261,7 +261,7 @@ def train_stretches(graph: Graph) -> list[Step | TrainStretch]:
 
 
 def _live(graph: Graph) -> set[Node]:
-    """The nodes that the result, or something that is written to, may depend on."""
+    """The nodes that the result or any side effect may depend on."""
     live = {*nodes_in(graph.result)}
     for node in reversed(graph.nodes):
         own = type(graph.modules.get(node)) in _WRITES_NOTHING_ELSE and node not in graph.reasons

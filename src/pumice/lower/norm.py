@@ -2,8 +2,8 @@
 
     y[n, c] = relu((x[n, c] - mean[c]) / sqrt(variance[c] + eps) * weight[c] + bias[c] + residual[n, c])   n < count
 
-The residual and the ReLU (gradient 0 where the result is not positive) are optional. The number of valid rows stays on
-the device; they are the first rows of a buffer. Padding rows may hold anything and are not written.
+The residual and the ReLU (gradient 0 where the result is not positive) are optional. Valid rows are the first `count`
+rows of a buffer; count stays on the device. Padding rows may hold anything and are not written.
 
 Mean and biased variance are computed in at least float32 and in a fixed order (Ioffe and Szegedy, "Batch
 Normalization", ICML 2015, algorithm 1; partial sums merged as in Chan, Golub and LeVeque, "Updating Formulae and a
@@ -29,11 +29,11 @@ from pumice.runtime.workspace import workspace
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Running statistics. running: mean and variance [C]; they normalise fewer than two rows (None: 0 and 1).
+    """Running statistics. running: mean and variance, [C] (None: 0 and 1), used for fewer than two rows.
 
-    update_running_stats: update them from two rows on, by `momentum` or (None) as cumulative mean; tracked, int64 [],
-    counts the updates. offset: [C], added to the batch mean in the running mean: a convolution's bias, which the norm
-    cancels.
+    update_running_stats: with two or more rows, update `running` by `momentum` or (None) as cumulative mean; tracked:
+    int64 [], number of updates. offset: [C], a convolution's bias, which the norm cancels; the running mean includes
+    it.
     """
 
     running: tuple[Tensor, Tensor] | None
@@ -64,8 +64,8 @@ class Norm:
 def batch_norm(
     x: Tensor, rows: CoordBuffer, affine: tuple[Tensor | None, Tensor | None], statistics: Statistics
 ) -> Tensor:
-    """y [N, C] in the dtype of x [N, C], without residual and ReLU; updates running statistics in place. rows: holds
-    the number of valid rows; affine: weight and bias.
+    """x [N, C] -> y [N, C] in x's dtype, no residual or ReLU; updates running statistics in place. rows: holds the
+    number of valid rows; affine: weight, bias.
 
     Differentiable any number of times in x, weight and bias. Raises ShapeError or DeviceError.
     """
@@ -100,7 +100,7 @@ class NormState:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tensor arguments of the kernels; `facts` tell which are placeholders for None."""
+        """(pair, weight, bias) for kernels; pair stands in for None (see facts)."""
         pair, weight, bias = self.pair, self.weight, self.bias
         return pair, pair if weight is None else weight.contiguous(), pair if bias is None else bias.contiguous()
 
@@ -195,11 +195,11 @@ _SHARED, _PROGRAMS = 32, 264
 With at most 132 parts the reductions of a MinkUNet step took 2.4 instead of 1.9 ms on an H200 (fp16, 346,000 voxels of
 Waymo), and 4.2 instead of 3.9 ms (2 million)."""
 _STAGES, _BUFFERED, _LOADED = 3, 48 << 10, {"moments": (0,), "products": (0, 1, 6)}
-"""Maximum stages of the loads of a reduction, bytes of their buffers, and which of its tensors are [N, C]. With 3
-instead of 2 stages 10^6 rows of 96 channels took 53 instead of 81 us, and 134 instead of 173 (fp16, H200)."""
+"""Reductions: maximum pipeline stages, bytes of load buffers, and positions of [N, C] tensors by kernel. With 3 instead
+of 2 stages 10^6 rows of 96 channels took 53 instead of 81 us, and 134 instead of 173 (fp16, H200)."""
 _ENTRIES, _JOINED = 4096, 1024
-"""Entries per iteration of a reduction, and of its last program over the parts: 32 and 8 registers with four warps;
-more in the last program would cost all programs occupancy."""
+"""Elements per iteration of a reduction, and of its final merge: 32 and 8 registers per thread (four warps). A larger
+merge would lower the occupancy of all programs."""
 
 
 def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
@@ -243,7 +243,7 @@ def moments_torch(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tenso
 
 
 def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor | None = None) -> Tensor:
-    """The result in valid rows."""
+    """y [N, C] in valid rows."""
     if not _by_kernels(x):
         y = state.affine(state.centred(x))
         y = y if residual is None else y + residual
@@ -255,8 +255,8 @@ def normalised(x: Tensor, rows: CoordBuffer, state: NormState, residual: Tensor 
 
 
 def by_statistics(x: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Tensor:
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias: contiguous x [N, C] by statistics that are known; vectors:
-    mean, variance, weight and bias [C], the latter None for 1 and 0. Not differentiable."""
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias with given statistics. x: contiguous, [N, C]; vectors:
+    mean, variance, weight or None, bias or None, [C] each. Not differentiable."""
     mean, variance, weight, bias = vectors
     if not _by_kernels(x):
         return functional.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
@@ -269,7 +269,7 @@ def by_statistics(x: Tensor, vectors: Sequence[Tensor | None], eps: float) -> Te
 
 
 def compilation(like: Tensor, vectors: Sequence[Tensor | None], eps: float) -> tuple[BoundKernel, Callable[[], object]]:
-    """(kernel of by_statistics for features of the dtype of `like`, what compiles it)."""
+    """(kernel of by_statistics for the dtype of `like`, task that compiles it)."""
     mean, variance, weight, bias = vectors
     assert mean is not None and variance is not None
     dtypes = [
@@ -294,7 +294,7 @@ def sums_of(grad: Tensor, kept: tuple[Tensor, Tensor | None], rows: CoordBuffer,
 
 
 def _before_relu(grad: Tensor, centred: Tensor, y: Tensor | None, state: NormState) -> Tensor:
-    """The gradient before the ReLU; apart: (x - mean) * scale."""
+    """Gradient before the ReLU; centred: (x - mean) * scale."""
     grad = grad.to(state.pair.dtype)
     if not state.relu:
         return grad
@@ -324,7 +324,7 @@ def gradient(
 
 
 def _unit(step: int) -> int:
-    """What a row stride is a multiple of, as kernels are told: loads of 16 bytes need 16 at most."""
+    """Largest power of two up to 16 that divides a row stride; 16-byte loads need no more."""
     return min(16, step & -step) or 16
 
 
@@ -377,7 +377,7 @@ def _of_blocks(name: str, channels: int, facts: tuple[float, ...], *_: torch.dty
 def _of_parts(name: str, channels: int, facts: tuple[float, ...], *dtypes: torch.dtype) -> tuple[BoundKernel, int]:
     """As _of_blocks, of a reduction over the rows."""
     lanes = _SHARED if channels % _SHARED == 0 else _lanes(channels)
-    # A loop without pipelined loads, for few rows, would be one more kernel to compile.
+    # Pipelined for few rows, too: an unpipelined variant has to be compiled.
     stages = min(_STAGES, 1 + _BUFFERED // (_ENTRIES * sum(dtypes[n].itemsize for n in _LOADED[name])))
     shape = channels, _ENTRIES // lanes, lanes, _JOINED // lanes, stages
     return BoundKernel(jitted(f"row_kernels.{name}", "lower"), (*shape, *facts)), lanes
@@ -392,14 +392,14 @@ def _lanes(channels: int) -> int:
 _SIZES = 64
 """Numbers of rows whose launches are kept."""
 Compiled = tuple[CompiledKernel, int, tuple[Any, ...]]
-"""A compiled kernel, how many programs run, and its arguments behind the addresses: a call of it is
-kernel(programs, (*addresses, *arguments), device)."""
+"""(kernel, number of programs, arguments after the addresses), launched by kernel(programs, (*addresses, *arguments),
+device)."""
 
 
 class NormLaunches(NamedTuple):
-    """Kernels of a norm for a number of rows. needs: counters and bytes of workspace of the reductions.
+    """Kernels of a norm for one row count. needs: (counters, bytes) of workspace for the reductions.
 
-    Addresses, each aligned to 16 bytes; pair stands for tensors that are not there, and x for residual and result:
+    Addresses, 16-byte aligned; pair stands in for absent tensors, x for an absent residual or y:
     moments: x, count, running mean, running variance, tracked, offset, pair, scratch, counters
     normalise: x, count, pair, weight, bias, residual, y
     products: grad, x, count, pair, weight, bias, y, sums, scratch, counters
@@ -418,10 +418,10 @@ KernelTasks = dict[BoundKernel, Callable[[], object]]
 
 
 class NormKernels:
-    """Kernels of a norm for features of one dtype on one device, launched with addresses.
+    """Kernels of a norm for features of one dtype on one device, launched on raw addresses.
 
-    statistics: those of the batch, or None for given mean and scale; facts: NormState.facts; of: an example of the
-    features, [N, C]; dtypes: of weight and bias (float32 where they are not there).
+    statistics: for batch statistics, None if mean and scale are given; facts: NormState.facts; of: example features,
+    [N, C]; dtypes: of weight and bias (float32 if None).
     """
 
     def __init__(
@@ -454,12 +454,12 @@ class NormKernels:
         return known
 
     def compilations(self) -> KernelTasks:
-        """What compiles the kernels of the forward pass, without those that are compiled. Norms alike have the same."""
+        """Tasks to compile the missing forward kernels; equal norms share kernels."""
         moments = [] if self._moments is None else [("moments", self._moments[0])]
         return self._tasks([*moments, ("normalise", self._normalise[0])])
 
     def gradient_compilations(self, steps: Sequence[int] = ()) -> KernelTasks:
-        """As `compilations`, of the backward pass. steps: more row strides of gradients than that without gaps."""
+        """As `compilations`, for the backward pass. steps: gradient row strides besides the contiguous one."""
         kernels = list[tuple[str, BoundKernel]]()
         for step in (self._channels, *steps):
             (products, _), (gradient, _) = self._reading(step)
@@ -499,12 +499,12 @@ class NormKernels:
         """The gradient kernels for that row stride."""
         (of_products, _), (of_gradient, _) = self._told("products"), self._told("gradient")
         facts = (*self._facts, _unit(step))
-        # Workspace is not among the tensors that a kernel is kept for.
+        # The kernel cache is not keyed by workspace dtypes.
         products = _of_parts("products", self._channels, facts, *of_products[:-2])
         return products, _of_blocks("gradient", self._channels, facts, *of_gradient)
 
     def _told(self, name: str) -> tuple[tuple[torch.dtype, ...], tuple[float, ...]]:
-        """Dtypes of the tensors of a kernel, and its numbers."""
+        """(dtypes of tensors, example numbers) of a kernel."""
         dtype, single, shared = self._dtype, torch.float32, (torch.uint8, torch.int32)
         if name == "moments":
             return (*self._moved, *shared), (1, 0.5)

@@ -1,8 +1,8 @@
-"""References in plain torch, on any device: of every statement of the einsum language, and of convolution.
+"""Plain torch references, on any device, for every statement of the einsum language and for convolution.
 
-Statements are evaluated over every point of the index space. All indices of a term and of the target form a grid. Every
-access is read over the whole grid, at position 0 if out of bounds; such points are written to an extra slot behind the
-target, which is dropped. Slow, large and differentiable: kernels and their gradients are checked against it.
+A statement is evaluated at every point of the grid of all indices of a term and of the target. Out-of-bounds accesses
+read position 0, and their points are written to an extra slot after the target, which is dropped. Slow and large in
+memory, but differentiable: tests compare kernels and their gradients with these references.
 
 Convolution and its gradients are a loop over kernel offsets:
 
@@ -49,11 +49,11 @@ MOST_POINTS = 1 << 36
 
 
 WRAPS = 2.0**62
-"""Magnitude, in float64, from which on an index may have overflowed int64; it counts as out of bounds."""
+"""Index magnitude, in float64, from which int64 may overflow; such an index is out of bounds."""
 
 
 class Written(NamedTuple):
-    """A value per point of a grid, and the entry of the flat target to write it to."""
+    """The value of each grid point, and its entry in the flat target."""
 
     values: Tensor
     entries: Tensor
@@ -202,7 +202,7 @@ def _joined(parts: Iterable[Written]) -> list[Written]:
 def _written(
     bound: BoundStatement, operands: Mapping[str, Tensor], terms: Sequence[Term], dtype: torch.dtype
 ) -> Iterator[Written]:
-    """The values of the sum of the terms, at all points of their and the target's indices, part by part."""
+    """The sum of the terms at every grid point (indices of terms and target), POINTS at a time."""
     target = bound.statement.target
     ranges = {name: bound.ranges[name] for name in indices_of(target, *terms)}
     for part in _parts(ranges):

@@ -1,4 +1,4 @@
-"""Generated kernels for any number of rows, and the kernels of one statement by tile."""
+"""Generated kernels for any row count, and their families: one kernel per tile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORKSPACE = ("room", "waiting")
 _TENSORS = ("operand", "before", "result", "segment", *WORKSPACE)
 """Kinds of arguments that are tensors."""
 _Product = tuple[int, tuple[int, ...], int]
-"""(number, positions among the sizes of a call, divisor): the number times these sizes, divided, rounded up."""
+"""(factor, positions among a call's sizes, divisor): ceil(factor * product of these sizes / divisor)."""
 
 
 @lru_cache(maxsize=256)
@@ -63,12 +63,12 @@ class SizedLaunch(NamedTuple):
 
 
 class GeneratedKernel:
-    """A generated kernel for operands of fixed dtypes, strides and axes but the first: their numbers of rows vary.
+    """A generated kernel for operands of fixed dtypes, strides and trailing shapes; row counts vary per call.
 
-    Sizes of a call are (number of segments, rows of each operand in the order of `names`); names: operands, then "" for
-    the result and BEFORE for an earlier one. segmented: the operand whose segments the programs take, or None. slots:
-    (position, kind, name) of its tensor arguments. partial_dtype: of the sums of segments. compiled: Triton's binaries,
-    by device, variant and 16-byte alignment of each tensor.
+    sizes of a call: (number of segments, rows of each of `names`). names: operands, then "" for the result and BEFORE
+    for the old result to add to. segmented: the index array whose segments are assigned to programs, or None. slots:
+    (position, kind, name) of tensor arguments. partial_dtype: of partial sums. compiled: Triton's binaries by device,
+    variant and 16-byte alignment of each tensor.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GeneratedKernel:
         roles: tuple[ContractionRoles, ContractionRoles],
         call: tuple[BoundStatement, Mapping[str, Tensor], Sequence[str]],
     ) -> None:
-        """roles: of the statement, and as the tile changes them. call: one that it is for: sizes, operands, `names`."""
+        """roles: (of the statement, as changed by the tile). call: an example: (statement, operands, names)."""
         self.kernel, self.source, self.tile, self.options = kernel, source, tile, options
         (own, self.form), (self._bound, operands, names) = roles, call
         self.names = tuple(names)
@@ -95,12 +95,12 @@ class GeneratedKernel:
         self._axes = _axes(self._bound)
         self._segments = None if own.segment is None else self._segment_count(*segment_axis(own))
         self._set_arguments()
-        # Of aligned tensors, by device and what the sizes specialise; `only`: that of all sizes below INT32_LIMIT.
+        # Binaries for aligned tensors by (device, size key); `only`: by device, if one serves all int32 sizes.
         self._aligned: dict[tuple[int, ...], CompiledKernel] = {}
         self.only: dict[int, CompiledKernel] = {}
 
     def _set_arguments(self) -> None:
-        """Split arguments and number of programs into what is the same for all calls, and what their sizes tell."""
+        """Split arguments and program count into constants and factors that depend on a call's sizes."""
         arguments = self.source.arguments
         constants = self._constants(self._bound.extents)
         self._values = [_fixed(a, self._like, constants) for a in arguments]
@@ -118,17 +118,17 @@ class GeneratedKernel:
         tiled = (form.reduced, tile.reduced) if form.product else (form.columns, tile.columns)
         self._blocks = (blocks[0], self._product(*tiled)) if blocks else None
         if self._blocks is not None and not self._blocks[1][1]:
-            # Those of channels alone are the same for all calls.
+            # Blocks of static axes are the same in all calls.
             self._values[self._blocks[0]], self._blocks = _value(self._blocks[1], ()), None
         moving = {place for place, _ in self._dynamic}
-        # Without 64-bit sizes these alone tell variants apart.
+        # Below INT32_LIMIT only these distinguish variants.
         self._specialised = [place for place in self.source.specialised if place in moving]
         factors = [self._product(*of) for of in grid_of(form, (tile.rows, tile.columns), tile.segment_threads)]
         self._programs = math.prod(_value(factor, ()) for factor in factors if not factor[1])
         self._grid = [factor for factor in factors if factor[1]]
 
     def for_tile(self, tile: Tile) -> GeneratedKernel:
-        """The kernel with a tile that has the code of this one's, and its binaries."""
+        """A copy for a tile with the same generated code; shares the binaries."""
         other = copy(self)
         other.tile, other.segment_rule = tile, self.segment_rule._replace(chunk=_chunk(tile))
         return other
@@ -181,8 +181,8 @@ class GeneratedKernel:
         return SizedLaunch(self, self.programs(sizes), values, self.variant(values))
 
     def variant(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Specialisation key of Triton for these arguments: which sizes need 64 bits, of those that masks of contiguous
-        elements depend on whether they are divisible by 16 or 1, and a number of blocks that is a constexpr."""
+        """Triton's specialisation key of these arguments: which sizes need 64 bits; which sizes in masks of contiguous
+        elements are divisible by 16, and which are 1; a constexpr BLOCKS that depends on sizes."""
         key = [values[place] >= INT32_LIMIT for place in self._sizes]
         for place in self.source.specialised:
             key += (values[place] % 16 == 0, values[place] == 1)
@@ -246,7 +246,7 @@ class GeneratedKernel:
         return number, sizes, coefficient
 
     def _product(self, names: Sequence[str], divisor: int) -> _Product:
-        """That of the extents of indices."""
+        """The product of index extents."""
         number, sizes = 1, ()
         for name in names:
             factor, more, _ = self._extent(name)
@@ -294,8 +294,7 @@ def _fixed(argument: Argument, like: Mapping[str, Tensor], constants: Mapping[st
 
 
 def _axes(bound: BoundStatement) -> Mapping[str, tuple[str, int]]:
-    """(operand, axis) whose size is the extent of each index that stands alone on one, "" being the result: another
-    axis than the first if possible."""
+    """By index that occurs bare: (operand, axis) whose size is its extent, if possible not axis 0. "" is the result."""
     statement = bound.statement
     found = {index: (operand, axis) for index, operand, axis in bare_places(bound.like or bound) or ()}
     read = ((a.name, a.indices) for a in accesses_of(*statement.terms, *statement.target.indices))
@@ -307,8 +306,8 @@ def _axes(bound: BoundStatement) -> Mapping[str, tuple[str, int]]:
 # Tiles by sizes
 
 SizeKey = tuple[int, float, tuple[int, ...]]
-"""What a tile depends on beside shapes and dtypes: size class of the number of segments, entries of a segment on
-average, size classes of the leading indices. (0, 1.0, ...) without segments."""
+"""Sizes that select a tile: (size class of the number of segments, mean entries per segment, size classes of the
+leading indices). (0, 1.0, ...) without segments."""
 
 
 def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
@@ -322,7 +321,7 @@ _cached_size_key = lru_cache(maxsize=4096)(size_key)
 
 
 def leading_axes(bound: BoundStatement, names: Sequence[str]) -> list[tuple[int, int]]:
-    """(number of an operand that has a row for each point, or -1; extent) of each leading index."""
+    """By leading index: (position of an operand with that many rows, or -1; extent)."""
     found = _axes(bound)
     each = [(found.get(name, ("", 1)), bound.extents[name]) for name in leading_indices(bound)]
     return [(-1 if axis else names.index(operand), extent) for (operand, axis), extent in each]
@@ -348,14 +347,14 @@ class KernelSource(Protocol):
 
 
 _OFTEN = 3
-"""Calls of one size class after which its own kernel is compiled: compiling takes from the calls beside it."""
+"""Calls of one size class before its own kernel is compiled: compilation slows concurrent calls."""
 
 
 class TileFamily:
-    """The kernels of one statement for operands with any number of rows: one for each tile that the sizes choose. Other
-    axes, dtypes and strides are those of the first call.
+    """The kernels of one statement for any row counts: one for each tile that the sizes select. Trailing shapes, dtypes
+    and strides are those of the first call.
 
-    names: the operands in the order in which numbers of rows are given; "" is the result.
+    names: operands in the order of every `rows` argument; "" is the result.
     """
 
     def __init__(
@@ -379,7 +378,7 @@ class TileFamily:
             self._entries = self.names.index(own.segment.array)
         self._by_size: dict[SizeKey, GeneratedKernel | None] = {}
         self._by_tile = {(first.tile, first.options.splits): first}
-        # Of sizes whose kernel is not compiled: its tile and split-K factor, and how often it was asked for.
+        # Until a size key's kernel is compiled: ((tile, split-K factor) or None, number of requests).
         self._waiting: dict[SizeKey, tuple[tuple[Tile, int] | None, int]] = {}
         rows = [x.shape[0] if x.ndim else 1 for x in like.values()]
         self._only = None if source.resizable else rows
@@ -396,11 +395,11 @@ class TileFamily:
         return _cached_size_key(max(segments, 1), rows[self._entries], leading)
 
     def at(self, rows: list[int], waits: bool = False) -> GeneratedKernel | None:
-        """The compiled kernel for these numbers of rows; None if the planner must run the call, as it does where a tile
-        is to be tuned first or where the result is accumulated for some sizes only.
+        """The compiled kernel for these row counts; None if the planner must run the call: its tile has to be tuned
+        first, or the result is accumulated for some sizes only.
 
-        Unless the caller waits, or algorithms are to be deterministic, a kernel that is not compiled and was asked for
-        a few times is compiled in the background on a GPU; until it is there, another one of this family serves."""
+        On a GPU, another compiled kernel of the family, if any, replaces a missing one, which is compiled in the
+        background after _OFTEN calls; not if the caller `waits` or deterministic algorithms are on."""
         if self._only not in (None, rows):
             return None
         key = self.key(rows)
@@ -408,7 +407,7 @@ class TileFamily:
         if found is not None and not waits:
             return found
         if key not in self._by_size:
-            # Choosing takes as long as several launches, and compiling seconds: the choice is kept meanwhile.
+            # Choosing a tile costs several launches: cached while the kernel compiles, which takes seconds.
             known = self._waiting.get(key)
             chosen, asked = known or (self._source.choose(self._like, key, self.device, self._precision), 0)
             other = None if chosen is None or waits else self._instead_of(chosen)
@@ -424,7 +423,7 @@ class TileFamily:
         return found
 
     def _instead_of(self, chosen: tuple[Tile, int]) -> GeneratedKernel | None:
-        """A compiled kernel to use until the chosen one is compiled; None where that one is, or is to be waited for."""
+        """A compiled kernel to use until the chosen one is; None if that is compiled, or must be waited for."""
         if self.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
             return None
         (tile, splits), other = chosen, None
@@ -457,7 +456,7 @@ class TileFamily:
                 tile = smaller
 
     def _generated(self, tile: Tile, splits: int) -> GeneratedKernel:
-        """The kernel with a tile, by the code of another one where that is the same: generating takes milliseconds."""
+        """The kernel for a tile. Reuses equal code of another tile: generating takes milliseconds."""
         for (known, parts), kernel in [*self._by_tile.items()]:
             if parts == splits and known.has_code_of(tile):
                 return kernel.for_tile(tile)

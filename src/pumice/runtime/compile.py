@@ -1,4 +1,4 @@
-"""Kernels compiled before they are needed: by worker processes, since Triton's compiler holds Python's lock."""
+"""Kernel compilation ahead of use, in worker processes, since Triton's compiler holds the GIL."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _WORKER = Path(__file__).with_name("compile_worker.py")
 _PATIENCE = 1.0
 """Seconds of waiting between reports."""
 NOW, NEXT, LATER = range(3)
-"""When a task runs: somebody waits for it, somebody is about to, or nobody does."""
+"""Task priorities: a caller waits, a caller will wait soon, or none waits."""
 LOADING = RLock()
-"""Held by whoever may load a binary: Triton does at its first use, and two threads at once would see half of it."""
+"""Held while a binary may be loaded: Triton loads at the first launch, which is not thread-safe."""
 _THREAD = local()
 """worker: of a background thread."""
 
@@ -58,7 +58,7 @@ class CompilationPending(Exception):
 
 @contextmanager
 def compiling_beside() -> Iterator[None]:
-    """Within it, whoever would wait for compilation gets CompilationPending."""
+    """Context in which waiting for compilation raises CompilationPending."""
     token = _BESIDE.set(True)
     try:
         yield
@@ -67,16 +67,16 @@ def compiling_beside() -> Iterator[None]:
 
 
 class CompiledBeside:
-    """Runs work without waiting for compilation: missing kernels are compiled in the background, and a later call
-    runs it."""
+    """Runs work without blocking on compilation: missing kernels compile in the background; a later call runs the
+    work."""
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, CompilationPending] = {}
 
     def run(self, key: Hashable, work: Task) -> bool:
-        """True once `work` has run, False while its kernels are compiled; raises what it raises. key: equal for work
-        with the same kernels. Kernels that failed to compile in the background are compiled by the next call, which
-        raises the error."""
+        """True once `work` has run, False while its kernels compile; exceptions of `work` propagate. key: equal for
+        work with the same kernels. A kernel that failed to compile in the background is compiled by the next call,
+        which raises."""
         pending = self._pending.get(key)
         if pending is not None and not pending.done:
             return False
@@ -91,9 +91,8 @@ class CompiledBeside:
 
 
 class Background:
-    """Runs tasks in order in daemon threads, which start with the first task, each with a process that compiles; one
-    more process compiles for other threads. A task that fails is dropped: the call that needs its result raises the
-    error."""
+    """Runs tasks by priority in daemon threads, started with the first task. Each thread has a compiler process; a
+    spare one serves other threads. A failed task is dropped: the call that needs its result raises the error."""
 
     def __init__(self, threads: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()
@@ -125,8 +124,8 @@ class Background:
                 self._spare.start()
 
     def compile(self, job: Mapping[str, Any]) -> bool:
-        """True if the kernel is in the cache now: by the process of this thread, or for other threads than those here
-        by one that is kept for them."""
+        """Compile a kernel into the disk cache, in this thread's process or, for other threads, in the spare one. False
+        if not done."""
         worker = getattr(_THREAD, "worker", None)
         if worker is not None:
             return worker.compile(job)
@@ -138,9 +137,9 @@ class Background:
             self._of_spare.release()
 
     def run(self, tasks: Iterable[Task], meanwhile: Task | None = None) -> None:
-        """Run these tasks, each as soon as it is made, and wait for all of them, of which a terminal is told how many
-        are done; within `compiling_beside`, raise CompilationPending instead of waiting. Not for tasks: the threads
-        could all wait for each other. meanwhile: what the caller's thread does before it waits."""
+        """Submit tasks as they are generated and wait for all, showing progress on a terminal; within
+        `compiling_beside`, raise CompilationPending instead of waiting. Not to be called from a task: all threads could
+        deadlock. meanwhile: run in the caller's thread before it waits."""
         ended, made = Semaphore(0), 0
 
         def ending(task: Task) -> None:
@@ -210,7 +209,7 @@ class Worker:
             process.stdin.flush()
             return process.stdout.readline() == "\n"
         except (OSError, TypeError):
-            # No process, or a constant that no text tells.
+            # No process, or a constant that JSON rejects.
             return False
 
     def start(self) -> subprocess.Popen[str]:
@@ -237,24 +236,24 @@ class Parameter(NamedTuple):
 
 
 class TritonKernel:
-    """A Triton kernel that is found in Triton's cache on disk without being parsed.
+    """A Triton kernel that is loaded from Triton's disk cache without being parsed.
 
-    Triton's JIT function parses its source and that of all it calls before it looks into the cache: some 10 ms of
-    Python a kernel, which hold up the thread that launches others. Beside a compiled kernel a mark is kept here, by
-    digest of source, types and options, which tells where in the cache it is.
+    Triton's JIT parses a kernel and all its callees before the cache lookup: about 10 ms of Python per kernel, which
+    delay the thread that launches kernels. Here a mark file, named by the digest of source, types and options, records
+    where in the cache the compiled kernel is.
     """
 
     def __init__(self, at: tuple[str, str, str], text: str, code: str, parameters: Sequence[Parameter]) -> None:
-        """at: module, file and name. text: the source, "" for what the module's file holds; code: a digest of it and
-        of what it calls."""
+        """at: (module, file, name). text: the source, "" if in the module's file; code: digest of the source and its
+        callees."""
         self._at, self._text, self._code, self._parameters = at, text, code, tuple(parameters)
-        # By device and mark; those that ask at the same time wait for one compilation.
+        # By (device, mark): concurrent requests wait for one compilation.
         self._loaded: dict[tuple[int, str], Any] = {}
         self._locks: defaultdict[tuple[int, str], Lock] = defaultdict(Lock)
 
     @staticmethod
     def of(module: str, name: str) -> TritonKernel:
-        """That of a function in a module, which is imported here: it needs Triton."""
+        """The kernel of a module's function; imports the module (needs Triton)."""
         function = getattr(import_module(module), name)
         code = function.fn.__code__.co_filename
         # A function that Triton interprets has no parameters.
@@ -274,7 +273,7 @@ class TritonKernel:
         return dict(zip(("module", "file", "name", "text"), (*self._at, self._text), strict=True))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        """Launch; returns the compiled kernel, None if Triton interprets kernels."""
+        """Launcher for a grid; returns the compiled kernel, None if interpreted."""
 
         def launch(*values: Any, **options: int) -> Any:
             made = self.warmup(*values, grid=grid, **options)
@@ -288,8 +287,8 @@ class TritonKernel:
         return launch
 
     def warmup(self, *values: Any, grid: tuple[int, ...], **options: int) -> Any:
-        """Triton's compiled kernel for arguments like these (tensors of the meta device are aligned): from the cache,
-        or compiled, in a background thread by its process. None if Triton interprets kernels."""
+        """Triton's compiled kernel for arguments like these (meta tensors count as aligned): from the disk cache, or
+        compiled, in a worker process if possible. None in Triton's interpreter mode."""
         from triton import knobs
 
         if knobs.runtime.interpret:
@@ -316,7 +315,7 @@ class TritonKernel:
 
     @staticmethod
     def _kept(mark: str, job: Mapping[str, Any]) -> Any:
-        """What a mark tells of, None where it is not there."""
+        """The cached kernel of a mark, None if missing."""
         from triton import knobs
         from triton.compiler import CompiledKernel
         from triton.runtime.cache import get_cache_manager
@@ -333,11 +332,11 @@ class TritonKernel:
 
 
 _READ = (".json", ".cubin", ".hsaco")
-"""What is read of a kernel in the cache: not its intermediate forms."""
+"""Files read from the cache: no intermediate representations."""
 
 
 class _Source:
-    """What Triton's launchers ask of the source of a compiled kernel."""
+    """Stand-in for ASTSource, with what Triton's launchers read."""
 
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.signature, self.name = job["signature"], job["name"]
@@ -348,8 +347,8 @@ class _Source:
 def specialised(
     parameters: Sequence[Parameter], values: Sequence[Any]
 ) -> tuple[list[str], list[tuple[int, Any]], list[int]]:
-    """(types, constants by place, places of what is divisible by 16) of the kernel for these arguments, by the rules of
-    Triton's JIT: of specialised integers 1 is a constant; None and constexprs are."""
+    """(types, (position, value) of constants, positions divisible by 16) of these arguments, by the rules of Triton's
+    JIT: constexprs, None, and 1 for a specialised integer are constants."""
     types, constants, aligned = [], [], []
     for place, (parameter, value) in enumerate(zip(parameters, values, strict=True)):
         kind = "constexpr" if parameter.is_constexpr or value is None else _type_of(parameter, value)
@@ -391,7 +390,7 @@ def _digest(job: Mapping[str, Any], code: str) -> str:
 
 
 def digest(text: str) -> str:
-    """That of a source."""
+    """SHA-256, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
