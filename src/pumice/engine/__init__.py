@@ -1,4 +1,4 @@
-"""A whole network at once: measured, tuned, captured, and exported."""
+"""Compile, capture, measure, tune and export whole networks."""
 
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
 from pumice.engine.export import Exportable, exportable

@@ -1,8 +1,8 @@
-"""Captured graphs of a static program, one per capacity; scenes that do not fit run without one.
+"""CUDA graphs of a static program, one per capacity; scenes that do not fit run eagerly.
 
-A graph is recorded in the caller's thread, at the end of a call whose scene found none and has run without. Recording
-by another thread is not safe: while torch captures a graph, random numbers on the device raise in all other threads.
-Kernels are compiled in the background.
+A graph is recorded in the caller's thread, at the end of a call that found none and ran eagerly. Recording in another
+thread is unsafe: while torch captures a graph, random numbers on the device raise in all other threads. Kernels are
+compiled in the background.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _POLLS_PER_QUERY = 1000  # Polls of the status words between two checks that the
 
 @dataclass(frozen=True)
 class Limits:
-    """capacities: ascending, counted in `what` ("voxels" or "points"). batch: largest number of batch items."""
+    """Limits of input. capacities: ascending, in `what` ("voxels" or "points"). batch: largest number of items."""
 
     what: str
     capacities: tuple[int, ...]
@@ -52,7 +52,7 @@ class Limits:
     def of(
         what: str, counts: tuple[int, int | None], items: tuple[int, int | None], buckets: float | Sequence[int]
     ) -> Limits:
-        """counts, items: (of the example, requested limit or None)."""
+        """counts, items: (the example's, requested limit or None)."""
         most = 2 * counts[0] if counts[1] is None else counts[1]
         if most < counts[0]:
             raise ShapeError(f"max_{what}={most}, but the example has {counts[0]} {what}")
@@ -135,7 +135,7 @@ class CapacityBucket:
 
 @dataclass(frozen=True)
 class CapacityMargins:
-    """margin: factor on the capacities that the example needs. shares: level capacities given by the user."""
+    """Margins of capacities. margin: factor on what the example needs. shares: level capacities set by the user."""
 
     margin: float
     shares: Shares
@@ -146,8 +146,8 @@ class CapacityMargins:
 
 
 class GraphRunner:
-    """Runs a static program: by the graph of a scene's capacity, or without one. fallbacks: scenes that ran without, by
-    reason ("voxels", "points", "range", "batch", "room", "capture"). replays: all others."""
+    """Runs a static program on scenes: by the graph of a scene's capacity, or eagerly. fallbacks: eager scenes by
+    reason ("voxels", "points", "range", "batch", "room", "capture"). replays: scenes by graphs."""
 
     early_status = True
     """True if graphs write their status words to the host before they finish."""
@@ -159,7 +159,7 @@ class GraphRunner:
         self._buffers, self._margins = buffers, margins
         self.buckets: dict[int, CapacityBucket] = {}
         self._cropping: OutputCropping | None = None
-        # True once the results of a capacity were compared: all run one program.
+        # True once one capacity's results were compared: all capacities run one program.
         self._checked = False
         self.device = buffers.device
         self._pool: Any = None
@@ -178,7 +178,7 @@ class GraphRunner:
     def clear(self) -> None:
         """Drop all graphs."""
         self.buckets.clear()
-        # torch refuses a pool whose graphs are all gone, as long as their memory is not given back.
+        # torch rejects a pool whose graphs are all freed until their memory is released.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
@@ -219,8 +219,8 @@ class GraphRunner:
             return self._cropped_results(scene, results, words) if found is None else found
 
     def _make_ready(self, capacity: int, build: Callable[[int], object]) -> None:
-        """Build a bucket at the end of a call whose results are under way. Kernels that are not there yet are compiled
-        in the background, and a later call of this capacity builds it."""
+        """Build a bucket at the end of a call. If kernels are missing, they are compiled in the background, and a later
+        call builds the bucket."""
         if capacity in self._refused:
             return
         try:
@@ -247,8 +247,8 @@ class GraphRunner:
         return self._batch_rejection(scene.batch if self._reads_batch() else scene.known_batch)
 
     def _reads_batch(self) -> bool:
-        """True if results depend on the number of batch items: then it is read before the graph runs, as a later read
-        would wait for its layers."""
+        """True if results depend on the number of batch items. It is then read before the graph runs: a later read
+        would wait for the graph's layers."""
         kinds = () if self._cropping is None else self._cropping.kinds
         return any(kind == "items" or (isinstance(kind, tuple) and len(kind) > 0) for kind in kinds)
 
@@ -334,7 +334,7 @@ class GraphRunner:
         return self.bucket(count)
 
     def bucket(self, count: int) -> CapacityBucket:
-        """Bucket for `count` voxels or points, which is built if it is not there."""
+        """Bucket for `count` voxels or points, built if missing."""
         capacity = self.limits.capacity(count)
         if capacity is None:
             most, what = self.limits.capacities[-1], self.limits.what
@@ -350,7 +350,7 @@ class GraphRunner:
         return bucket
 
     def _replan(self, bucket: CapacityBucket, scene: ModelInput) -> None:
-        """Re-plan a capacity for a scene that overflowed it, at most _WIDENED times."""
+        """Re-plan a capacity for a scene that overflowed it, at most _MAX_REPLANS times."""
         if bucket.replans == _MAX_REPLANS:
             return
         capacity = next(n for n, held in self.buckets.items() if held is bucket)
@@ -391,8 +391,8 @@ class GraphRunner:
         return bucket
 
     def _examples(self, capacity: int) -> list[ModelInput]:
-        """Parts of the example that fit: a dense one, which has most neighbours, and a thin one, which has most voxels
-        on coarser levels; the whole where it fits."""
+        """The example if it fits, else two subsets: a dense one, which has most neighbours, and a thin one, which has
+        most voxels on coarser levels."""
         dense = self.example.sample(capacity, near=True)
         return [dense] if dense is self.example else [dense, self.example.sample(capacity)]
 
@@ -402,8 +402,8 @@ class GraphRunner:
         return CapacityBucket(buffers, planner.to_fixed())
 
     def _check(self, bucket: CapacityBucket, scene: ModelInput) -> None:
-        """Compare with the network outside buffers, padding rows filled with NaN, and classify the axes of the
-        results."""
+        """Compare the results with eager ones, padding rows filled with NaN, and classify the results' axes. Raises
+        CaptureError."""
         x = scene.tensor()
         wanted = pytree.tree_leaves(self.program.forward(x), is_sparse)
         bucket.buffers.poison(scene.count)
@@ -485,7 +485,7 @@ class CapturedModule:
         return self._engine.replays
 
     def ready(self: _Kind, *counts: int) -> _Kind:
-        """Capture the capacities for scenes of these sizes now; all without arguments. Returns self."""
+        """Capture the capacities for scenes of these sizes now, by default all capacities. Returns self."""
         with self._lock:
             for count in counts or self.capacities:
                 self._engine.prepared(count)

@@ -42,7 +42,7 @@ class Buffers(Protocol):
         ...
 
     def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        """The buffers as an input tensor; site: its grid, outside whose bounds coordinates set the status."""
+        """The buffers as an input tensor. site: its grid; coordinates outside the grid's bounds set the status word."""
         ...
 
     def poison(self, count: int) -> None:
@@ -65,12 +65,12 @@ class ModelInput(Protocol):
 
     @property
     def batch(self) -> int | None:
-        """Batch items of the results, which may be read from the device; None: those of the program."""
+        """Number of batch items, which may take a host synchronisation; None: the program's."""
         ...
 
     @property
     def known_batch(self) -> int | None:
-        """`batch` if it is known without reading, else None."""
+        """`batch` if known without a host synchronisation, else None."""
         ...
 
     def fill(self, buffers: Any) -> None:
@@ -82,17 +82,17 @@ class ModelInput(Protocol):
         ...
 
     def geometry(self, site: GridSpec) -> Geometry | None:
-        """Geometry of the scene, None for points; site: the program's grid, which has checked the coordinates."""
+        """Geometry of the scene, None for points. site: grid of the program, which has checked the coordinates."""
         ...
 
     def sample(self, most: int, near: bool = False) -> ModelInput:
-        """The scene, or `most` of its rows in their order if it has more: random ones, as thin scenes have them, or
-        those nearest to the middle, as dense ones do."""
+        """The scene, or a subset of `most` rows in order if it has more: random rows (a thin scene), or with `near`
+        the rows nearest to the middle (a dense scene)."""
         ...
 
 
 def sample_rows(places: Tensor, most: int, near: bool = False) -> Tensor | None:
-    """Ascending indices of `most` rows of places [N, D], at random or nearest to the middle; None for all."""
+    """Ascending indices of `most` rows of places [N, D], random or nearest to the middle; None if N <= most."""
     count = places.shape[0]
     if count <= most:
         return None
@@ -138,7 +138,7 @@ class VoxelBuffers:
 
 @dataclass(frozen=True, eq=False)
 class VoxelScene:
-    """feats [N, C] on coords int32 [N, 1+D]; own: their geometry, if known; like: the example."""
+    """Voxel input: feats [N, C] on coords int32 [N, 1+D]. own: their geometry, if known; like: the example."""
 
     feats: Tensor
     coords: Tensor
@@ -185,7 +185,7 @@ class VoxelScene:
 
 @dataclass(frozen=True, eq=False)
 class VoxelGrid:
-    """Voxelisation of points in `batch` items. dtype: cast of the mean features."""
+    """Voxelisation options for points in `batch` items. dtype: mean features are cast to it, if given."""
 
     frame: VoxelFrame
     spatial_shape: tuple[int, ...] | None
@@ -243,7 +243,7 @@ class PointBuffers:
         return InputBatch(SparseTensor(self._means(rows, len(geometry)), geometry), rows)
 
     def _distinct(self, cells: CoordBuffer, site: GridSpec, buffered: BufferedState) -> Geometry:
-        """The distinct cells, and the row of each point among them, where kernels do not run or do not support them."""
+        """Geometry of the distinct cells, with each point's row: without the kernels of distinct_cells."""
         relation = Relation.of(cells.dim, 1, policy="floor_unique")
         made = make_outputs(cells, site, relation)
         key: Hashable = ("rows", buffered.path, site.stride)
@@ -283,7 +283,7 @@ class PointBuffers:
 
 @dataclass(frozen=True, eq=False)
 class PointScene:
-    """points [P, D], their features [P, F] (None: the points) and batch items [P] (None: one item)."""
+    """Point input: points [P, D], features [P, F] (None: the points), batch indices [P] (None: one item)."""
 
     points: Tensor
     feats: Tensor | None

@@ -40,24 +40,24 @@ def capture(
 
         fast(x) = pm.compile(net)(x)
 
-    bit for bit where the capacity takes the tiles that the scene itself would take; else sums are rounded otherwise.
+    bit for bit if the capacity and the scene's own size select the same kernel tiles, else up to rounding of sums.
 
     The program of the network (pumice.compile) runs on buffers of fixed capacity; padding rows are masked out, so the
     cost depends on the scene's voxels and little on the capacity. The only host synchronisation reads the status word
-    and the level sizes, which are available once the maps are: a call returns while layers still run on the current
+    and the level sizes, known once the maps are built: a call returns while layers still run on the current
     stream. On a CPU the same calls run without a graph (for tests).
 
-    The example's capacity is captured at once, and the others by `ready()`, or by a call: the first scene of a capacity
-    runs by the program, and the graph is recorded at the end of that call (of a later one, if kernels need to be
-    compiled first, which the background does). A scene that exceeds the room of a level or of a kernel map runs by the
-    program, too, and the capacity is recorded again with more room, up to three times.
+    The example's capacity is captured at once, others by `ready()` or by calls: the first scene of a capacity runs
+    eagerly, by the program, and the graph is recorded at the end of that call, or of a later one if kernels have to be
+    compiled in the background first. A scene that overflows a level or kernel map also runs eagerly, and the capacity
+    is re-planned and recorded again, up to three times.
 
     Parameters
     ----------
     model: module in evaluation mode that takes one SparseTensor, or its program. Parameters are read in place: values
         written to them take effect in the next call.
-    example: typical scene, with features as later scenes have them. Capacities of coarser levels derive from it.
-    max_voxels: largest capacity; default twice the example's voxels. A larger scene runs by the program.
+    example: typical scene; fixes channels, device and, without `dtype`, the dtype. Coarser capacities derive from it.
+    max_voxels: largest capacity; default twice the example's voxels. A larger scene runs eagerly.
     level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
         default: what the example needs times `margin`; kernel maps have half as much room again.
     batch: largest number of batch items; default the example's.
@@ -65,8 +65,8 @@ def capture(
         their dtype.
     buckets: factor between capacities, or the capacities.
 
-    Scenes lie where they like, up to 2^16 voxels from the origin along each axis (2^24 with one or two axes, 2^11 with
-    four), or within the example's spatial_shape, which they must share: others run by the program.
+    Scenes must share the example's spatial_shape. Without one, coordinates may lie up to 2^16 voxels from the origin
+    along each axis (2^24 with one or two axes, 2^11 with four); scenes beyond run eagerly.
 
     Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
     has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
@@ -111,8 +111,8 @@ def capture_points(
     the example's points. Other options as in `capture`: level_capacity (as shares of the points, input voxels
     included), buckets (of points), margin.
 
-    Results with one row per input voxel are returned with one row per point. Points lie as voxels do in `capture`;
-    those outside a spatial_shape are dropped.
+    Results with one row per input voxel are returned with one row per point. Limits of coordinates are those of
+    `capture`, but points outside a spatial_shape are dropped.
 
     Raises as `capture` and voxelize() do.
     """
@@ -242,7 +242,7 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def captured_site(site: GridSpec, batch: int) -> GridSpec:
-    """GridSpec of the input coordinates; its bounds are those of all coordinates that a captured network takes."""
+    """GridSpec of the input, with the bounds of all coordinates that a captured network accepts."""
     shape, bounds = site.spatial_shape, key_bounds(len(site.stride), batch)
     if shape is not None:
         bounds = Bounds((0,) * len(shape), tuple(max(0, n - 1) for n in shape), batch)

@@ -14,7 +14,7 @@ from pumice.ops import SparseTensor
 _LIMITS: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType(
     {torch.float64: (1e-10, 1e-9), torch.float32: (2e-3, 2e-2), torch.float16: (2e-2, 0.2), torch.bfloat16: (1e-1, 1.0)}
 )
-"""(rms error, largest error) relative to the expected rms, for a whole network; a wrong row has an error of about 1."""
+"""Limits of (rms error, largest error) relative to the expected rms, by dtype; a wrong row has an error near 1."""
 _LABELS = 0.01  # Share of integer entries (class labels) that may differ
 _SHAKEN = 4  # Size of a perturbation, in roundings (eps)
 _NOISE = 8  # Allowed rms error, as a multiple of the rms change caused by the perturbation
@@ -34,8 +34,8 @@ def perturb(feats: Tensor, like: Iterable[Any]) -> Tensor:
 def differ(got: Any, want: Any, again: Any = None) -> str | None:
     """Description of how two results differ by more than rounding, or None.
 
-    again: the expected result for perturbed features. Values that this changes (such as a mean of normalised values,
-    0 up to rounding) have no significant digits to compare.
+    again: the expected result for perturbed features. Values that the perturbation changes much (a mean of normalised
+    values, 0 up to rounding) have no significant digits to compare.
     """
     if isinstance(want, SparseTensor) != isinstance(got, SparseTensor):
         return f"found a {type(got).__name__}, expected a {type(want).__name__}"

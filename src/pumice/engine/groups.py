@@ -1,4 +1,4 @@
-"""Group the layers of a network by shared kernel maps, found by running it.
+"""Groups of layers that share kernel maps, found by running the network.
 
 Layers over one map or its transpose (the inverse of a strided convolution) form a group; a layer that is called on
 several maps merges their groups. Only convolutions of pumice.nn have a dataflow to choose, not pools or direct calls of
@@ -54,8 +54,8 @@ class EpilogueSpec:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """Recorded call of a layer. geometry, dtype: of its input. found: the kernel map read. epilogue: the fused
-    one. Features are not recorded, to save memory."""
+    """Recorded call of a layer. geometry, dtype: of its input. found: its kernel map. epilogue: fused by the
+    compiled program. Features are not recorded, to save memory."""
 
     name: str
     layer: Convolution
@@ -80,7 +80,7 @@ class LayerGroup:
     """Layers that share a dataflow.
 
     name: describes their map: window, stride, and stride of the level. layers: by name, in the order of their first
-    calls. calls: those of the first scene that has any. works: work of the layers, for each scene.
+    calls. calls: those in the first scene with any. works: LayerWork of the layers, by scene.
     """
 
     name: str
@@ -100,7 +100,7 @@ class LayerGroup:
 
     @property
     def workload(self) -> tuple[float, float]:
-        """log2 of the rows and of the pairs per row; all maps of few rows are equal."""
+        """(log2 of rows, log2 of pairs per row), with small maps clamped to equal values."""
         rows, pairs = max(LATENCY_BOUND_ROWS, self.rows), max(8 * LATENCY_BOUND_ROWS, self.pairs)
         return math.log2(rows), math.log2(pairs / rows)
 
@@ -138,8 +138,8 @@ def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observe
 
 @contextmanager
 def recording_calls(model: nn.Module, x: SparseTensor, arithmetic: bool = True) -> Iterator[list[LayerCall]]:
-    """Record every convolution layer call of model(x) in the yielded list, with the epilogue that the network's program
-    has behind it. arithmetic: False returns zeros without launching convolution kernels."""
+    """Record every convolution layer call of model(x) in the yielded list, with the epilogue that the compiled program
+    fuses. arithmetic: False returns zeros without launching convolution kernels."""
     calls: list[LayerCall] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Convolution)}
     behind = epilogues_of(model, x) if _is_fused(x) else {}
@@ -164,8 +164,8 @@ def recording_calls(model: nn.Module, x: SparseTensor, arithmetic: bool = True) 
 
 
 def epilogues_of(model: nn.Module, x: SparseTensor) -> Mapping[nn.Module, Callable[[torch.dtype], EpilogueSpec]]:
-    """By convolution, the epilogue that the program of a network has behind it, as a function of the features' dtype;
-    that of its first call."""
+    """By convolution: the epilogue that the compiled program fuses into the convolution's first call, as a function of
+    the features' dtype."""
     traced = trace(model, (x,), {}, {})
     steps = [] if isinstance(traced, str) else traced.steps
     found: dict[nn.Module, Callable[[torch.dtype], EpilogueSpec]] = {}
@@ -185,7 +185,7 @@ def _spec_of(step: Product, dtype: torch.dtype) -> EpilogueSpec:
 
 
 def _is_fused(x: SparseTensor) -> bool:
-    """On a CPU a program calls modules one by one."""
+    """True if a compiled program fuses epilogues: on a GPU only."""
     return x.device.type == "cuda"
 
 
@@ -253,7 +253,7 @@ def _axes(values: Sequence[Any]) -> str:
 
 
 def _unread(geometry: Geometry, calls: Sequence[LayerCall]) -> Iterator[str]:
-    """Note on maps that no layer reads."""
+    """Note on kernel maps that no convolution layer reads."""
     read = {call.map_key for call in calls}
     others = [found for found in _below(geometry, set()) if id(found.table) not in read]
     if others:

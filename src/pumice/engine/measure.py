@@ -3,7 +3,7 @@
 An eager network on a GPU is often host-bound, so wall-clock time does not distinguish kernels. The criterion is kernel
 time from CUPTI (torch.profiler), with kernel maps rebuilt in each pass.
 
-Layers of a group are taken alone, to compile their kernels in parallel and to time their tiles.
+Layers of a group also run in isolation, to compile their kernels in parallel and to time tiles.
 """
 
 from __future__ import annotations
@@ -112,14 +112,14 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "copy": lambda: r"^Mem(cpy|set)",
     }
 )
-"""Name patterns, first match wins: neighbour search, and all of a chain but its sorts; sorting and layout; generated
-kernels; library matrix products; gather and scatter by torch (including dataflows that use it); copies.
-Everything else is "other"."""
+"""Patterns of kernel names by part of a pass; the first match wins. map: building of levels and neighbour search; sort:
+sorts and map layouts; conv: generated kernels; product: library matrix products; movement: gather and scatter by torch;
+copy: memory copies and fills. Other kernels are "other"."""
 
 
 @lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
-    """Part of PARTS that a kernel belongs to."""
+    """Key of PARTS, or OTHER, of a kernel's name."""
     return next((part for part, pattern in _patterns().items() if pattern.search(name)), OTHER)
 
 
@@ -288,7 +288,7 @@ class IsolatedLayer:
     epilogue: EpilogueSpec | None
 
     def random_operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Operands x, w and y."""
+        """Random features x, the weight w, and random values y like the result."""
         inner, outer = self.weight.shape[-1] * self.groups, self.weight.shape[0]
         x = _random(self.weight.new_empty(self.found.num_inputs, inner))
         return x, self.weight, _random(self.weight.new_empty(self.found.num_outputs, outer))
@@ -382,8 +382,8 @@ def compile_in_parallel(
 
 
 def compile_first(tuned_model: TuningSubject) -> None:
-    """Compile the kernels of a network as it is in parallel; its first pass would compile them one by one. Its layers
-    are found by a pass without arithmetic. No-op on a CPU, or if that pass fails."""
+    """Compile a network's kernels for the default dataflow in parallel; the first pass would compile them one by one.
+    Layers are found by a pass without arithmetic. No-op on a CPU, or if that pass fails."""
     if tuned_model.device.type != "cuda":
         return
     with suppress(Exception):

@@ -1,4 +1,4 @@
-"""Any module as a program: its steps fused, over one piece of memory, without a module call between them."""
+"""pumice.compile: a module as a program of fused steps that share memory, without module calls in between."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from pumice.runtime.cache import BoundedCache
 from pumice.runtime.compile import BACKGROUND
 
 _KINDS = 16
-"""Kinds of arguments for which a network is traced: numbers among them may be others in each call."""
+"""Maximum number of argument kinds per network: numbers among the arguments may differ in every call."""
 INFERENCE, TRAINING = "inference", "training"
 _TIMES = 64
-"""How often a module is traced anew. One whose attributes change with every call is called as it is then."""
+"""Maximum number of retraces in a row; then the module is called untraced: its attributes change in every call."""
 
 
 def compile(net: nn.Module) -> Program:  # noqa: A001
-    """A module that computes net(x) as a program of the whole network.
+    """Compile a network of sparse layers into a module that runs the whole network as fused steps.
 
         pm.compile(net)(x) = net(x)
 
-    up to the rounding of what is fused. The network is traced at the first call by torch.fx: a convolution or linear
-    map with the batch norm (by running statistics), sum and activation behind it is one kernel on a GPU; the parts of a
-    concatenation are written where they are read; what lies between shares one piece of memory, and the kernel maps of
-    all levels are found together. In training mode, and where gradients are needed, convolutions and linear maps one
-    after the other, with norms, sums, activations and concatenations, are one node of autograd. Nothing depends on the
-    scene, and nothing needs to be warmed up but the kernels.
+    up to the rounding of fused operations. torch.fx traces the network at the first call. On a GPU, in inference, a
+    convolution or linear map, with the batch norm (by running statistics), residual sum and activation that follow, is
+    one kernel; the parts of a concatenation are written as columns of one buffer; intermediate features share one
+    arena; kernel maps of all levels are built together. In training, a run of convolutions and linear maps, with
+    norms, sums, activations and concatenations, is one autograd node. The trace holds for all scenes; only kernels have
+    to be compiled ahead.
 
-    net: any torch.nn.Module. The program has its parameters, buffers, submodules and mode, by the same names: both see
-    every change of the other. A part with hooks, with control flow that depends on values, or that torch.fx cannot
-    trace for another reason is called as it is; `explain()` names it and the line. Under autocast on a CPU, and while
-    torch.compile, torch.export or transforms of torch.func trace, the program calls net. Changed modules, options,
-    hooks and modes are noticed at the next call. Not noticed are changes of globals, and of objects other than lists,
-    dicts and sets that modules hold; of what a forward does beside its result, what it changes in modules and tensors
-    is noticed, and calls of print.
+    net: any torch.nn.Module. The program shares net's parameters, buffers, submodules and mode, by the same names:
+    changes of one show in the other. A submodule with hooks, with control flow that depends on values, or that torch.fx
+    cannot trace is called as it is, untraced; `explain()` names it and the line. Under autocast on a CPU, and within
+    torch.compile, torch.export or torch.func transforms, the program calls net. Changed modules, options, hooks and
+    modes are detected at the next call; changed globals, and changed objects other than lists, dicts and sets in
+    modules, are not. Side effects of a forward other than writes to tensors and modules and calls of print happen only
+    while it is traced.
 
-    Raises OptionError if net is not a torch.nn.Module, and what net raises.
+    Raises OptionError if net is not a torch.nn.Module; exceptions of net propagate.
     """
     if not isinstance(net, nn.Module):
         raise OptionError(f"compile takes a torch.nn.Module, found {type(net).__name__}")
@@ -63,7 +63,7 @@ def compile(net: nn.Module) -> Program:  # noqa: A001
 
 
 class Program(nn.Module):
-    """What pumice.compile makes of a module; see there."""
+    """A compiled module; see pumice.compile."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -117,8 +117,7 @@ class Program(nn.Module):
             return net(*args, **kwargs)
 
     def explain(self) -> str:
-        """The steps for the arguments of the last call: which modules are one step, which are called as they are, and
-        why."""
+        """Text: steps for the last call's arguments, the modules in each, and untraced modules with reasons."""
         program = self._programs.get(self._last)
         return "not traced yet: steps are known after a call" if program is None else program.explain()
 
@@ -143,15 +142,15 @@ class Program(nn.Module):
         return self.__dict__ | {"_programs": BoundedCache(_KINDS)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of net."""
+        """The state of net."""
         return self._net.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """That of net."""
+        """Load the state of net."""
         return self._net.load_state_dict(*args, **kwargs)
 
     def _replicate_for_data_parallel(self) -> nn.Module:
-        # Replicas have parameters of their own, which are no program's.
+        # Replicas have parameters of their own, so they are not programs.
         return self._net._replicate_for_data_parallel()
 
 
@@ -159,7 +158,7 @@ _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def _kind_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """What steps depend on of the mode and the arguments; None where they cannot be told."""
+    """Key of the traced steps: modes, and types or values of the arguments. None if an argument has another type."""
     modes = net.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
     kinds: list[Hashable] = [*modes, len(args), *kwargs]
     for value in (*args, *kwargs.values()):
@@ -174,14 +173,14 @@ def _kind_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _alone(given: Sequence[Any]) -> bool:
-    """True if no module of this process is listened to, and there is something sparse."""
+    """True if no global module hooks are registered and an argument is a SparseTensor."""
     if not (has_no_forward_hooks(()) and has_no_backward_hooks(())):
         return False
     return any([isinstance(value, SparseTensor) for value in given])
 
 
 class _Unseen(Exception):
-    """A step has a result that the forward of a module, `within`, may compare with None, True or False."""
+    """A step returned None, True or False; the trace misses branches on it in the forward of `within`."""
 
     def __init__(self, told: str, within: nn.Module) -> None:
         super().__init__(told)
@@ -189,10 +188,10 @@ class _Unseen(Exception):
 
 
 class _Traced:
-    """The steps of a module for arguments of one kind, while the module is as it was.
+    """The trace of a module for one kind of arguments, valid while the module's attributes are unchanged.
 
-    graph: None where it must be called as it is; why: the reason then. refused: modules that are called as they are,
-    and why; times: how often it was traced before.
+    graph: None if the module cannot be traced; why: the reason. refused: modules not to be traced, with reasons. times:
+    number of retraces in a row.
     """
 
     def __init__(
@@ -208,7 +207,7 @@ class _Traced:
         self.graph, self.why = (None, traced) if isinstance(traced, str) else (traced, "")
         self._net = net
         modules = [net]
-        # Modules that would be traced if it were not for their hooks.
+        # (untraced module, reason): traced again once the reason is gone.
         self._watched: list[tuple[nn.Module, str]] = []
         if self.graph is not None:
             known = [module for node, module in self.graph.modules.items() if node not in self.graph.reasons]
@@ -224,12 +223,12 @@ class _Traced:
         self._plans: dict[Any, list[_Item]] = {}
 
     def stands(self) -> bool:
-        """True if the module is as it was."""
+        """True if the trace is still valid."""
         return self._guards.holds() and all([own_ways(module) == reason for module, reason in self._watched])
 
     def way(self, given: Sequence[Any]) -> str | None:
-        """How steps are run for these arguments: for inference, or for training where gradients are needed or a norm
-        takes the statistics of its batch. None if others than kernels, operators and autograd are to see them."""
+        """INFERENCE; or TRAINING, if gradients are needed or a norm uses batch statistics; or None to call the module,
+        under modes and transforms that fused steps do not support."""
         feats = [raw_feats(x) if isinstance(x, SparseTensor) else x for x in given]
         tensors = [x for x in feats if isinstance(x, Tensor)]
         trains = self._by_batch
@@ -240,12 +239,12 @@ class _Traced:
         on_gpu = autograd.uses_gpu(tensors[0])
         if trains and (torch._C._len_torch_function_stack() or (not on_gpu and torch.is_autocast_enabled("cpu"))):
             return None
-        # On a CPU autocast is for the modules; of products on a GPU it casts what they take.
+        # On a GPU, products cast their operands themselves; on a CPU, autocast is left to the modules.
         with autograd.autocast_disabled(tensors) if on_gpu else nullcontext():
             return (TRAINING if trains else INFERENCE) if check(tensors) else None
 
     def run(self, given: Sequence[Any], way: str) -> Any:
-        """The result; given: the tensors among the arguments."""
+        """The result of the steps. given: the tensors among the arguments."""
         graph = self.graph
         assert graph is not None
         env: Env = dict(zip(graph.placeholders, given, strict=True))
@@ -278,7 +277,7 @@ class _Traced:
 
 
 def _is_current(x: Tensor) -> bool:
-    """Kernels are started on the current device."""
+    """True if x can be read by kernels, which are launched on the current device."""
     return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
 
 
@@ -297,8 +296,8 @@ def _told(number: int, step: Step) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    """A step, or a stretch of them, and the nodes whose values nobody reads later. begin(env)() runs it, the first call
-    what needs no kernel maps."""
+    """A step, or several as a stretch. begin(env) prepares it without kernel maps and returns a function that runs it;
+    reads, makes: nodes; last: nodes that no later item reads."""
 
     begin: Callable[[Env], Callable[[], None]]
     reads: tuple[Node, ...]
@@ -307,12 +306,12 @@ class _Item:
 
 
 def _with_maps(run: Callable[[Env], None]) -> Callable[[Env], Callable[[], None]]:
-    """The `begin` of what does nothing before there are kernel maps."""
+    """The `begin` of an item that has nothing to prepare."""
     return partial(partial, run)
 
 
 def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
-    """How the steps are run. how: for inference or training, and bytes of a value on a GPU, None on a CPU."""
+    """The items that run a graph. how: (INFERENCE or TRAINING, bytes of a feature on a GPU; None on a CPU)."""
     made: list[_Item] = []
     way, size = how
     on_gpu = train_stretches(graph) if way is TRAINING else stretches(graph, size or 0)
@@ -341,7 +340,7 @@ def _by_modules(step: Product) -> Callable[[Env], None]:
 
 
 def _caller(step: CallStep, root: Mapping[str, Any]) -> Callable[[Env], None]:
-    """The call of a node with the values of its arguments."""
+    """A function that runs a node on the values of its arguments in env, and stores its result there."""
     node, module = step.node, step.module
     target: Any = node.target
 
@@ -368,21 +367,21 @@ def _caller(step: CallStep, root: Mapping[str, Any]) -> Callable[[Env], None]:
 
 @dataclass(frozen=True, eq=False)
 class _Pyramid:
-    """The kernel maps of a network on one of its arguments, of relations of `dims` axes."""
+    """The kernel maps that a network needs on its argument `node`. dims: spatial dimensions of their relations."""
 
     node: Node
     maps: RequestedMaps
     dims: set[int]
 
     def prepare(self, env: Env, meanwhile: Callable[[], object]) -> None:
-        """Find all maps together, in two transfers, where they are not there yet. meanwhile: see build_chain."""
+        """Build all maps together, unless the geometry already has maps. meanwhile: see build_chain."""
         geometry: Geometry = env[self.node].geometry
         if not geometry.maps and len(geometry) and self.dims == {geometry.dim}:
             self.maps.prepare(geometry, meanwhile)
 
 
 def _pyramid_of(graph: Graph) -> _Pyramid | None:
-    """The chain of levels below the first argument: at each the windows that keep coordinates, and the first step."""
+    """Maps from the first sparse argument down: per level, submanifold windows and the first strided relation."""
     convs = [(step, step.layer) for step in graph.steps if isinstance(step, Product)]
     convs = [(step, layer) for step, layer in convs if isinstance(layer, Convolution)]
     node = next((n for n in graph.placeholders if n.args[0] == "sparse"), None)

@@ -124,7 +124,7 @@ class Tuning:
                 layer.dataflow = layer.tuned = flow
 
     def remove(self, model: nn.Module) -> None:
-        """Reset tuned layers to the default, as torch.compile needs it. Raises as `apply`."""
+        """Reset tuned layers to the default dataflow, which torch.compile requires. Raises as `apply`."""
         for layer, _ in self._layers(model):
             if layer.dataflow == layer.tuned:
                 layer.dataflow = layer.tuned = None

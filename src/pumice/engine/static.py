@@ -1,8 +1,8 @@
-"""A network over coordinates and features in buffers of fixed capacity.
+"""A network on coordinates and features in buffers of fixed capacity.
 
 The program of the network (engine.program) runs on a tensor whose coordinates lie in a buffer (coords.capacity). The
-valid-row count stays on the device, so no size depends on the scene: the same calls serve every scene that fits, and on
-a GPU they can be captured as a CUDA graph.
+valid-row count stays on the device, so no size depends on the scene: the same kernel launches serve every scene that
+fits, and on a GPU they can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Autocast:
 
 @dataclass(frozen=True, eq=False)
 class PaddedProgram:
-    """A program over buffers. model: the network that it is of, or itself. site: grid of the input; coordinates outside
-    its bounds set the status."""
+    """A program run on fixed-capacity buffers. model: the compiled network, or the program itself. site: grid of the
+    input; coordinates outside its bounds set the status word."""
 
     program: Program
     model: nn.Module
@@ -147,7 +147,7 @@ def _of_points(leaf: Any, entered: InputBatch) -> Any:
 
 
 def status_words_of(geometry: Geometry, levels: Iterable[Geometry]) -> Tensor:
-    """Status of the input, then the voxels that each level has, or needs if it overflowed; see `join_side_streams`."""
+    """int32 [1 + levels]: status of the input, then by level the number of voxels, or the number needed on overflow."""
     clouds = [level.cloud for level in levels]
     return torch.cat([geometry.cloud.status, *[c.count if c.needed is None else c.needed for c in clouds]])
 
@@ -211,8 +211,8 @@ def _kind(leaf: Any, wanted: Any, results: Results, counts: Mapping[Path, int], 
 
 @dataclass(eq=False)
 class CropContext:
-    """Scene that results are cropped to. own: its geometry, None for points. site: the program's. items, points: its
-    batch items and rows. counts: voxels by path. levels: coordinate buffers by path."""
+    """Scene that results are cropped to. own: its geometry, None for points. site: the program's grid. items, points:
+    numbers of its batch items and rows. counts: voxels by path. levels: coordinate buffers by path."""
 
     own: Geometry | None
     site: GridSpec

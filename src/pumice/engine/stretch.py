@@ -1,4 +1,4 @@
-"""Products one after the other, on a GPU: kernels over one piece of memory, concatenations as column slices of it."""
+"""Inference stretches on a GPU: runs of products as kernels over one arena, concatenations as column slices."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from pumice.runtime.workspace import Workspace, workspace
 Env = dict[Node, Any]
 """Values by node."""
 _ALIGNED = 256
-"""Bytes between the beginnings of buffers."""
+"""Bytes: alignment of buffers in the arena."""
 _ADDRESS = 16
-"""Bytes by which the addresses that kernels take are aligned."""
+"""Bytes: alignment of the addresses that kernels take."""
 _NONE = -1
 
 
@@ -48,7 +48,7 @@ _NONE = -1
 
 
 def run_product(step: Product, env: Env) -> SparseTensor:
-    """A product by its modules; sum and activation are written over a result that nobody else has."""
+    """Run a product by its modules; sum and activation are in place where possible."""
     layer: Any = step.layer
     x = env[step.x]
     y = layer.forward(x) if step.target is None else layer.forward(x, env[step.target])
@@ -78,8 +78,8 @@ def _finished(step: Product, y: SparseTensor, env: Env) -> SparseTensor:
 
 @dataclass(eq=False)
 class Buffer:
-    """Where values of a stretch lie: rows of `width` columns. own: it is a tensor of its own, which is read outside the
-    stretch; else in this slot of the arena. born, last: the first and the last product that touch it."""
+    """Memory for values of a stretch, [rows, width]. own: a separate tensor, as it is read outside the stretch; else in
+    `slot` of the arena. born, last: positions of the first and last product that use it."""
 
     width: int
     own: bool
@@ -90,7 +90,7 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Columns of a buffer: where the value of a node lies."""
+    """Columns of a buffer that hold the value of a node."""
 
     buffer: Buffer
     column: int
@@ -99,9 +99,9 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Wired:
-    """A product with its values by number. x, y, residual: of addresses; those with `at_`: of geometries, as target.
-    beside: the geometry of another part of its buffer, which it must have; -1: none. starts: a buffer that it is the
-    first to write to."""
+    """A product with its operands as indices, -1 if absent. x, y, residual: of addresses; at_x, at_y, at_residual,
+    target: of geometries; beside: of the geometry of another part of the same buffer, which must be equal. starts: the
+    buffer, if the product is the first that writes to it."""
 
     step: Product
     relation: Relation | None
@@ -118,10 +118,10 @@ class Wired:
 
 @dataclass(eq=False)
 class Launch:
-    """A product as one kernel, but for its map and addresses. executor: of calls that are known to fit.
+    """A product as one kernel launch, without its map and the addresses of features and residual.
 
-    key: signature of its calls. addresses: of its tensors in the order of the call, but for features and
-    residual. lead, residual_lead: how far rows of these are apart, the latter 0 without one. dtype: of the result.
+    key: call signature. addresses: of weight and epilogue vectors. columns: output channels. lead, residual_lead: row
+    strides of features and residual, 0 without. dtype: of the result. executor: that passed takes(), or None.
     """
 
     key: Hashable
@@ -133,20 +133,20 @@ class Launch:
     executor: Any = None
 
     def takes(self, call: BoundCall) -> bool:
-        """True if the kernel of a call writes all of the result, in its dtype."""
+        """True if the kernel of a call writes the complete result in its dtype."""
         fits = call.executor.writes_result_dtype is self.dtype
         self.executor = call.executor if fits else None
         return fits
 
     def rows(self, inputs: int, outputs: int) -> list[int]:
-        """As call.rows_of its tensors."""
+        """Row counts of the call's tensors, as call.rows_of. inputs, outputs: rows of features and result."""
         return [inputs, *[self.columns] * len(self.addresses), *[outputs] * bool(self.residual_lead)]
 
 
 class Stretch:
-    """Products, and the concatenations between them whose parts are column slices of one buffer.
+    """A run of products (convolutions, linear maps) and concatenations, whose parts are column slices of one buffer.
 
-    inputs: nodes that it reads; outputs: those of its nodes that are read outside.
+    inputs: nodes that it reads; outputs: its nodes that other steps read.
     """
 
     def __init__(self, steps: Sequence[Step], outside: set[Node]) -> None:
@@ -156,13 +156,13 @@ class Stretch:
         reads = [node for step in self.products for node in reads_of(step)]
         self.inputs = tuple(dict.fromkeys(node for node in reads if node not in made))
         self.outputs = tuple(step.node for step in steps if step.node in outside)
-        # Of the others the coordinates alone are read.
+        # Other inputs provide coordinates only.
         self._added = {step.residual for step in self.products}
         self.features = tuple(node for node in self.inputs if node in {*self._added, *(s.x for s in self.products)})
         self.places = self._placed(outside)
         self._give_slots()
         self.numbers = {node: n for n, node in enumerate((*self.inputs, *(step.node for step in steps)))}
-        # A concatenation has the coordinates of the part that is there first.
+        # A concatenation has the coordinates of its first computed part.
         self._first = {self.places[one.node].buffer: one.node for one in reversed(self.products)}
         own = {self.numbers[step.node] for step in self.products}
         self.geometries = {
@@ -175,13 +175,13 @@ class Stretch:
         self.wired = [self._wired(number, step) for number, step in enumerate(self.products)]
         self.sources = [each for step in self.products for each in _sources(step)]
         self._known: tuple[list[Any], list[Launch | None] | None] = [], None
-        # Products that were compiled ahead, with what kind of map.
+        # (product, kind of map) whose kernels were compiled ahead.
         self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
 
     def _placed(self, outside: set[Node]) -> dict[Node, Place]:
-        """Where the values of products and concatenations lie."""
+        """Place of each product's and concatenation's value."""
         order = {step.node: place for place, step in enumerate(self.products)}
         last = dict(order)
         for place, step in enumerate(self.products):
@@ -204,7 +204,7 @@ class Stretch:
         return places
 
     def _give_slots(self) -> None:
-        """Buffers of one level and width that are not needed together share a slot."""
+        """Assign arena slots: buffers of one level and width share a slot if their lifetimes do not overlap."""
         free: dict[Hashable, list[int]] = {}
         live: list[tuple[Buffer, Hashable]] = []
         count = 0
@@ -237,7 +237,7 @@ class Stretch:
         return Wired(step, relation, *values, *at, beside, buffer if buffer.born == number else None)
 
     def begin(self, env: Env) -> Callable[[], None]:
-        """What puts the values of `outputs` into env, after all that needs no kernel maps."""
+        """Prepare weights and launches, without maps. Returns a function that puts the values of `outputs` into env."""
         tensors = [where.get(name) for where, name in self.sources]
         given = [raw_feats(env[node]) for node in self.features]
         dtype, own = autocast_dtype(given[0]), env
@@ -250,7 +250,7 @@ class Stretch:
         return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
     def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]) -> None:
-        """The products as kernels. own: the inputs as they take them."""
+        """Run the products as kernels. own: the inputs, cast for autocast."""
         going = _Run(self, own, launches, tensors)
         with autograd.autocast_disabled([going.like]):
             going.all()
@@ -258,7 +258,7 @@ class Stretch:
                 env[node] = going.result(node) if going.buffered else going.value(node)
 
     def _cast(self, env: Env, dtype: torch.dtype) -> Env:
-        """The inputs as autocast casts those of a product; what is added to one is not cast."""
+        """The inputs, cast as autocast casts operands of products; residuals are not cast."""
         own = {node: env[node] for node in self.inputs}
         for node in self.features:
             if node not in self._added and raw_feats(own[node]).dtype in AUTOCAST_DTYPES:
@@ -266,7 +266,7 @@ class Stretch:
         return own
 
     def _cast_weights(self, tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-        """Weights and biases in another dtype, written anew in each call to where they were in the one before."""
+        """Cast weights and biases into tensors that are reused by later calls, so that addresses stay the same."""
         wide = {
             n: x.detach()
             for n, x in enumerate(tensors)
@@ -278,13 +278,13 @@ class Stretch:
         return [found.get(n, x) for n, x in enumerate(tensors)]
 
     def _fold_biases(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """A bias before a norm taken from its mean: anew in each call, of all products together, to where it was."""
+        """Fold biases before norms into the means, mean - bias, in tensors that later calls reuse."""
         found, size = [*tensors], len(_TENSORS)
         both: list[tuple[int, Tensor, Tensor]] = []
         for n in range(2, len(tensors), size):
             weight, bias, mean = tensors[n - 2 : n + 1]
             if weight is None or bias is None or mean is None or (bias.shape, bias.dtype) != (mean.shape, weight.dtype):
-                # What does not fit is refused by the modules.
+                # The module itself raises for a mismatch.
                 continue
             both.append((n, mean.detach(), bias.detach()))
         for n, mean, bias in both:
@@ -298,7 +298,7 @@ class Stretch:
 
     @staticmethod
     def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """A tensor that stays where it is from call to call."""
+        """The reused tensor number n, reallocated if shape, device or dtype changed."""
         own = held.get(n)
         if own is None or (own.shape, own.device, own.dtype) != (like.shape, like.device, dtype):
             with outside_inference_mode():
@@ -306,19 +306,19 @@ class Stretch:
         return keep_for_graph(own)
 
     def _by_modules(self, env: Env) -> None:
-        """Several dtypes, or tensors of other types, for which each module has its own rules."""
+        """Run the modules, which have their own rules for mixed dtypes and tensor subclasses."""
         for step in self.steps:
             own = isinstance(step, Product)
             env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
 
     def _launches(self, tensors: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Launch | None] | None:
-        """Those of the products, None of one that is not known to be a kernel; None if the modules are to be called.
-        tensors: of `sources`; given: features of `inputs`."""
+        """Launches by product, None for a product that is not one kernel; None instead of the list to call the modules.
+        tensors: of `sources`; given: features of `features`."""
         there = [t for t in tensors if t is not None]
         facts: list[Any] = [global_settings(), kernels.float32_precision(), [*map(type, tensors)]]
         facts += [(t.dtype, t.shape[1:], t.stride(), t.get_device()) for t in given]
         facts += [[*map(fact, there)] for fact in TENSOR_GUARDS]
-        # Options of layers are among the guards of the program.
+        # The program guards the options of layers.
         if facts != self._known[0]:
             self._known = facts, self._made(there, tensors, given)
             self.compiled.clear()
@@ -333,12 +333,12 @@ class Stretch:
         parts = [*zip(*[iter(tensors)] * len(_TENSORS), strict=True)]
         widths = [self.places[step.node].channels for step in self.products]
         for step, (weight, bias, mean, *_), width in zip(self.products, parts, widths, strict=True):
-            # Weights of another shape were put in the place of those that the buffers are for, or do not fit.
+            # Replaced weights may not fit the buffers.
             if len(weight) != width or any(x is not None and x.shape != (width,) for x in (bias, mean)):
                 return None
             if step.norm is not None and mean is None:
                 return None
-        # Layouts alone: features of no rows.
+        # Only layouts matter: features have no rows.
         known = {node: x[:0] for node, x in zip(self.features, given, strict=True)}
         for node, place in self.places.items():
             whole = given[0].new_empty((0, place.buffer.width))
@@ -362,8 +362,8 @@ class Stretch:
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
-        """The epilogue of a product in its kernel, whose rows leave room for the other columns of their buffer.
-        own: its tensors; all_of_it: activation included."""
+        """The epilogue of a product; its row padding skips the other columns of the buffer. own: the product's tensors;
+        all_of_it: False omits the activation."""
         place, activation = self.places[step.node], step.activation if all_of_it else ""
         room = place.buffer.width - place.channels if is_one_kernel(step.layer) else 0
         bias, vectors = own[1], own[2:]
@@ -373,7 +373,7 @@ class Stretch:
 
 
 def is_one_kernel(layer: Any) -> bool:
-    """True but for groups and named dataflows."""
+    """True if a layer may be one kernel: not for grouped convolutions and named dataflows."""
     return not isinstance(layer, Convolution) or (layer.groups == 1 and layer.dataflow is None)
 
 
@@ -381,7 +381,7 @@ _TENSORS = ("weight", "bias", "running_mean", "running_var", "weight", "bias")
 
 
 def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:
-    """Where the tensors of a product are found: its layer's weight and bias, and those of its norm."""
+    """(dict, key) of each tensor of a product: weight and bias of the layer, four of the norm."""
     layer: Any = step.layer
     norm: Any = step.norm
     own = [layer._parameters] * 2
@@ -396,19 +396,19 @@ def _channels(step: Product) -> int:
 
 
 def _check_beside(one: Wired, first: Geometry, outputs: Geometry) -> None:
-    """Raise GeometryError if the parts of a buffer have different coordinates."""
+    """Raise GeometryError if parts of a concatenation have different coordinates."""
     if not same_geometry(first, outputs):
         found = f"{len(first)} and {len(outputs)} voxels of two geometries"
         raise GeometryError(f"cat needs one geometry; found {found}, the second of {one.step.names[0]}")
 
 
 def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
-    """The number of a product, and what kind of map it is over."""
+    """(product, signature of its map): equal for the same kernels."""
     return number, None if found is None else bound_map(found).signature
 
 
 class _Run:
-    """A stretch under way: where its values lie, and on what coordinates."""
+    """One execution of a stretch: addresses, geometries and row counts of its values."""
 
     def __init__(
         self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]
@@ -416,7 +416,7 @@ class _Run:
         self._stretch, self._env, self._launches, self._tensors = stretch, env, launches, tensors
         count = len(stretch.numbers)
         self._addresses: list[int] = [0] * (count + 1)
-        # The last one is of what is not there.
+        # Index -1, the last entry, stands for absent operands.
         self._geometries: list[Any] = [None] * (count + 1)
         self._rows = [0] * (count + 1)
         for number, node in enumerate(stretch.inputs):
@@ -429,11 +429,11 @@ class _Run:
         self._memory: dict[Buffer, tuple[Tensor, int]] = {}
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:
-        """Compile the kernels of all products in parallel: some are those of no call before. maps: of `_maps`."""
+        """Compile the kernels of all products in parallel. maps: of `_maps`."""
         calls, others = [*self._calls(maps)], list[Task | None]()
 
         def plan_others() -> None:
-            # By layouts alone: of one row.
+            # Planning needs layouts only: one row.
             for number, launch, found in () if self.buffered else calls:
                 if found is not None:
                     x, weight, epilogue = self._like_call(number, launch, (1, 1))
@@ -444,18 +444,18 @@ class _Run:
             begin()
 
     def _calls(self, maps: Sequence[KernelMap | None]) -> Iterator[tuple[int, Launch, KernelMap | None]]:
-        """(number, launch, map) of the products that have results."""
+        """(number, launch, map) of the products with a launch and rows."""
         for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
             if launch is not None and self._rows[one.at_x] and self._rows[one.at_y]:
                 self._stretch.compiled.add(_kind_of_map(number, found))
                 yield number, launch, found
 
     def _compilation(self, number: int, launch: Launch, found: KernelMap | None) -> Task | None:
-        """What compiles the kernel of a product; None where that is known."""
+        """Task that compiles a product's kernel; None if it is compiled."""
         one = self._stretch.wired[number]
         rows, count = self._rows[one.at_x], self._rows[one.at_y]
         on = bound_map(found or no_map(rows))
-        # In buffers no kernel of another size serves until this one is there.
+        # In buffers, no kernel of another size stands in meanwhile.
         template = find_template(launch.key, on) if self.buffered else None
         if template is not None:
             return template.compilation(on, launch.rows(rows, count), (count, launch.columns))
@@ -465,12 +465,12 @@ class _Run:
         return compilation_of_conv(x, weight, found, epilogue)
 
     def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
-        """`_compile`, for a product without a kernel; once for its launch and maps like this: some have none."""
+        """`_compile`, unless this product was compiled for maps of this kind: some calls are never one kernel."""
         if _kind_of_map(number, found) not in self._stretch.compiled:
             self._compile(maps)
 
     def _maps(self) -> list[KernelMap | None]:
-        """The kernel maps of all products, None of linear maps; sets the coordinates and rows of all values."""
+        """Kernel maps of all products, None for linear maps; fills in geometries and row counts of all values."""
         geometries, counts, maps = self._geometries, self._rows, []
         for one in self._stretch.wired:
             inputs = outputs = geometries[one.at_x]
@@ -487,7 +487,7 @@ class _Run:
         return maps
 
     def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
-        """(features, weight, epilogue) like those of a product. rows: of its features, and of its result."""
+        """(features, weight, epilogue) with a product's layouts. rows: (of features, of the result)."""
         step, own = self._stretch.wired[number].step, self._own(number)
         weight, lead, like = own[0], launch.residual_lead, self.like
         assert weight is not None
@@ -496,25 +496,24 @@ class _Run:
         return x, weight, self._stretch.epilogue(step, own, residual)
 
     def _own(self, number: int) -> Sequence[Tensor | None]:
-        """The tensors of a product."""
         return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
 
     def all(self) -> None:
-        """All products, each started as soon as its kernel is known. All maps come first: in buffers other streams may
-        still be building them, and each product waits for its own alone."""
+        """Launch all products. All maps are requested first: other streams may build those in buffers meanwhile, and
+        each product waits only for its own."""
         maps = self._maps()
         if self.buffered and not is_capturing(self.like.device):
             self._compile(maps)
         self._allocate([one for one in self._stretch.wired if one.starts is not None])
         at, geometries, counts = self._addresses, self._geometries, self._rows
         call: BoundCall | None
-        # Kernels of one stream run in order: those that need no more share it.
+        # Kernels of one stream run in order, so they share a workspace.
         shared: Workspace | None = None
         # Inlined: a function call takes as long as the rest of a step.
         for number, (one, launch, found) in enumerate(zip(self._stretch.wired, self._launches, maps, strict=True)):
             rows, outputs, call = counts[one.at_x], geometries[one.at_y], None
             count = counts[one.at_y]
-            # A residual of other coordinates is added apart; what comes from outside may not be aligned.
+            # A residual on other coordinates is added by torch; inputs may be unaligned.
             fits = one.residual < 0 or geometries[one.at_residual] is outputs
             if launch is not None and fits and not (at[one.x] | at[one.residual]) % _ADDRESS and rows and count:
                 on = found or no_map(rows)
@@ -539,7 +538,7 @@ class _Run:
         return (layer_map if target is None and layer.dataflow is None else kernel_map)(inputs, relation, target)
 
     def _allocate(self, starting: Sequence[Wired]) -> None:
-        """Memory of the buffers that these begin: one arena, and tensors for what is read outside."""
+        """Allocate the buffers that these products start: separate tensors for those read outside, else one arena."""
         size, like = self.like.element_size(), self.like
         slots: dict[int, int] = {}
         for one in starting:
@@ -552,7 +551,7 @@ class _Run:
         begins, total = {}, 0
         for slot, needed in slots.items():
             begins[slot], total = total, total + -(-needed // _ALIGNED) * _ALIGNED
-        # Of no rows too: their values have places.
+        # Also if empty: value() makes tensors of no rows.
         arena = like.new_empty(total, dtype=torch.uint8) if slots else None
         for one in starting:
             buffer = one.starts
@@ -561,7 +560,7 @@ class _Run:
         self._point([one.starts for one in starting if one.starts is not None])
 
     def _point(self, buffers: Sequence[Buffer]) -> None:
-        """The addresses of all values of these buffers."""
+        """Set the addresses of all values in these buffers."""
         size, at = self.like.element_size(), self._addresses
         for buffer in buffers:
             memory, begin = self._memory[buffer]
@@ -570,7 +569,7 @@ class _Run:
                 at[number] = base + column * size
 
     def _do(self, number: int, outputs: Geometry) -> None:
-        """A product by the functions that make its kernel; its result is put where later kernels look for it."""
+        """Run a product by the functions of pumice.ops, and store its result at its place for later kernels."""
         one, own = self._stretch.wired[number], self._own(number)
         step, weight = one.step, own[0]
         layer: Any = step.layer
@@ -600,7 +599,7 @@ class _Run:
         return None
 
     def result(self, node: Node) -> SparseTensor:
-        """The value of a node in buffers, as a tensor that is read outside."""
+        """The value of a node of a buffered stretch, as a tensor for other steps."""
         y = self.value(node)
         return from_raw_feats(raw_feats(y), y.geometry)
 
@@ -622,7 +621,7 @@ class _Run:
 
 
 def stretches(graph: Graph, size: int) -> list[Step | Stretch]:
-    """The steps of a graph with products one after the other as stretches; size: bytes of a value."""
+    """The steps of a graph, with runs of products joined to stretches. size: bytes per feature."""
     groups: list[list[Step]] = [[]]
     result, sliced, readers = {*nodes_in(graph.result)}, set[Node](), _readers(graph)
     for step in graph.steps:
@@ -647,7 +646,7 @@ def _made(group: Sequence[Step], outside: set[Node]) -> Sequence[Step | Stretch]
 def grouped(
     graph: Graph, groups: Sequence[Sequence[Step]], make: Callable[[Sequence[Step], set[Node]], Sequence[Any]]
 ) -> Iterator[Any]:
-    """What `make` makes of each group of steps, and the nodes of it that are read outside."""
+    """Yield make(group, its nodes that are read outside the group) of each group of steps."""
     result, readers = {*nodes_in(graph.result)}, _readers(graph)
     for group in groups:
         if group:
@@ -667,13 +666,13 @@ def _readers(graph: Graph) -> dict[Node, list[Step]]:
 
 
 def parts_of(step: Step) -> tuple[Node, ...]:
-    """What a concatenation joins."""
+    """The nodes that a concatenation joins."""
     return tuple(step.node.args[0])  # pyright: ignore[reportArgumentType]
 
 
 def _is_sliced(step: CallStep, made: Mapping[Node, Product], readers: Mapping[Node, list[Step]], size: int) -> bool:
-    """True if the parts of a concatenation can be column slices: products of one geometry, all of them and the result
-    read by kernels alone."""
+    """True if the parts of a concatenation can be column slices of one buffer: distinct products of one level, at
+    aligned columns. Only products may read the parts and the result."""
     node = step.node
     if node.target is not cat or len(node.args) != 1 or not isinstance(node.args[0], list | tuple):
         return False

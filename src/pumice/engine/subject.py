@@ -1,4 +1,4 @@
-"""Passes of a network over sample scenes without side effects on it, for measuring and observing."""
+"""Passes of a network on sample scenes without side effects on the network, for timing and tuning."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TuningSubject:
 
     @cached_property
     def program(self) -> Program:
-        """What runs in inference."""
+        """The compiled network, which runs in inference."""
         return compile(self.model)
 
     @property
@@ -46,12 +46,12 @@ class TuningSubject:
         return self.scenes[0].device
 
     def calls(self) -> list[Callable[[], object]]:
-        """One pass per scene, on geometries without kernel maps."""
+        """A function per scene that runs a pass on a geometry without kernel maps."""
         return [lambda x=x: MODES[self.mode](self, fresh(x)) for x in self.scenes]
 
 
 def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | None = None) -> TuningSubject:
-    """Validate the arguments.
+    """TuningSubject of the arguments, validated.
 
     Raises OptionError (unknown mode, no samples, a model without convolutions of pumice.nn or wrapped by
     torch.compile), DtypeError (wrong type of model or sample), DeviceError (samples and model on different devices).
@@ -113,7 +113,7 @@ def fresh(x: SparseTensor) -> SparseTensor:
 
 @contextmanager
 def undisturbed(model: nn.Module, training: bool) -> Iterator[None]:
-    """Set the mode; restore modes, buffers and torch's random state on exit."""
+    """Set training or evaluation mode; restore modes, buffers and torch's random state on exit."""
     home = next((p.device for p in model.parameters()), torch.device("cpu"))
     with torch.random.fork_rng([home] if home.type == "cuda" else []), _restored(model):
         if not training:
@@ -178,4 +178,4 @@ def _train(tuned_model: TuningSubject, x: SparseTensor) -> object:
 MODES: Mapping[str, Callable[[TuningSubject, SparseTensor], object]] = MappingProxyType(
     {"inference": _infer, "training": _train}
 )
-"""A pass by mode."""
+"""Functions that run a pass, by mode."""

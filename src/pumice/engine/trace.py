@@ -32,33 +32,33 @@ _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 
 class Snapshot:
-    """The attributes of modules, containers one level deep. tensors: parameters and buffers too, by identity."""
+    """Copy of modules' attributes, containers one level deep. tensors: also which parameters and buffers they have."""
 
     def __init__(self, modules: Iterable[nn.Module], tensors: bool = False) -> None:
         self.modules = tuple(modules)
         self._types = [*map(type, self.modules)]
-        # Modules of TorchScript have none.
+        # Classes of TorchScript modules have no forward.
         self._forwards = {kind: getattr(kind, "forward", None) for kind in self._types}
         self._live = [module.__dict__ for module in self.modules]
         self._kept = [dict(own) for own in self._live]
         left_out = () if tensors else ("_parameters", "_buffers")
         every = [v for own in self._kept for k, v in own.items() if type(v) in _CONTAINERS and k not in left_out]
-        # Most containers are empty, such as those of hooks.
+        # Most containers, such as those of hooks, are empty.
         self._empty, self._filled = [v for v in every if not v], [v for v in every if v]
         self._contents = [(dict if type(v) is OrderedDict else type(v))(v) for v in self._filled]
 
     def holds(self) -> bool:
-        """True if nothing has changed since."""
+        """True if the attributes have not changed since."""
         try:
             # Hooks, submodules, modes, options and a `forward` of an instance are all among the attributes.
             alike = self._live == self._kept and not any(self._empty) and self._filled == self._contents
             alike = alike and [*map(type, self.modules)] == self._types
             return alike and {kind: getattr(kind, "forward", None) for kind in self._forwards} == self._forwards
-        except Exception:  # a tensor or an array that was exchanged: its == is no truth value
+        except Exception:  # a replaced tensor or array: its == has no truth value
             return False
 
     def restore(self) -> None:
-        """Undo changes, as far as `holds` sees them."""
+        """Undo the changes of attributes that `holds` detects."""
         for own, kept in zip(self._live, self._kept, strict=True):
             own.clear()
             own.update(kept)
@@ -73,11 +73,11 @@ class Snapshot:
 
 
 def _refused(*_: Any) -> Any:
-    raise TraceError("an in-place operator on features")
+    raise TraceError("an in-place operator cannot be traced")
 
 
 class _Value(Proxy):
-    """A proxy of which it is not known whether it is a SparseTensor, a tensor or something else."""
+    """Base class of proxies. Raises TraceError for uses of a result that the trace would not record."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _UNTRACED or name.startswith("_"):
@@ -85,7 +85,7 @@ class _Value(Proxy):
         return _Attribute(self, name)
 
     def __hash__(self) -> int:
-        raise TraceError("a result as a key")
+        raise TraceError("a result cannot be hashed, for use as a key")
 
     @classmethod
     def __torch_function__(cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None) -> Any:
@@ -95,17 +95,17 @@ class _Value(Proxy):
 
 
 class _Attribute(Attribute, _Value):
-    """An attribute of a result: a method, or a value."""
+    """Proxy of an attribute of a result: a method or a value."""
 
 
 _UNTRACED = frozenset(("grad", "grad_fn", "dtype", "layout", "names", "data", "spatial_shape", "parent", "is_sparse"))
-"""Attributes that may be None, or that are compared by identity: a branch on a proxy of them would go unseen."""
+"""Attributes that may be None or are compared by identity: the trace would not see a branch on their proxy."""
 
 
 class _Unknown(_Value):
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise TraceError("isinstance() of a result of unknown type")
+        raise TraceError("isinstance() of a result of unknown type cannot be traced")
 
 
 class _Dense(_Value):
@@ -115,7 +115,7 @@ class _Dense(_Value):
 
 
 class _Sparse(_Value):
-    """isinstance(x, SparseTensor) is true of it."""
+    """Proxy of a SparseTensor; isinstance(proxy, SparseTensor) is True."""
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -138,7 +138,7 @@ class _Sparse(_Value):
         return self.tracer.create_proxy("call_method", "replace", (self, feats), {})
 
     def prepare(self, *_: Any, **__: Any) -> Any:
-        """A program finds the maps of its layers by itself."""
+        """No-op: a program builds the kernel maps of its layers itself."""
         return self
 
     # A SparseTensor is immutable: x += y is x = x + y.
@@ -167,7 +167,7 @@ def _kind_of(node: Node, module: nn.Module | None) -> str | None:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """True for a layer of pumice that is called as a whole."""
+    """True for a layer of pumice.nn, which is not traced through; False for pumice.nn.blocks."""
     own = type(module).__module__
     return own.startswith("pumice.nn.") and own != blocks.__name__
 
@@ -176,7 +176,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 class _Root(nn.Module):
-    """The network as a submodule, called with what `make` gives."""
+    """The traced module: calls the network `net` with the (args, kwargs) that make() returns."""
 
     def __init__(self, net: nn.Module, make: Callable[[], tuple[Any, Any]]) -> None:
         super().__init__()
@@ -188,10 +188,10 @@ class _Root(nn.Module):
 
 
 class _Tracer(Tracer):
-    """torch.fx's, but for the smallest module that it cannot trace: that one is called as it is.
+    """torch.fx tracer. The smallest module around code that it cannot trace becomes an opaque call.
 
-    through: modules whose forward was traced; reasons: why a module is called as it is, by node.
-    """
+    through: modules whose forward was traced; refused: modules not to be traced, with reasons; reasons: why a
+    module is opaque, by its call."""
 
     def __init__(self, net: nn.Module, refused: Mapping[nn.Module, str]) -> None:
         super().__init__(autowrap_modules=(math,))
@@ -216,7 +216,7 @@ class _Tracer(Tracer):
             if reason is None:
                 return traced
         if reason is not None and any(issubclass(type(v), _CONTAINERS) for v in (*args, *kwargs.values())):
-            raise TraceError(f"a list or dict, which {name} may change: {reason}")
+            raise TraceError(f"a list or dict passed to {name}, which may change it: {reason}")
         proxy = self.create_proxy("call_module", name, args, kwargs)
         if reason is not None:
             self.reasons[proxy.node] = reason
@@ -225,10 +225,10 @@ class _Tracer(Tracer):
         return proxy
 
     def _traced(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, str | None]:
-        """(result, None) of tracing through, or (None, why it cannot be traced)."""
+        """Trace a module's forward. Returns (result, None); or (None, reason), with graph and modules restored."""
         operations = _operations(m)
         if operations & _CATCHES:
-            # It would catch what tells that something cannot be traced.
+            # Its forward could catch TraceErrors.
             return None, "its forward catches exceptions"
         nodes, through, before = len(self.graph.nodes), len(self.through), Snapshot(m.modules(), tensors=True)
         self._within.append(m)
@@ -252,7 +252,7 @@ class _Tracer(Tracer):
         return None, reason
 
     def _unknown(self, node: Node) -> bool:
-        """True for a module that may give None: no layer of ours or of torch, whatever hooks it has."""
+        """True if the node calls an opaque module other than layers of pumice.nn and torch.nn: it may return None."""
         if node not in self.reasons:
             return False
         module = self.root.get_submodule(str(node.target))
@@ -260,7 +260,7 @@ class _Tracer(Tracer):
 
     def create_node(self, kind: str, *given: Any, **more: Any) -> Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         if kind != "output" and _modes() != self._modes:
-            raise TraceError("a context of autocast, gradients or streams within forward")
+            raise TraceError("forward changes autocast, the grad mode, default dtype or stream")
         node = super().create_node(kind, *given, **more)
         node.meta["within"] = self._within[-1]
         return node
@@ -284,7 +284,7 @@ class _Tracer(Tracer):
         if isinstance(a, Tensor | SparseTensor):
             name = self._names.get(id(a))
             if name is None:
-                raise TraceError("a tensor that is neither an argument nor a parameter or buffer")
+                raise TraceError("a tensor is neither an argument nor a parameter or buffer")
             return self.create_node("get_attr", name, (), {})
         return a if type(a).__module__.startswith("pumice.") else super().create_arg(a)
 
@@ -295,14 +295,14 @@ def _is_identity(module: nn.Module) -> bool:
 
 
 def _modes() -> tuple[Any, ...]:
-    """What a context manager may change for the operators within it."""
+    """State that a context manager may change: grad and inference mode, default dtype, stream, autocast."""
     cast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), stream, *cast
 
 
 def own_ways(module: nn.Module) -> str | None:
-    """Why a module must be called as it is, whatever its forward does."""
+    """Reason why a module must not be traced, from its attributes and the names in its forward's code; else None."""
     for name in _METHODS.intersection(module.__dict__):
         return f"its {name} is an attribute of the instance"
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
@@ -314,22 +314,22 @@ def own_ways(module: nn.Module) -> str | None:
 
 
 def _operations(module: nn.Module) -> set[str]:
-    """Names of the bytecode of its forward."""
+    """Names of the bytecode instructions of the module's forward."""
     code = getattr(getattr(type(module), "forward", None), "__code__", None)
     return set() if code is None else {one.opname for one in dis.get_instructions(code)}
 
 
 _CATCHES = {"CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH"}
 _IDENTITY = {"IS_OP", *(f"POP_JUMP{way}_IF{no}_NONE" for way in ("", "_FORWARD", "_BACKWARD") for no in ("", "_NOT"))}
-"""What may branch on whether a value is None: a proxy of it never is."""
+"""Instructions for `is` and branches on None: a proxy is never None, so the trace could take the wrong branch."""
 _METHODS = frozenset(("forward", "map_request"))
-"""Methods that a layer's result depends on."""
+"""Methods whose replacement on an instance changes a layer's result."""
 _SEEN_OUTSIDE = frozenset(("print", "breakpoint", "open", "random", "manual_seed"))
-"""Names whose calls are seen outside, or differ from call to call."""
+"""Names of functions with side effects or random results: tracing would call them once, and not in later calls."""
 
 
 def _place_of(error: Exception) -> str:
-    """What was wrong, and the line of the module that asked for it."""
+    """The error's message, after the innermost line of user code that led to it."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_OF_USERS)]
     told = str(error).partition("\n")[0] or type(error).__name__
     if not frames:
@@ -344,7 +344,7 @@ def _place_of(error: Exception) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step of a program. node: whose value it makes; names: of the modules or functions that it does."""
+    """One step of a program. node: of its result; names: of the modules or functions that it runs."""
 
     node: Node
     names: tuple[str, ...]
@@ -352,7 +352,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class CallStep(Step):
-    """A module, function or method called as it is. reason: why, where it is a module that could not be traced."""
+    """A call of a module, function or method. reason: why the module was not traced, None for other calls."""
 
     module: nn.Module | None = None
     reason: str | None = None
@@ -360,9 +360,9 @@ class CallStep(Step):
 
 @dataclass(frozen=True, eq=False)
 class Product(Step):
-    """A convolution or linear map of x (to the coordinates of target), and the norm, sum and activation behind it.
+    """A convolution or linear map of x, with the norm, residual sum and activation that follow.
 
-    level: the geometry of the result: equal where it is known to be the same object.
+    target: node whose coordinates the result takes, or None. level: of the result, see _level.
     """
 
     layer: Convolution | layers.Linear | None = None
@@ -375,7 +375,7 @@ class Product(Step):
 
 
 class _Link(NamedTuple):
-    """The operation that alone reads a value, and the node of its result."""
+    """The only operation on a value, and its result's node: the `replace` if the operation takes plain features."""
 
     operation: Node
     result: Node
@@ -383,8 +383,8 @@ class _Link(NamedTuple):
 
 @dataclass(eq=False)
 class Graph:
-    """A traced module. nodes: in order; modules: those that nodes call; through: those whose forward was traced;
-    placeholders: nodes of the arguments; result: the nested structure of nodes that is returned; steps."""
+    """A traced module. modules: called modules by node; through, reasons: see _Tracer; placeholders: nodes of the
+    tensor arguments; result: the returned structure of nodes; levels: by node, see _level."""
 
     nodes: tuple[Node, ...]
     modules: Mapping[Node, nn.Module]
@@ -400,7 +400,7 @@ def _norm(step: Product, link: _Link, graph: Graph) -> Product | None:
     module = graph.modules.get(link.operation)
     if module is None or link.operation in graph.reasons:
         return None
-    # That of torch.nn is given the features.
+    # A norm of torch.nn takes features, one of pumice.nn a SparseTensor.
     kind = layers.BatchNorm if link.result is link.operation else nn.BatchNorm1d
     return replace(step, norm=module) if type(module) is kind else None
 
@@ -413,7 +413,7 @@ def _residual(step: Product, link: _Link, graph: Graph) -> Product | None:
     other = a if b is step.node else b
     if not isinstance(other, Node) or other is step.node or other.meta["kind"] != SPARSE:
         return None
-    # Of two products the later one takes the sum.
+    # The sum of two products is fused into the later one.
     order = {n: place for place, n in enumerate(graph.nodes)}
     waits = isinstance(graph.modules.get(other), Convolution | layers.Linear | layers.BatchNorm)
     return None if waits and order[other] > order[step.node] else replace(step, residual=other)
@@ -432,7 +432,7 @@ def _activation(step: Product, link: _Link, graph: Graph) -> Product | None:
 _FUNCTIONS: Mapping[Any, str] = {torch.relu: "relu", functional.relu: "relu", functional.silu: "silu", "relu": "relu"}
 
 PATTERN: tuple[Callable[[Product, _Link, Graph], Product | None], ...] = (_norm, _residual, _activation)
-"""What may follow a product within its kernel, in this order; each at most once. A row gives the step with it."""
+"""Functions that fuse the operation after a product into its step, or return None; applied in order, once each."""
 
 
 _TRACING = threading.RLock()
@@ -441,8 +441,8 @@ _TRACING = threading.RLock()
 def trace(
     net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], refused: Mapping[nn.Module, str]
 ) -> Graph | str:
-    """The steps of net(*args, **kwargs), for all sparse and dense tensors in the places of these; or why there are
-    none, where net itself must be called as it is. refused: modules that are called as they are, and why."""
+    """Trace net(*args, **kwargs) into steps, which hold for any tensors in place of those given; or return the reason
+    why net cannot be traced. refused: modules not to be traced, with reasons."""
     placeholders: list[Node] = []
 
     def argument(value: Any) -> Any:
@@ -458,12 +458,12 @@ def trace(
 
     tracer, root = _Tracer(net, refused), _Root(net, make)
     try:
-        # torch.fx patches Module.__call__ of all threads, which the tracer sends on their way.
+        # torch.fx patches Module.__call__ in all threads; call_module runs the calls of other threads unchanged.
         with _TRACING:
             traced = tracer.trace(root)
-    except Exception as error:  # a result that is no value of a graph
+    except Exception as error:  # such as a result that a graph cannot hold
         return _place_of(error)
-    # It holds the arguments.
+    # `make` holds the arguments.
     del root.make
     modules = {n: root.get_submodule(str(n.target)) for n in traced.nodes if n.op == "call_module"}
     reasons = {n: reason for n, reason in tracer.reasons.items() if n in modules}
@@ -472,7 +472,7 @@ def trace(
         return whole
     graph = Graph((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
     for node in reversed(traced.nodes):
-        # Dead branches, where nobody can tell.
+        # Dead code without side effects.
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
             traced.erase_node(node)
     graph.nodes = tuple(traced.nodes)
@@ -482,7 +482,7 @@ def trace(
 
 
 def _steps(graph: Graph) -> list[Step]:
-    """Products with what is within their kernels, and calls of the rest."""
+    """Products with the operations fused into them, and calls of all other nodes."""
     alone = _norms_apart(graph)
     changing = [place for place, n in enumerate(graph.nodes) if not is_pure(n, graph) and n not in alone]
     products, within = _products(graph, changing)
@@ -498,7 +498,7 @@ def _steps(graph: Graph) -> list[Step]:
 
 
 def _norms_apart(graph: Graph) -> set[Node]:
-    """Calls of norms whose running statistics nothing else of the graph reads or writes."""
+    """Calls of batch norms whose running statistics no other node reads or writes."""
     called = Counter(graph.modules.values())
     read = tuple(str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr")
     return {
@@ -512,7 +512,7 @@ def _norms_apart(graph: Graph) -> set[Node]:
 
 
 def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product], set[Node]]:
-    """The products by the node of their results, and all other nodes within them."""
+    """Products by result node, and all other nodes fused into them. changing: positions of nodes with side effects."""
     order = {n: place for place, n in enumerate(graph.nodes)}
     found: dict[Node, Product] = {}
     within: set[Node] = set()
@@ -525,7 +525,7 @@ def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product
             more = row(step, link, graph) if link is not None else None
             if more is None or link is None:
                 continue
-            # It is done where the last part of it is: nothing between may change what it reads.
+            # The fused step runs at its last node: no node in between may change what it reads.
             between = {p for p in changing if order[node] < p < order[link.result]}
             if any(graph.nodes[p] not in (*own, link.operation) for p in between):
                 break
@@ -554,7 +554,7 @@ def _product(node: Node, graph: Graph) -> Product | None:
 
 
 def _following(node: Node) -> _Link | None:
-    """What alone reads a value: an operation on it, or one on its features whose result replaces them."""
+    """The only operation on a value, or on its features if `replace` puts the result back; else None."""
     users = list(node.users)
     if len(users) == 1:
         return _Link(users[0], users[0])
@@ -572,7 +572,7 @@ def _feats_of(node: Node) -> list[Node]:
 
 
 def is_pure(node: Node, graph: Graph) -> bool:
-    """True if a node writes to nothing and draws no random numbers."""
+    """True if a node is known to have no side effects and to draw no random numbers."""
     if node.op == "call_module":
         module = graph.modules[node]
         quiet = not (isinstance(module, nn.Dropout | nn.modules.batchnorm._BatchNorm) and module.training)
@@ -585,7 +585,7 @@ def is_pure(node: Node, graph: Graph) -> bool:
 
 
 def _level(node: Node, product: Product | None, graph: Graph) -> Any:
-    """The geometry of a node: equal of two where it is known to be one object."""
+    """Key of the geometry of a node's value: nodes with equal keys share one Geometry object."""
     levels, first, module = graph.levels, node.args[0] if node.args else None, graph.modules.get(node)
     if product is not None:
         own = _level_of_product(product, graph)
@@ -620,7 +620,7 @@ def _name_of(node: Node, graph: Graph) -> str:
 
 
 def reads_of(step: Step) -> tuple[Node, ...]:
-    """The nodes whose values a step reads; of a product's target the coordinates alone."""
+    """The nodes that a step reads: of a product's target, only the coordinates."""
     if isinstance(step, Product):
         return tuple(n for n in (step.x, step.residual, step.target) if n is not None)
     return tuple(step.node.all_input_nodes)

@@ -39,9 +39,9 @@ from pumice.runtime.cache import intern_key
 
 NONE = -1
 ALIGNED = 128
-"""Elements: offsets into shared buffers are multiples of it."""
+"""Alignment of offsets in shared buffers, in elements."""
 TENSORS = 7
-"""Tensors of a product: weight and bias of the layer; mean, variance, count of batches, weight and bias of the norm."""
+"""Tensors per product: weight, bias of the layer; mean, variance, num_batches_tracked, weight, bias of the norm."""
 WEIGHT, BIAS, MEAN, VARIANCE, TRACKED, SCALE, SHIFT = range(TENSORS)
 
 
@@ -58,14 +58,14 @@ class WiredStep:
 
     @property
     def reads(self) -> list[int]:
-        """The values whose features it reads."""
+        """The values whose features the step reads."""
         return [n for n in (self.x, self.residual, *self.parts) if n != NONE]
 
 
 @dataclass(frozen=True)
 class Wants:
-    """Needed gradients: of the result (flows), x, the residual, the layer's weight and bias, the norm's scale and
-    shift."""
+    """Which gradients are needed: of the result (flows), x, the residual, the layer's weight and bias, the norm's
+    scale and shift."""
 
     flows: bool
     x: bool
@@ -78,7 +78,7 @@ class Wants:
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """A concatenation. columns: of each part (value, first column, channels); keeps: the backward pass reads it."""
+    """A concatenation. columns: by part, (value, first column, channels); keeps: the backward pass reads the result."""
 
     wired: WiredStep
     channels: int
@@ -90,16 +90,16 @@ class Joined:
 class Layer:
     """A convolution or linear map, with the norm, residual sum and activation that follow.
 
-    number: index among the products. shape: (C_out, kernel offsets, C_in). norm: or None; by_batch: uses batch
-    statistics; counts: increments num_batches_tracked before the norm, for a cumulative mean.
+    number: index among the products. shape: (C_out, kernel offsets, C_in). norm: its kernels, or None; by_batch:
+    uses batch statistics; counts: increments num_batches_tracked before the norm, for a cumulative mean.
 
     relu: fused into the norm kernel. apart: activation run by torch, or ""; smooth: its gradient needs its input, which
     is stored separately. narrow: the weight is cast to the features' dtype. inner: the product's own gradient is
     needed. keeps: the result is saved for backward. steps: non-contiguous row strides that the result's gradient may
     have (slices of a concatenation). weights, vectors: element offsets of its weight and vectors in buffers shared by
     all layers. by_torch: a linear map run by torch, which selects a kernel per row count. key: cache key of its kernels
-    on a map. forward, gradients: signatures of the forward call and of the (feature, weight) gradients. known: kinds of
-    maps with known kernels.
+    on a map. forward, gradients: signatures of the forward call and of the (feature, weight) gradients. known: see
+    is_known.
     """
 
     wired: WiredStep
@@ -208,7 +208,7 @@ class Layer:
         return [c.template.compilation(c.on, c.rows, c.shape) for c in known if c.template is not None]
 
     def calls(self, found: KernelMap | NoMap) -> MapCalls:
-        """The kernels over a map, kept with it once they are known."""
+        """The kernels over a map, cached with the map once all are known."""
         calls = MapCalls(self, found)
         return found.keep(self.key, calls) if calls.known and not isinstance(found, NoMap) else calls
 
@@ -245,10 +245,10 @@ class MapCalls:
 
 @dataclass(frozen=True, eq=False)
 class TrainPlan:
-    """The plan of a stretch for one set of tensor guards. layers: its Layer steps.
+    """The plan of a stretch for one set of tensor guards. layers: the Layers among its steps.
 
-    trained: positions, among the tensors of all products, that need gradients. outputs: numbers of the values read
-    outside; needs: of those that need gradients. weights, vectors: elements of the buffers for all weights and vectors;
+    trained: positions, among the tensors of all products, that need gradients. outputs: values read outside; needs:
+    values that need gradients. weights, vectors: elements of the buffers for all weights and vectors;
     widest: maximum channels of a step.
     """
 
@@ -268,7 +268,7 @@ def aligned(count: int) -> int:
 
 
 class Planner:
-    """Plans wired steps. outputs: (values read outside, those of them that results depend on); feats: input features;
+    """Plans wired steps. outputs: (values read outside, the subset that results depend on); feats: input features;
     tensors: TENSORS of each product."""
 
     def __init__(
@@ -289,7 +289,7 @@ class Planner:
         self._count = self._weights = self._vectors = 0
 
     def plan(self) -> TrainPlan | None:
-        """The plan; None if kernels do not support the steps."""
+        """Plan the steps; None if kernels do not support them."""
         if not self._fits():
             return None
         needs = self._needs()
@@ -303,7 +303,7 @@ class Planner:
         return TrainPlan(steps, layers, self._like.dtype, tuple(trained), self._outputs, frozenset(needs), *sizes)
 
     def _fits(self) -> bool:
-        """True if supported; fills _channels."""
+        """True if kernels support the steps; fills _channels."""
         like, known = self._like, self._channels
         cast = autocast_dtype(like)
         if (
@@ -446,12 +446,12 @@ class Planner:
         return NormKernels(statistics, facts, self._like.new_empty((0, channels)), (weight, bias))
 
     def _signatures(self, shape: tuple[int, int, int], conv: bool) -> tuple[Hashable, tuple[Hashable, Hashable]]:
-        """Signatures: forward, (feature gradient, weight gradient)."""
+        """Call signatures: forward, (feature gradient, weight gradient)."""
         sizes = (0, shape[2]), shape if conv else (shape[0], shape[2]), (0, shape[0])
         text = CONV if conv else LINEAR
         x, weight, grad = map(self._like.new_empty, sizes)
         everything, dynamic = (x, weight, grad), (True, False, True)
-        # Must equal DifferentiableCall's.
+        # Must equal the signatures of DifferentiableCall.
         of_x = call_signature(everything, dynamic, text, (0, x.dtype))
         of_weight = call_signature(everything, dynamic, text, (1, torch.float32))
         return product_signature((x, weight), NO_EPILOGUE), (of_x, of_weight)

@@ -1,10 +1,11 @@
-"""The passes of a training stretch: one node of autograd, kernels over a few pieces of memory.
+"""Forward and backward pass of a training stretch: one autograd node, kernels over a few shared buffers.
 
     h = conv(x, weight)        z = norm(h) + residual        y = activation(z)
 
-for each product. Products, results and what norms are scaled by lie in one piece of memory each; weights are cast by
-one kernel; gradients of weights are summed in one piece of zeros. In buffers padding rows hold anything: kernels do not
-read them, and they are set to 0 before torch sums over rows, as the gradients of linear maps and of biases do.
+for each product. One buffer holds all values that the backward pass reads, another the rest; one holds (mean, 1 / std)
+of all norms; one kernel casts all weights; weight gradients accumulate in one zeroed buffer. Padding rows of a captured
+step are undefined: kernels do not read them, and they are zeroed before torch sums over rows, as in the gradients of
+linear maps and biases.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ _silu_gradient = torch.ops.aten.silu_backward
 
 
 class StepCall(NamedTuple):
-    """A step on its coordinates. rows: of the result; inputs: of the features; found: the map, and calls: the kernels
-    over it, None of a linear map that torch multiplies (in buffers calls are looked for in the forward pass); level:
-    place of the number of rows among those of all."""
+    """A step bound to its geometry. rows: of the result; inputs: rows of the features; level: index of the result's row
+    count in Memory.counts. found, calls: the map and the kernels over it, None for a linear map run by torch; if
+    padded, calls of a convolution are looked up at launch."""
 
     rows: int
     inputs: int
@@ -65,9 +66,8 @@ class StepCall(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where things lie, in values. places: of each step what its norm takes, what a smooth activation takes, and the
-    result; NONE: nowhere, or in a tensor of its own. kept, spare: sizes of the memory that the backward pass reads, and
-    of the other."""
+    """Offsets in shared buffers, in elements. places: by step, of the norm's input, the smooth activation's input and
+    the result; NONE: absent or a separate tensor. kept, spare: sizes of the buffer saved for backward, of the other."""
 
     places: list[tuple[int, int, int]]
     kept: int
@@ -95,8 +95,8 @@ class Layout(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of a pass. pairs: what norms subtract and multiply by; narrow: the weights that are cast; counts: the numbers of
-    rows, None in buffers; outs: results that are read outside, by value. spare is None in the backward pass."""
+    """Buffers of a pass. kept, spare: see Layout; spare is None in the backward pass. pairs: (mean, 1 / std) of
+    norms; narrow: cast weights; counts: row counts, None if padded; outs: results read outside, by value."""
 
     kept: Tensor
     spare: Tensor | None
@@ -107,7 +107,7 @@ class Memory(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A stretch with its maps, before the forward pass. tensors: TENSORS of each product; padded: in buffers."""
+    """A stretch bound to its maps, before the forward pass. tensors: TENSORS per product; padded: has padding rows."""
 
     plan: TrainPlan
     calls: list[StepCall]
@@ -115,10 +115,10 @@ class Started(NamedTuple):
     padded: bool
 
     def run(self, feats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results that are read outside, recorded by autograd."""
+        """Run the forward pass as one autograd node. Returns the plan's outputs, [rows, C] each."""
         plan = self.plan
         trained = [self.tensors[place] for place in plan.trained]
-        # No gradient goes to what is read by branches alone whose results nobody reads.
+        # Features that no live output depends on get no gradient.
         feats = [x if n in plan.needs or not x.requires_grad else x.detach() for n, x in enumerate(feats)]
         return _Stretch.apply(self, len(feats), *feats, *trained)
 
@@ -138,7 +138,7 @@ class _Stretch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[memory.outs[y] for y in plan.outputs if y not in plan.needs])
         kept = {step.wired.y for step in plan.steps if step.keeps}
-        # Of each product all but statistics; results that no gradient depends on may be written to.
+        # Statistics, and results that backward does not read, are not saved: they may be written to.
         own = [t if n % TENSORS in _OWN else None for n, t in enumerate(tensors)] if plan.needs else []
         read = [out if y in kept else None for y, out in zip(plan.outputs, outs, strict=True)]
         ctx.save_for_backward(*feats, *memory[:1], *memory[2:4], *read, *own)
@@ -147,14 +147,14 @@ class _Stretch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan: TrainPlan = ctx.plan
-        # Once: hooks may unpack them.
+        # Read once: saved-tensor hooks unpack at each access.
         saved = ctx.saved_tensors
         feats, left = saved[: ctx.count], iter(saved[ctx.count :])
         kept, pairs, narrow = next(left), next(left), next(left)
         outs = {y: next(left) for y in plan.outputs}
         begun = Started(plan, ctx.calls, [*left], ctx.counts is None)
         given = {y: grad for y, grad in zip(plan.outputs, grads, strict=True) if grad is not None and y in plan.needs}
-        # Whoever calls backward within autocast has every dtype as it was in the forward pass.
+        # Dtypes are those of the forward pass, also within autocast.
         with autograd.autocast_disabled(feats), kernels.tiles_of(ctx.tiles):
             if torch.is_grad_enabled():
                 return None, None, *_recorded(begun, feats, pairs, given)
@@ -166,7 +166,7 @@ _OWN = (WEIGHT, BIAS, SCALE, SHIFT)
 
 
 def _allocated(begun: Started, layout: Layout, like: Tensor) -> Memory:
-    """Memory of a forward pass, with the weights that are cast."""
+    """Allocate the buffers of a forward pass, and cast weights."""
     plan, calls, tensors, padded = begun
     narrow, cast = None, [one for one in plan.layers if one.narrow]
     if cast:
@@ -184,25 +184,25 @@ def _allocated(begun: Started, layout: Layout, like: Tensor) -> Memory:
         _poison(calls[0].outputs, (kept, spare, *outs.values()))
     else:
         rows = {call.level: call.rows for call in calls}
-        # One number in 16 bytes: kernels take aligned addresses.
+        # One count per 16 bytes: kernels take aligned addresses.
         counts = integers([n for level in range(len(rows)) for n in (rows[level], 0)], like.device)
     return Memory(kept, spare, pairs, narrow, counts, outs)
 
 
 def _poison(geometry: Geometry, tensors: Sequence[Tensor]) -> None:
-    """Fill memory with NaN where reads of padding rows are to be seen."""
+    """Fill tensors with NaN if `poison` is set, to expose reads of padding rows."""
     if geometry.buffered is not None and geometry.buffered.poison:
         for one in tensors:
             one.fill_(torch.nan)
 
 
 def _like(weight: Tensor, whole: Tensor, layer: Layer) -> Tensor:
-    """A tensor like a layer's weight in a piece of memory with those of all."""
+    """View of `whole`, a buffer for the weights of all layers, with the layout of a layer's weight."""
     return whole.as_strided(weight.shape, weight.stride(), layer.weights)
 
 
 class _Pass:
-    """What both passes know: addresses, and tensors over them."""
+    """Base class of both passes: addresses of all values, and tensors that view them."""
 
     def __init__(self, begun: Started, layout: Layout, feats: Sequence[Tensor], memory: Memory) -> None:
         self.plan, self.calls, self.tensors, self.padded = begun
@@ -228,24 +228,24 @@ class _Pass:
                     self.addresses[TENSORS * one.number] = begin + size * one.weights
 
     def _workspace(self, calls: Sequence[BoundCall | None]) -> Workspace | None:
-        """What the programs of each kernel of a pass share."""
+        """Workspace that suffices for each kernel of a pass, None if no kernel needs one."""
         needs = [call.norm.needs for call in self.calls if call.norm is not None]
         needs += [call.needs for call in calls if call is not None and call.needs is not None]
         return workspace(max([n for n, _ in needs]), max([n for _, n in needs]), self.like.device) if needs else None
 
     def _count(self, n: int) -> int:
-        """Address of the number of valid rows of a step in buffers."""
+        """Device address of the number of valid rows of a padded step."""
         count = self.calls[n].outputs.cloud.count
         assert not count.data_ptr() & 15, "kernels take aligned addresses"
         return count.data_ptr()
 
     def _clear(self, n: int, values: Tensor) -> None:
-        """Set padding rows of contiguous values of a step to 0, if it is in buffers."""
+        """Zero the padding rows, if any, of a step's contiguous values, in place."""
         if self.padded:
             zero_padding_rows(values, self.calls[n].outputs.cloud.count)
 
     def value(self, number: int) -> Tensor:
-        """The features of a value."""
+        """Features of a value, [rows, C]."""
         place = number - len(self.feats)
         if place < 0:
             return self.feats[number]
@@ -258,11 +258,11 @@ class _Pass:
         return whole.as_strided((self.calls[n].rows, channels), (channels, 1), self.layout.places[n][which])
 
     def product(self, n: int) -> Tensor:
-        """What the norm of a layer takes."""
+        """Input of a layer's norm, [rows, C_out]."""
         return self._over(n, 0, self._flows(n))
 
     def argument(self, n: int) -> Tensor:
-        """What the smooth activation of a layer takes."""
+        """Input of a layer's smooth activation, [rows, C_out]."""
         return self._over(n, 1, self._flows(n))
 
     def _flows(self, n: int) -> bool:
@@ -270,7 +270,7 @@ class _Pass:
         return isinstance(step, Layer) and step.wants.flows
 
     def weight(self, layer: Layer) -> Tensor:
-        """[C_out, K, C_in], in the dtype of the features."""
+        """Weight [C_out, K, C_in] in the features' dtype."""
         own, narrow = self.tensors[TENSORS * layer.number], self.memory.narrow
         assert own is not None
         if layer.narrow and narrow is not None:
@@ -278,16 +278,15 @@ class _Pass:
         return own.detach().view(layer.shape)
 
     def matrix(self, layer: Layer) -> Tensor:
-        """The weight of a linear map."""
+        """Weight of a linear map, [C_out, C_in]."""
         return self.weight(layer)[:, 0]
 
     def pair(self, layer: Layer) -> Tensor:
-        """What a norm subtracts and multiplies by."""
+        """(mean, 1 / std) of a norm, float32 [2, C_out]."""
         return self.memory.pairs.as_strided((2, layer.channels), (layer.channels, 1), layer.vectors)
 
 
 def _map_of(call: StepCall) -> KernelMap:
-    """The map of a convolution."""
     assert isinstance(call.found, KernelMap)
     return call.found
 
@@ -297,10 +296,8 @@ def _strides(shape: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 class _Forward(_Pass):
-    """The forward pass."""
-
     def run(self) -> None:
-        """All steps in order."""
+        """Run all steps in order."""
         self._settle_pairs()
         self.shared = self._workspace([call.calls.result for call in self.calls if call.calls is not None])
         for n, step in enumerate(self.plan.steps):
@@ -319,7 +316,7 @@ class _Forward(_Pass):
                 self.value(step.wired.y).relu_()
 
     def _settle_pairs(self) -> None:
-        """Mean and scale of the norms by running statistics; a bias before such a norm is taken from its mean."""
+        """Fill in `pairs` of norms that use running statistics: (mean - preceding bias, 1 / sqrt(variance + eps))."""
         fixed = [one for one in self.plan.layers if one.norm is not None and not one.by_batch]
         if not fixed:
             return
@@ -335,12 +332,12 @@ class _Forward(_Pass):
                 mean.sub_(bias.detach())
 
     def _multiply(self, n: int, layer: Layer, address: int) -> None:
-        """The product, put at this address."""
+        """Run a convolution or linear map; its result goes to `address`."""
         call, shared = self.calls[n], self.shared
         found, calls = call.found, call.calls
         if found is None or (layer.relation is None and calls is not None and calls.result is None):
             x = self.value(layer.wired.x)
-            # Features from outside are without padding.
+            # Inputs of the stretch already have zeros in padding rows.
             if self.padded and layer.wants.weight and layer.wired.x >= len(self.feats):
                 self._clear(n, x)
             torch.mm(x, self.matrix(layer).t(), out=self._at(n, layer))
@@ -361,8 +358,7 @@ class _Forward(_Pass):
         self._at(n, layer).copy_(summed)
 
     def _looked_up(self, n: int, layer: Layer, found: KernelMap) -> tuple[MapCalls, Workspace | None]:
-        """The kernels of a step in buffers, before which the current stream waits for the map, and what programs of the
-        result's share."""
+        """(kernels of a padded convolution, workspace of the forward kernel). Waits for the map on the stream."""
         calls: MapCalls = found.get_cached(layer.key) or layer.calls(found)
         self.calls[n] = self.calls[n]._replace(calls=calls)
         own = calls.result
@@ -371,7 +367,7 @@ class _Forward(_Pass):
         return calls, workspace(own.needs[0], own.needs[1], self.like.device)
 
     def _at(self, n: int, layer: Layer) -> Tensor:
-        """Where the product is put."""
+        """Tensor for a product's result: the input of the norm or smooth activation, or the step's result."""
         if layer.norm is not None:
             return self.product(n)
         return self.argument(n) if layer.smooth else self.value(layer.wired.y)
@@ -398,7 +394,7 @@ class _Forward(_Pass):
         kernel(programs, (h, count, pair, *affine, added, result, *more), self.index)
 
     def _finish(self, n: int, layer: Layer) -> None:
-        """Bias and sum of a product without a norm."""
+        """Add bias and residual to the result of a product without a norm, in place."""
         bias, residual = self.tensors[TENSORS * layer.number + BIAS], layer.wired.residual
         if bias is not None:
             self._at(n, layer).add_(bias.detach().to(layer.dtype))
@@ -407,16 +403,16 @@ class _Forward(_Pass):
 
 
 class _Backward(_Pass):
-    """The backward pass. grads: those of values, so far; own: those of them that may be written to."""
+    """The backward pass. grads: gradients so far, by value; own: values whose gradients may be overwritten."""
 
     def run(self, given: Mapping[int, Tensor]) -> list[Tensor | None]:
-        """The gradients of the features, and of the tensors that are trained; given: those of results."""
+        """Gradients of the input features and of the plan's trained tensors. given: gradients of results, by value."""
         plan, like = self.plan, self.like
         self.grads, self.own = dict(given), set[int]()
         calls = [None if c.calls is None or c.found is None else c.calls.gradients(c.found) for c in self.calls]
         self.shared = self._workspace([one for both in calls if both is not None for one in both])
         self.dweights = like.new_zeros(plan.weights, dtype=torch.float32)
-        # Behind the sums of all norms zeros for those whose statistics are constants.
+        # After the sums of all norms come zeros, the sums of norms that use running statistics.
         self.sums = like.new_zeros(plan.vectors + 2 * plan.widest, dtype=torch.float32)
         most = max([call.rows * step.channels for step, call in zip(plan.steps, self.calls, strict=True)])
         self.room = like.new_empty(most)
@@ -439,13 +435,13 @@ class _Backward(_Pass):
         return own + self._trained(reached)
 
     def _split(self, step: Joined, grad: Tensor, owned: bool) -> None:
-        """Through a concatenation."""
+        """Run the backward pass of a concatenation."""
         for part, begin, channels in step.columns:
             if part in self.plan.needs:
                 self._add(part, grad[:, begin : begin + channels], owned)
 
     def _add(self, value: int, grad: Tensor, owned: bool = True) -> None:
-        """One more gradient of a value. owned: nobody else reads this tensor."""
+        """Accumulate a gradient of a value. owned: this tensor may be overwritten."""
         before = self.grads.get(value)
         if before is None:
             self.grads[value] = grad
@@ -460,7 +456,7 @@ class _Backward(_Pass):
             self.own.add(value)
 
     def _layer(self, n: int, layer: Layer, grad: Tensor, owned: bool, calls: Any) -> None:
-        """Through a layer; calls: the kernels of its product."""
+        """Run the backward pass of a layer. grad: of its result; calls: MapCalls.gradients, or None."""
         wants, residual = layer.wants, layer.wired.residual
         if layer.smooth:
             grad, owned = _silu_gradient(grad, self.argument(n)), True
@@ -489,15 +485,15 @@ class _Backward(_Pass):
             self._add(residual, grad if dresidual is None else dresidual, owned or dresidual is not None)
 
     def _cleared(self, n: int, grad: Tensor, owned: bool) -> Tensor:
-        """A gradient in buffers, with 0 in padding rows."""
+        """A gradient with zeros in padding rows, in place if owned."""
         if not owned or not grad.is_contiguous():
             return torch.where(self.calls[n].outputs.valid_mask, grad, 0)
         self._clear(n, grad)
         return grad
 
     def _through_norm(self, n: int, layer: Layer, grad: Tensor) -> Tensor | None:
-        """Puts the gradient of the product into `room`, and the sums where they belong; the gradient of what is added,
-        where it is not the one that is given."""
+        """Run the backward pass of a norm: the gradient of its input goes to `room`, the vectors' gradients to `sums`.
+        Returns the residual's gradient, None if it equals `grad`."""
         call, first, shared, wants = self.calls[n], TENSORS * layer.number, self.shared, layer.wants
         launches, own, h = call.norm, self.addresses, self.products[n]
         assert launches is not None and layer.norm is not None and shared is not None
@@ -528,7 +524,7 @@ class _Backward(_Pass):
         return dresidual
 
     def _product(self, n: int, layer: Layer, dh: Tensor, calls: Any) -> None:
-        """The gradients of weight and features; dh: that of the product."""
+        """Compute weight and feature gradients of a product. dh: gradient of its result."""
         call, wants, x = self.calls[n], layer.wants, layer.wired.x
         if not (wants.x or wants.weight):
             return
@@ -545,9 +541,9 @@ class _Backward(_Pass):
             self._add(x, dx if dx.dtype is layer.dtype else dx.to(layer.dtype))
 
     def _unprepared(self, n: int, layer: Layer, dh: Tensor) -> None:
-        """The same of a linear map, and of a convolution whose kernels are still to be compiled."""
+        """`_product` for a linear map run by torch, or a convolution whose kernels are not compiled."""
         call, wants = self.calls[n], layer.wants
-        # A value that no gradient of a weight depends on is not kept.
+        # Features are saved only for weight gradients; else only their shape matters.
         x = self.value(layer.wired.x).detach() if wants.weight else self.like.new_empty((call.inputs, layer.shape[2]))
         if layer.relation is None:
             dx = torch.mm(dh, self.matrix(layer)) if wants.x else None
@@ -565,8 +561,8 @@ class _Backward(_Pass):
         return self.dweights.as_strided(layer.shape, _strides(layer.shape), layer.weights)
 
     def _bias(self, n: int, layer: Layer) -> Tensor:
-        """The gradient of a bias before a norm by running statistics, as fewer than two rows in a buffer have them;
-        statistics of more rows take the bias away again."""
+        """Gradient of a bias before a norm: 0 if the norm uses batch statistics, which cancel the bias; with fewer than
+        two valid rows a norm uses running statistics."""
         sums, scale = self.sums.narrow(0, layer.vectors, layer.channels), self.tensors[TENSORS * layer.number + SCALE]
         found = sums * self.pair(layer)[1]
         if layer.by_batch:
@@ -574,7 +570,7 @@ class _Backward(_Pass):
         return found if scale is None else found * scale.detach()
 
     def _trained(self, reached: set[int]) -> list[Tensor | None]:
-        """The gradients of the tensors that are trained. `data`: who writes to one has not written to the others."""
+        """Gradients of the trained tensors. They share buffers; `.data` separates their version counters."""
         layers, found = self.plan.layers, list[Tensor | None]()
         for place in self.plan.trained:
             number, which = divmod(place, TENSORS)
@@ -595,16 +591,16 @@ class _Backward(_Pass):
 
 
 _SUMS = {SHIFT: 0, SCALE: 1, BIAS: 2}
-"""Which of the vectors of a layer is the gradient of what; that of a bias before a norm by its batch is 0."""
+"""Index of a gradient among a layer's three vectors in `sums`. The third stays 0: of a bias before batch statistics."""
 
 
-# Gradients of gradients
+# Double backward
 
 
 def _recorded(
     begun: Started, feats: Sequence[Tensor], pairs: Tensor, given: Mapping[int, Tensor]
 ) -> list[Tensor | None]:
-    """The gradients, for gradients of gradients: each is recorded in turn."""
+    """Gradients for double backward: recomputes the forward pass by operators that autograd records."""
     plan, calls, own, _ = begun
     values: list[Tensor] = [*feats]
     for step, call in zip(plan.steps, calls, strict=True):
@@ -622,8 +618,7 @@ def _recorded(
 def _composed(
     layer: Layer, call: StepCall, own: Sequence[Tensor | None], known: tuple[Sequence[Tensor], Tensor]
 ) -> Tensor:
-    """The result of a layer by operators that autograd records. known: the values so far, and the pairs of all
-    norms."""
+    """The result of a layer by torch operators. known: (values so far, `pairs`)."""
     (weight, bias, _, _, _, scale, shift), (values, pairs), wired = own, known, layer.wired
     assert weight is not None
     x, flat = values[wired.x], weight.reshape(layer.shape).to(layer.dtype)
@@ -638,7 +633,7 @@ def _composed(
         pair = pairs.as_strided((2, layer.channels), (layer.channels, 1), layer.vectors)
         state = norms.NormState(pair.detach(), scale, shift, False)
         if layer.by_batch:
-            # Running statistics have followed.
+            # Running statistics are already updated.
             z = norms.recompute_with_autograd(wide, call.outputs.cloud, state, norms.Statistics(None, layer.eps))
         else:
             z = state.affine(state.centred(wide))
@@ -648,5 +643,5 @@ def _composed(
 
 
 def _without_padding(values: Tensor, call: StepCall) -> Tensor:
-    """Values of a step with 0 in padding rows, through which no gradient goes."""
+    """Values of a step, with values and gradients of padding rows set to 0."""
     return values if call.outputs.buffered is None else torch.where(call.outputs.valid_mask, values, 0)

@@ -156,7 +156,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """scaler: an enabled gradient scaler, or None. clip: largest total gradient norm. ignored: of integer targets."""
+    """scaler: enabled, or None. clip: largest total gradient norm. ignored: integer target of padding rows."""
 
     scaler: GradScaler | None = None
     clip: float | None = None
@@ -217,9 +217,9 @@ class GradientBuffers:
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """Forward, loss and gradients over buffers. program: of the model (engine.program). site: as in PaddedProgram.
-    module_buffers; backup: their values before the last pass. modules: all modules of model and loss. replicated: the
-    model as DistributedDataParallel has it, or None; averaged: parameters whose gradients are averaged then."""
+    """Forward, loss and gradients on buffers. program: the compiled model. site: as in PaddedProgram. module_buffers:
+    of model and loss; backup: their values before the last pass. modules: of model and loss. replicated: wrapper of the
+    model, or None; averaged: parameters whose gradients are averaged over processes."""
 
     program: Program
     model: nn.Module
@@ -238,7 +238,7 @@ class StepProgram:
     def run(
         self, buffers: Targets, capacities: Capacities, poison: bool = False, scale: float | None = None
     ) -> StepResult:
-        """Run one pass; gradients go to their buffers. poison: as in PaddedProgram. scale: overrides the scaler's."""
+        """Run one pass; gradients go to their buffers. poison: as in PaddedProgram. scale: replaces the scaler's."""
         with outside_inference_mode(), torch.enable_grad():
             with torch.no_grad():
                 copy_all(self.backup, self.module_buffers)
@@ -255,9 +255,9 @@ class StepProgram:
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
     def _leaves(self) -> dict[Tensor, Tensor]:
-        """Views of the model's parameters. autograd's node of a parameter lives as long as anything holds it
-        (DistributedDataParallel does, and results of earlier passes do), on the stream that it was made on, for which
-        a graph must not wait; a view has its own."""
+        """Views of trained parameters, by parameter. A parameter's AccumulateGrad node may outlive a pass (held by
+        DistributedDataParallel or earlier results) and belongs to the stream that created it, for which a captured
+        graph must not wait. A view has a node of its own."""
         return {p: p.view_as(p) for p in self.model.parameters() if p.requires_grad and not p._backward_hooks}
 
     def forward_backward(
@@ -267,8 +267,8 @@ class StepProgram:
         scale: float | None = None,
         leaves: Mapping[Tensor, Tensor] = MappingProxyType({}),
     ) -> Tensor:
-        """Compute the loss; gradients, unscaled and clipped unless they are averaged first, go to their buffers.
-        leaves: by parameter, what the model takes in its place."""
+        """Compute and return the loss; gradients go to their buffers, unscaled and clipped unless averaged first.
+        leaves: see _leaves; used in place of the parameters."""
         with outside_inference_mode(), torch.enable_grad():
             loss = self.compute_loss(x, targets, leaves)
             scaler = self.options.scaler
@@ -293,7 +293,7 @@ class StepProgram:
         return loss
 
     def _named(self, leaves: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """Them by one name for each place: functional_call would put views back where a module has two names."""
+        """`leaves` by qualified name, one per module: with two, functional_call would leave views in the module."""
         modules = self.model.named_modules() if leaves else ()
         placed = [(f"{at}.{name}".lstrip("."), p) for at, module in modules for name, p in module._parameters.items()]
         return {name: leaves[p] for name, p in placed if p is not None and p in leaves}
@@ -306,14 +306,14 @@ class StepProgram:
             self._unscale_and_clip()
 
     def share_buffers(self) -> None:
-        """As DistributedDataParallel does before a forward pass: take the buffers of the first process."""
+        """Copy module buffers from the first process, as DistributedDataParallel does before a forward pass."""
         if self.replicated is not None and self.replicated.will_sync_module_buffers():
             self.replicated._sync_buffers()
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """As DistributedDataParallel does in the backward pass: average gradients over all processes. They are unscaled
-        and clipped then. Parameters without a gradient have one of 0."""
+        """Average gradients over all processes, as DistributedDataParallel does in the backward pass; then unscale and
+        clip them. Missing gradients become 0."""
         assert self.replicated is not None
         group, own = self.replicated.process_group, self.gradients.by_parameter
         alike: dict[torch.dtype, list[Tensor]] = {}
@@ -384,7 +384,7 @@ class StepProgram:
 
     @contextmanager
     def restoring_state(self) -> Iterator[None]:
-        """Restore buffers, gradients and random states on exit."""
+        """Restore buffers, gradients and random states on exit. Raises CaptureError for replaced buffers."""
         held, device = [*self.gradients.by_parameter.values()], self.parameters[0].device
         before, grads = [(t, t.clone()) for t in self.state()], [t.clone() for t in held]
         gpus = [device] if device.type == "cuda" else []

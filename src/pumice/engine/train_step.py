@@ -62,16 +62,16 @@ def capture_step(
 
         optimizer.zero_grad(); value = loss(model(x), labels); value.backward(); optimizer.step()
 
-    by the program of the model (pumice.compile), under the autocast state of the capture. A host synchronisation
-    between the two graphs reads the status: a scene that overflowed, or has no graph, takes the step by the program
-    outside buffers, without side effects of the failed pass. The example's capacity is captured at once, others by
-    `ready()` or at the end of the first step that finds none; a capacity whose coarser levels overflowed is re-planned
-    and re-captured at the end of that step, up to three times.
+    with the model compiled (pumice.compile), under the autocast state of the capture. A host synchronisation between
+    the two graphs reads the status: a scene that overflowed, or has no graph, runs eagerly by the compiled model,
+    without side effects of the failed pass. The example's capacity is captured at once, others by `ready()` or at the
+    end of the first step without a graph; a capacity that overflowed is re-planned and re-captured at the end of that
+    step, up to three times.
 
     Features and gradients of padding rows are 0 wherever a loss or a module reads them, norms and pools of pumice.nn
     use valid rows only, and targets of padding rows are `ignored` (floats 0, bools False). So cross_entropy with
     ignore_index needs no change; a mean over all rows does: see pumice.ops.row_mean and SparseTensor.valid_mask. The
-    capture compares loss and gradients of the example with those outside buffers, with NaN in padding rows.
+    capture compares the example's loss and gradients with those of an eager step, with NaN in padding rows.
 
     Parameters
     ----------
@@ -80,17 +80,17 @@ def capture_step(
     loss: scalar function of the model's result and the targets; may be a module with buffers.
     optimizer: its update is captured if possible (capturable=True, or SGD), from its second step on, while its
         hyperparameters stay constant; a learning rate that changes each step should be a tensor. Others run eagerly.
-    example: typical scene. Scenes with another number of batch items find no graph.
+    example: typical scene. Scenes with another number of batch items run eagerly.
     targets: tensors with one row per voxel of the example, scalars, or PerItemTarget(tensor) with one row per item.
     max_voxels, level_capacity, buckets, margin: as in `capture`.
     scaler: as torch.amp.GradScaler for half precision: a step with non-finite gradients updates only the scale.
     clip: largest total norm of the gradients, as torch.nn.utils.clip_grad_norm_.
     ignored: value of integer targets in padding rows.
 
-    Gradients are not accumulated over steps. Of a model within DistributedDataParallel each process takes its own graph
-    or runs without one; behind it, on the current stream, gradients are averaged over all processes, and then unscaled
-    and clipped. Every process must take every step. Buffers are those of the first process, as without a capture.
-    Communication hooks and mixed_precision= of DistributedDataParallel are refused; parameters that no scene uses have
+    Gradients are not accumulated over steps. With a model in DistributedDataParallel, each process replays its own
+    graph or runs eagerly; then, on the current stream, gradients are averaged over all processes, unscaled and clipped.
+    Every process must run every step. Module buffers are those of the first process, as without a capture.
+    Communication hooks and mixed_precision= of DistributedDataParallel raise OptionError; unused parameters get
     gradients of 0.
 
     Raises OptionError (SyncBatchNorm, invalid options, a loss that is no scalar), DtypeError,
@@ -230,7 +230,7 @@ class _Steps(GraphRunner):
             return value
 
     def _uncaptured_step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
-        """The step of a scene that finds no graph, which is recorded then."""
+        """Run a step eagerly, then record the missing graph; returns the loss."""
         self.fallbacks["capture"] += 1
         value, capacity = self._eager_step(scene, update), self.limits.capacity(scene.count)
         assert capacity is not None
@@ -243,7 +243,6 @@ class _Steps(GraphRunner):
             copy_all(self.program.module_buffers, self.program.backup)
 
     def _eager_step(self, scene: TrainingSample, update: CapturedOptimizerStep) -> Tensor:
-        """The eager step."""
         self._drop_stale_graphs()
         value = self.program.forward_backward(scene.tensor(), [values_of(t) for t in scene.targets])
         self.program.gradients.assign_to(self.program.parameters)
@@ -299,7 +298,7 @@ class _Steps(GraphRunner):
         return super()._plan_bucket(buffers, planner)
 
     def _check(self, bucket: CapacityBucket, scene: TrainingSample) -> None:
-        """Compare with the eager step, padding rows filled with NaN; a subsample ensures that there are some."""
+        """Compare with the eager step, with NaN in padding rows; a subsample ensures that there are padding rows."""
         few = scene.sample(max(1, bucket.buffers.capacity * 7 // 8))
         for sample in dict.fromkeys((few, scene)):
             sample.fill(bucket.buffers)  # pyright: ignore[reportArgumentType]
@@ -351,7 +350,7 @@ class _Steps(GraphRunner):
         return found
 
 
-_PERTURBATIONS = 4  # Number of perturbed eager steps that a step with a difference is compared with
+_PERTURBATIONS = 4  # Perturbed eager steps that a differing step is compared with
 
 
 def _rounded(x: SparseTensor, kind: torch.dtype, times: int, seed: int = 0) -> SparseTensor:

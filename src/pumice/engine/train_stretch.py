@@ -36,10 +36,10 @@ _PLANS = 4
 
 class TrainStretch:
     """A run of products (convolutions, linear maps) and concatenations. inputs: nodes that it reads; outputs: its nodes
-    read by other steps. Calls the modules where no kernels apply."""
+    that other steps read. If kernels do not support the tensors, the modules run instead."""
 
     def __init__(self, steps: Sequence[Step], outside: set[Node], live: set[Node]) -> None:
-        """outside: nodes that are read outside; live: those that results depend on."""
+        """outside: nodes that other steps read; live: nodes that results depend on."""
         self.steps = tuple(steps)
         made = {step.node for step in steps}
         reads = dict.fromkeys(node for step in steps for node in reads_of(step) if node not in made)
@@ -114,7 +114,7 @@ class TrainStretch:
         facts += map(type, there)
         for fact in (*TENSOR_GUARDS[1:], torch.Tensor.get_device, REQUIRES_GRAD):
             facts += map(fact, there)
-        # Options of layers are among the guards of the program.
+        # The program guards the options of layers.
         for known, plan in self._plans:
             if facts == known:
                 return plan
@@ -243,7 +243,7 @@ def _map(layer: Layer, inputs: Geometry, target: Geometry | None) -> tuple[Kerne
 
 
 def train_stretches(graph: Graph) -> list[Step | TrainStretch]:
-    """The steps of a graph with products one after the other as stretches."""
+    """The steps of a graph, with runs of products joined to stretches."""
     groups: list[list[Step]] = [[]]
     live = _live(graph)
     for step in graph.steps:
@@ -271,7 +271,7 @@ def _live(graph: Graph) -> set[Node]:
 
 
 _WRITES_NOTHING_ELSE = (layers.BatchNorm, nn.BatchNorm1d, layers.Dropout, nn.Dropout)
-"""Modules that write to their own statistics alone."""
+"""Modules that write at most to their own statistics."""
 
 
 def _is_joined(step: CallStep) -> bool:

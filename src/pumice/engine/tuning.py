@@ -96,7 +96,7 @@ def tune(
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
         Default: the second on GPUs with at least 100 multiprocessors, else the first. Binding passes by device is from
-        the paper; the rule is ours.
+        the paper; this rule is our own.
     candidates: dataflows to try, by name or value, or "all" that the device supports. Default: those with a cost model
         estimate within 2.5 times of the best, for each group; at most six, or four for each of two tasks.
     loss: scalar function of the model's result; default the mean of squares of every tensor in it.
@@ -127,7 +127,7 @@ def tune(
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """flows: allowed dataflows; explicit: user-given, so try all. bind, pass_groups: key and value in BINDINGS."""
+    """Search space. flows: dataflows; explicit: given by the user, all are tried. bind, pass_groups: see BINDINGS."""
 
     flows: tuple[Dataflow, ...]
     explicit: bool
@@ -161,9 +161,9 @@ def _options(tuned_model: TuningSubject, budget: float, bind: str | None, candid
 def binding(device: torch.device) -> str:
     """Default key of BINDINGS for training on a device; the rule is ours.
 
-    On a large GPU, leaving the forward pass free gains most: input and weight gradients read map layouts that are built
-    after it, and share little with its kernel. On a small one the forward pass and the input gradient, which are the
-    same loop, have the same bottleneck.
+    On a large GPU, a separate choice for the forward pass gains most: feature and weight gradients read other map
+    layouts than the forward kernel. On a small one, the forward pass and the feature gradient, which are the same loop,
+    have the same bottleneck.
     """
     if device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count >= _MANY:
         return "dgrad with wgrad"
@@ -189,8 +189,8 @@ def _released(model: nn.Module) -> Iterator[list[str]]:
 
 @dataclass(frozen=True, eq=False)
 class PassTask:
-    """Choice of a dataflow for these passes of a group. default_seconds: estimate for the default. candidates:
-    best estimate first. Seconds are summed over all scenes."""
+    """The task of choosing one dataflow for these passes of a group. default_seconds: estimate for the default.
+    candidates: best estimate first. Seconds are summed over all scenes."""
 
     group: LayerGroup
     passes: tuple[str, ...]
@@ -284,7 +284,7 @@ def _short(flow: Dataflow) -> str | Dataflow:
 
 @dataclass
 class _TuningRun:
-    """Tuning run of a network whose groups are known."""
+    """Tuning run of a network whose layer groups are known."""
 
     tuned_model: TuningSubject
     observed: Observed
