@@ -1,8 +1,8 @@
 """Bricks: a two-level occupancy bitmap that finds, counts and orders cells in (batch, Morton) order without a sort.
 
 A brick is 2**LOW consecutive cells in Morton order. A bitmap over the box's bricks (the directory) marks those that
-exist, and its prefix counts number them. Each existing brick has a bitmap of its cells, and the prefix counts over
-these are the cells' ranks in (batch, Morton) order. In a small box all bricks have bitmaps and there is no directory.
+exist, those with an existing cell; its prefix counts number them. Each existing brick has a bitmap of its cells, whose
+prefix counts are the cells' ranks in (batch, Morton) order. In a small box all bricks have bitmaps, without directory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pumice.runtime.launch import cached_device_constant, kernel, to_device_asyn
 
 LOW = {1: 9, 2: 8, 3: 9, 4: 8}  # log2 of cells per brick by D: 512, 16 x 16, 8 x 8 x 8 and 4 x 4 x 4 x 4
 MOST = 1 << 28  # Maximum number of bricks in a box: marking takes a byte each
-WHOLE = 1 << 17  # Up to this many bricks, all have bitmaps: a pass over 8 MiB beats one over the rows (H200)
-FEW = 1 << 19  # Up to this many bitmap words, clear all, not just those in use
-KINDS = 1 << 16  # Maximum size of the table of kernel offsets by residue class
+WHOLE = 1 << 17  # Maximum bricks of a box without directory: a pass over 8 MiB beats one over the rows (H200)
+FEW = 1 << 19  # Maximum bitmap words that are all cleared, not just those in use
+KINDS = 1 << 16  # Maximum entries of the table of kernel offsets by residue class
 
 
 @dataclass(frozen=True)
 class Stencil:
-    """The cells that a row at c reaches, one per offset.
+    """The cells that a row at coordinate c reaches, at most one per offset.
     form: "times" (step * c + offset), "over" ((c - offset) / step, if whole), "floor" (floor(c / step))."""
 
     form: str
@@ -42,14 +42,14 @@ class Stencil:
 
     @staticmethod
     def of_outputs(relation: Relation) -> Stencil:
-        """The stencil that generates a relation's outputs."""
+        """The stencil by which inputs generate a relation's outputs."""
         if relation.policy == "floor_unique":
             return Stencil("floor", relation.stride, ((0,) * relation.dim,))
         return Stencil.of_neighbours(relation)
 
     @staticmethod
     def of_neighbours(relation: Relation) -> Stencil:
-        """The outputs of each input, per kernel offset."""
+        """The stencil from each input to its outputs, one per kernel offset."""
         form = "times" if relation.policy == "transposed_support" else "over"
         return Stencil(form, relation.stride, relation.offsets)
 
@@ -60,7 +60,7 @@ class Stencil:
 
     @property
     def lowest_offset(self) -> tuple[int, ...]:
-        """The least offset along each axis."""
+        """Minimum offset along each axis."""
         return tuple(map(min, zip(*self.offsets, strict=True))) if self.offsets else (0,) * len(self.steps)
 
     @property
@@ -69,7 +69,7 @@ class Stencil:
         return max((max(axis) - min(axis) for axis in zip(*self.offsets, strict=True)), default=0)
 
     def origins(self, low: Sequence[int]) -> tuple[int, ...]:
-        """Kernels subtract this from coordinates ("times": from cells reached). low: box's lowest cell."""
+        """Numbers that kernels subtract from coordinates ("times": from reached cells). low: lowest cell of the box."""
         if self.form == "times":
             return tuple(low)
         least = self.lowest_offset if self.form == "over" else (0,) * len(low)
@@ -80,12 +80,12 @@ class Stencil:
 def _lanes(reach: Stencil) -> int:
     if reach.form != "over":
         return len(reach.offsets)
-    # A row reaches cells by one residue class of offsets.
+    # A row reaches cells only by the offsets of one residue class.
     return max(map(len, _by_rest(reach).values()), default=0)
 
 
 def _by_rest(reach: Stencil) -> dict[int, list[int]]:
-    """Indices of kernel offsets by their residue class modulo the steps (a row-major index)."""
+    """Indices of kernel offsets by residue class modulo the steps, a row-major index."""
     kinds: dict[int, list[int]] = {}
     for tap, offset in enumerate(reach.offsets):
         kind = 0
@@ -97,8 +97,8 @@ def _by_rest(reach: Stencil) -> dict[int, list[int]]:
 
 @cached_device_constant(256)
 def _taps(reach: Stencil, device: torch.device) -> Tensor:
-    """The offsets as kernels read them, int32. "over": [prod(steps), lanes, 1+D], per residue class a list of
-    (offset index, addend to the quotient along each axis), -1 past the end. Other forms: [K, D], the offsets."""
+    """int32 table of the offsets for kernels. "over": [prod(steps), lanes, 1+D], per residue class a list of (offset
+    index, addend to the quotient along each axis), -1 past the end. Other forms: [K, D], the offsets."""
     if reach.form != "over":
         return offset_table(reach.offsets, device)
     lists = torch.full((math.prod(reach.steps), max(reach.lanes, 1), 1 + len(reach.steps)), -1, dtype=torch.int32)
@@ -134,7 +134,7 @@ class BrickSpace:
         return max(self.bounds.batch, 1) << (self.bits - self.low)
 
     def kernel_arguments(self, reach: Stencil) -> tuple[int, ...]:
-        """Kernel arguments: batch size, subtrahends, extents, table start of each axis's lowest cell, bits."""
+        """Kernel arguments: batch size, then by axis Stencil.origins, extents and table starts, then bits."""
         box, layout = self.bounds, self.layout
         begins = tuple(s + a + b for s, a, b in zip(layout.starts, box.low, layout.bias, strict=True))
         taken = padded(reach.origins(box.low), 0)
@@ -142,7 +142,7 @@ class BrickSpace:
 
 
 def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
-    """Reason why bricks do not support the cells that coordinates reach in a box, or None."""
+    """Reason why bricks cannot hold the cells in `bounds` that coordinates reach, or None."""
     if why := triton_unavailable_reason(coords):
         return why
     try:
@@ -160,7 +160,7 @@ def refusal(coords: Tensor, bounds: Bounds, reach: Stencil) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class Bricks:
-    """Occupancy of a box's cells.
+    """Bitmaps of the existing cells of a box.
     directory int64 [ceil(bricks / 32)]: bitmap over bricks with prefix counts, see `prefix_counts`; None if all have
     bitmaps. cells int64 [limit * 2**LOW / 32]: the same for cells of up to `limit` bricks. count int32 [1] on the
     device: number of existing cells."""
@@ -178,12 +178,12 @@ class Bricks:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time constants of kernels."""
+        """Constexprs of kernels."""
         return {"WHOLE": self.directory is None}
 
     @staticmethod
     def of(cloud: CoordBuffer, reach: Stencil, bounds: Bounds, most: int) -> Bricks:
-        """Cells in `bounds` that rows reach, at most `most`."""
+        """The cells in `bounds` that rows reach; most: their maximum number."""
         space = BrickSpace.of(bounds)
         call = _BrickCall(cloud, reach, space)
         words = (1 << space.low) // 32
@@ -208,15 +208,15 @@ class Bricks:
         return self._run_search(cloud, reach, capacity, "", True)[1:]
 
     def rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
-        """int32 [capacity, K]: the buffer's row that reaches each cell through each offset, -1 if none."""
+        """int32 [capacity, K]: row of `cloud` that reaches each cell through each offset, -1 if none."""
         return self._run_search(cloud, reach, capacity, "rows", False)[0]
 
     def transposed_rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> Tensor:
-        """int32 [N, K]: rank of the cell that each row of the buffer reaches through each offset, -1 if none."""
+        """int32 [N, K]: rank of the cell that each row of `cloud` reaches through each offset, -1 if none."""
         return self._run_search(cloud, reach, capacity, "turned", False)[0]
 
     def coords_and_rows(self, cloud: CoordBuffer, reach: Stencil, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`rows` and `coords` in one pass, for offsets that reach every existing cell."""
+        """(rows, *coords) in one pass, for offsets that reach every existing cell."""
         return self._run_search(cloud, reach, capacity, "rows", True)
 
     def _run_search(
@@ -236,7 +236,7 @@ class Bricks:
 
 @dataclass(frozen=True)
 class _BrickCall:
-    """Launch of a kernel over all cells that rows reach."""
+    """Launches kernels over all cells that rows of `cloud` reach."""
 
     cloud: CoordBuffer
     reach: Stencil

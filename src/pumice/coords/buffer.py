@@ -12,16 +12,16 @@ from pumice.coords.box import Bounds
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 
-DUPLICATE, RANGE, OVERFLOW = 1, 2, 4  # Bits of a status word: duplicates, out of bounds, capacity exceeded
+DUPLICATE, RANGE, OVERFLOW = 1, 2, 4  # Status bits: duplicates, out of bounds, capacity exceeded
 
 
 @dataclass(frozen=True, eq=False)
 class CoordBuffer:
     """Coordinates in a buffer: int32 [capacity, 1+D]; the first `count` rows (int32 [1], on the device) are valid.
 
-    bounds: bounding box of the valid rows, known on the host. status: int32 [1] on the device, error bits set by
-    kernels and read with every count. exact: True if all rows are valid. needed: number of rows with unlimited
-    capacity, int32 [1]; None if it cannot exceed the capacity."""
+    bounds: box that contains the valid rows, known on the host. status: int32 [1] on the device, error bits set by
+    kernels, read with the count. exact: True if all rows are valid. needed: rows needed, int32 [1] on the device, which
+    may exceed the capacity; None if it cannot."""
 
     coords: Tensor
     count: Tensor
@@ -33,7 +33,7 @@ class CoordBuffer:
     @staticmethod
     def of(coords: Tensor, bounds: Bounds) -> CoordBuffer:
         """A buffer of `coords`, all rows valid."""
-        # 16 bytes apart: kernels are compiled ahead for aligned addresses.
+        # Status and count 16 bytes apart: kernels are compiled ahead for aligned addresses.
         words = torch.full((5,), len(coords), dtype=torch.int32, device=coords.device)
         return CoordBuffer(coords.contiguous(), words[4:], bounds, words[:1].zero_(), True)
 
@@ -54,7 +54,7 @@ class CoordBuffer:
         return torch.arange(self.capacity, device=self.device) < self.count
 
     def read(self) -> int:
-        """Number of valid rows; synchronises with the host. Raises CoordinateError if the status has an error bit."""
+        """Number of valid rows; synchronises with the host. Raises CoordinateError for an error bit or an overflow."""
         words = [self.count, self.status, self.count if self.needed is None else self.needed]
         count, status, needed = (values[0] for values in read(words))
         if needed > self.capacity and not status & (RANGE | DUPLICATE):
@@ -64,12 +64,12 @@ class CoordBuffer:
 
 
 def new_status(device: torch.device) -> Tensor:
-    """A status word without error bits."""
+    """int32 [1]: a status word without error bits."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def set_status(status: Tensor, bit: int, happened: Tensor) -> None:
-    """Set a bit of a status word if `happened`, bool of one entry; atomic, as other streams may set other bits."""
+    """Set a bit of a status word if `happened`, bool of one entry. Atomic with Triton: other streams set bits too."""
     if has_triton(status):
         kernel("lookup_kernels.set_status")(1, (happened.int(), status), (), {"BIT": bit})
     else:
@@ -77,7 +77,7 @@ def set_status(status: Tensor, bit: int, happened: Tensor) -> None:
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Values of small integer tensors of one device, in one transfer; the only host synchronisation for counts."""
+    """Values of small integer tensors of one device, read in one host synchronisation."""
     if not tensors:
         return []
     flat = (torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)).tolist()
@@ -89,7 +89,7 @@ def read(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def check(status: int, capacity: int) -> None:
-    """Raise CoordinateError if a status word, of this buffer or one it was made from, has an error bit."""
+    """Raise CoordinateError if a status word has an error bit. capacity: of the buffer, for the message."""
     if status & RANGE:
         raise CoordinateError("coordinates are outside the given spatial_shape or batch_size")
     if status & DUPLICATE:
@@ -100,12 +100,12 @@ def check(status: int, capacity: int) -> None:
 
 @cached_device_constant(256)
 def offset_table(offsets: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """int32 [K, D]: the offsets on the device, cached."""
+    """int32 [K, D]: the offsets on the device."""
     return to_device_async(torch.tensor(offsets, dtype=torch.int32), device)
 
 
-_BLOCK = 2048  # Entries of one program; every array starts at a multiple of it
-_PUT = 3  # Arrays that one kernel copies into buffers
+_BLOCK = 2048  # Entries per program of tile_kernels.put, all of one array
+_PUT = 3  # Arrays that tile_kernels.put copies
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def with_own_storage(tensor: Tensor) -> Tensor:
 
 
 def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
-    """Copy arrays of n rows each, one to three, to the first rows of contiguous buffers, and n to count, int32 [1]."""
+    """Copy one to three arrays, of n rows each, to the first rows of contiguous buffers; set count, int32 [1], to n."""
     alike = all(a.dtype == b.dtype and a.is_contiguous() for a, b in zip(arrays, buffers, strict=True))
     if not alike or not has_triton(count):
         return put_first_torch(buffers, arrays, count)
     sizes = [array.numel() for array in arrays]
     programs = max(1, sum(-(-size // _BLOCK) for size in sizes))
-    # Unused arguments: the first array, with no entries.
+    # Unused arguments: the first array, with size 0.
     spare = range(_PUT - len(arrays))
     tensors = (*arrays, *(arrays[0] for _ in spare), *buffers, *(buffers[0] for _ in spare), count)
     numbers = (arrays[0].shape[0], *sizes, *(0 for _ in spare))
@@ -128,7 +128,6 @@ def put_first(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor
 
 
 def put_first_torch(buffers: Sequence[Tensor], arrays: Sequence[Tensor], count: Tensor) -> None:
-    """As put_first, in plain torch."""
     for buffer, array in zip(buffers, arrays, strict=True):
         buffer[: len(array)].copy_(array)
     count.fill_(len(arrays[0]))

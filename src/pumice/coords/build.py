@@ -23,7 +23,7 @@ from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
 from pumice.runtime.streams import MAP_STREAM_PRIORITY, record_event
 
-_GROWTH = 16  # Worst-case growth of a pyramid's level, over the finest, up to which it is built before it is counted
+_GROWTH = 16  # Maximum worst-case rows of a pyramid's level, per finest row, to build it before its rows are counted
 FORWARD = ("same", "support", "floor_unique")
 
 
@@ -114,9 +114,9 @@ def on_side_stream(geometry: Geometry) -> Iterator[Callable[[KernelMap], None]]:
 
 @contextmanager
 def join_side_streams(geometry: Geometry) -> Iterator[None]:
-    """At the end of a program: a context in which status words may be read; later work waits for all side streams.
+    """Context for the end of a program, in which status words may be read; later work waits for all side streams.
 
-    Under CUDA graph capture, if all maps were built on side streams, the context runs on another stream, which waits
+    Under CUDA graph capture, if all maps were built on side streams, the context has a stream of its own, which waits
     for the status words but not for the layers."""
     levels = list(_levels_below(geometry))
     maps = [found for level in levels for found, _ in level.maps.values()]
@@ -133,7 +133,7 @@ def join_side_streams(geometry: Geometry) -> Iterator[None]:
             level.wait_for_all()
         yield
     for level in levels:
-        # Also wait for maps that no layer read.
+        # Includes maps that no layer has read.
         level.wait_for_all()
 
 
@@ -151,7 +151,7 @@ def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
 
 
 def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
-    """The relation and the target of a map, after checks."""
+    """Checked (relation, target); target is None unless the policy is `given`."""
     if relation.policy not in POLICIES:
         raise OptionError(f"out takes one of {', '.join(POLICIES)}, found {relation.policy!r}")
     if relation.dim != geometry.dim:
@@ -178,7 +178,7 @@ def _build(
 
 
 def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None) -> tuple[KernelMap, Geometry]:
-    """A map whose outputs are derived from its inputs."""
+    """(map, outputs) of a relation that derives its outputs; caches the outputs."""
     key = level_key(relation)
     outputs = geometry.levels.get(key) if key else None
     if outputs is not None:
@@ -194,11 +194,11 @@ def _level(geometry: Geometry, relation: Relation, schedule: MapSchedule | None)
 def _map_to_outputs(
     geometry: Geometry, relation: Relation, outputs: Geometry, made: Outputs | None, schedule: MapSchedule | None
 ) -> KernelMap:
-    """The map to outputs that exist; `made` may provide its table."""
+    """The map from `geometry` to existing `outputs`; `made`, if given, may provide its neighbour table."""
     table = None if made is None else made.table(len(outputs))
     if relation.policy == "transposed_support":
         if table is not None and len(table) > len(geometry):
-            # In a pyramid the inputs' buffer may be longer than their count.
+            # In a pyramid the inputs' buffer may have padding rows.
             table = table[: len(geometry)].clone()
         found = None if table is None else Neighbours(table, None)
         found = found or _search(outputs, geometry, relation, schedule)
@@ -208,7 +208,7 @@ def _map_to_outputs(
 
 
 def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometry:
-    """The outputs of coordinates in a buffer, in a buffer of their planned capacity."""
+    """The outputs of a buffered geometry, in a buffer of their planned capacity."""
     buffered = geometry.buffered
     assert buffered is not None
     site = site_of(geometry.site, relation)
@@ -224,10 +224,10 @@ def _buffer_of(made: Outputs, geometry: Geometry, relation: Relation) -> Geometr
 
 
 def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ...]:
-    """The levels that `steps` derive one from the other, finest first, with the cached maps between them.
+    """`geometry` and the levels that `steps` derive, each from the one before; caches the maps between them.
 
-    On a GPU all counts are read in one transfer. Raises GeometryError for a policy that makes no coordinates, and as
-    kernel_map."""
+    On a GPU the counts of several levels are read in one transfer. Raises GeometryError for a policy that creates no
+    coordinates, and as kernel_map."""
     check_steps(steps)
     levels = [geometry]
     for place, step in enumerate(steps):
@@ -240,14 +240,14 @@ def pyramid(geometry: Geometry, steps: Sequence[Relation]) -> tuple[Geometry, ..
 
 
 def check_steps(steps: Sequence[Relation]) -> None:
-    """Raise GeometryError for a relation whose policy makes no coordinates."""
+    """Raise GeometryError for a policy that creates no coordinates."""
     for step in steps:
         if step.policy not in ("support", "floor_unique", "transposed_support"):
-            raise GeometryError(f"policy {step.policy!r} makes no coordinates; steps of a pyramid must")
+            raise GeometryError(f"policy {step.policy!r} creates no coordinates; steps of a pyramid must create them")
 
 
 def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
-    """Build levels in worst-case buffers, read all counts, then crop; stops at a level whose buffer is too large."""
+    """Build levels in worst-case buffers, read all counts, then crop; the first level beyond _GROWTH is the last."""
     cloud, site = geometry.cloud, geometry.site
     made: list[Outputs] = []
     clouds: list[CoordBuffer] = []
@@ -274,12 +274,12 @@ def _pyramid(geometry: Geometry, steps: Sequence[Relation]) -> None:
 
 
 def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: MapSchedule | None) -> Neighbours:
-    """Input rows at stride * out + offset."""
+    """Input row at stride * out + offset, per output and offset."""
     return inputs.lookup(schedule).neighbours(outputs.cloud, relation)
 
 
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
-    """The forward map from `target` to `geometry`, transposed; cached by `target`, which lives longer."""
+    """(transpose of the forward map from `target` to `geometry`, target); the forward map is cached by `target`."""
     tracing = torch.compiler.is_dynamo_compiling()
     parent = None if tracing else geometry.parent
     target = parent if target is None else target
@@ -304,7 +304,7 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
 
 
 def _check_inverse_map(geometry: Geometry, relation: Relation, target: Geometry, parent: Geometry) -> None:
-    """Raise GeometryError: no map of this relation leads from the target to coordinates made from `parent`."""
+    """Raise GeometryError for a geometry made from `parent`, but not from `target` by this relation."""
     if parent is not target:
         raise GeometryError(f"x's coordinates were made from {parent}, the target is {target}")
     made = [_window_of(way) for (way, _), (_, outputs) in parent.maps.items() if outputs is geometry]
@@ -317,7 +317,7 @@ def _window_of(relation: Relation) -> str:
 
 
 def _candidate_forwards(relation: Relation) -> tuple[Relation, ...]:
-    """Forward relations that the inverse may belong to."""
+    """Forward relations that `relation` may invert."""
     return tuple(replace(relation, policy=policy) for policy in FORWARD)
 
 

@@ -14,8 +14,8 @@ from pumice.coords.relation import Relation
 from pumice.errors import CaptureError
 from pumice.runtime.streams import PendingEvents
 
-_STEP = 64  # Capacities of levels are distinct multiples of this
-_MAP_MARGIN = 1.5  # More margin of kernel maps: scenes differ most in neighbours, and room for them costs only memory
+_STEP = 64  # Capacities of levels are distinct multiples of it
+_MAP_MARGIN = 1.5  # Extra factor for kernel maps: scenes differ most in neighbours; extra capacity costs only memory
 
 Shares = float | Mapping[Any, float] | None
 """Capacity of coarser levels as a share of the finest: one for all, or by stride (an int or one per axis)."""
@@ -25,22 +25,22 @@ class Capacities(Protocol):
     """Capacities of buffers whose counts stay on the device."""
 
     def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
-        """Capacity of the buffer `key`, at most `most`. needed: int32 [1] on device, entries in use."""
+        """Capacity of the buffer `key`. needed: int32 [1] on the device, entries in use; most: maximum of `needed`."""
         ...
 
     def planned(self, key: Hashable) -> int | None:
-        """Capacity of the buffer `key`; None if it is to be planned."""
+        """Capacity of the buffer `key`; None if not planned yet."""
         ...
 
     def piece_lengths(self, key: Hashable) -> set[int]:
-        """Maximum piece lengths into which the runs of `key` are split; callers add to the set."""
+        """Maximum lengths of the pieces into which runs of `key` are cut; callers add to the set."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class BufferedState:
-    """State of a geometry whose coordinates, and those of levels derived from it, are in buffers with padding rows.
-    capacities: of other levels. path: relations from the first coordinates to here. poison: fill features of
+    """State of a geometry whose coordinates, like those of levels derived from it, are in a buffer with padding rows.
+    capacities: of levels and maps. path: relations that lead here from the network's input. poison: fill features of
     padding rows with NaN, to expose reads of them. trains: gradients are required; padding rows must not contribute."""
 
     capacities: Capacities
@@ -51,9 +51,9 @@ class BufferedState:
 
 @dataclass(frozen=True, eq=False)
 class BufferedMapState:
-    """State of a map between buffers. inputs, outputs: numbers of valid rows before transposition, int32 [1] on
-    device; status: receives OVERFLOW; key: of the map within a program. pending_events: of other streams, by
-    storage key, None for the map itself."""
+    """State of a map between buffers. inputs, outputs: valid rows of the untransposed map, int32 [1] on the device;
+    status: receives OVERFLOW; key: of the map in `capacities`. pending_events: of side streams, by storage key, None
+    for the map itself."""
 
     inputs: Tensor
     outputs: Tensor
@@ -67,8 +67,8 @@ class BufferedMapState:
 
 
 class CapacityPlanner:
-    """Capacities from an example of `count` voxels (a host synchronisation per buffer), scaled with a margin to
-    `capacity` voxels; those of kernel maps with half as much again. least: minima by key."""
+    """Capacities planned from an example of `count` voxels, with a host synchronisation per buffer, times margin *
+    capacity / count, for kernel maps also times _MAP_MARGIN. least: minimum capacities by key."""
 
     def __init__(
         self, capacity: int, count: int, margin: float, shares: Shares, least: Mapping[Any, int] | None = None
@@ -79,27 +79,24 @@ class CapacityPlanner:
         self._taken, self._lengths = {capacity}, dict[Hashable, set[int]]()
 
     def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
-        """See Capacities."""
         if key not in self.capacities:
             self.capacities[key] = self._planned(key, needed, most)
         return self.capacities[key]
 
     def planned(self, key: Hashable) -> int | None:
-        """See Capacities."""
         return self.capacities.get(key)
 
     def piece_lengths(self, key: Hashable) -> set[int]:
-        """See Capacities."""
         return self._lengths.setdefault(key, set())
 
     def to_fixed(self) -> FixedCapacities:
-        """The planned capacities."""
+        """The capacities planned so far."""
         return FixedCapacities(self.capacities, self._lengths)
 
     def _planned(self, key: Any, needed: Tensor, most: int) -> int:
         what, *_, last = key
         share = _share(self._shares, last) if what == "rows" else None
-        # No tiles: sum of [].
+        # `needed` is empty for a map without tiles.
         scale = self._scale if what == "rows" else self._scale * _MAP_MARGIN
         wanted = scale * sum(needed.tolist()) if share is None else share * self._capacity
         found = max(1, min(most, math.ceil(wanted)), self._minima.get(key, 0))
@@ -121,7 +118,7 @@ def _share(shares: Shares, stride: tuple[Any, ...]) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class FixedCapacities:
-    """Capacities planned before."""
+    """Capacities planned by a CapacityPlanner; others raise CaptureError."""
 
     capacities: Mapping[Any, int]
     lengths_by_key: dict[Any, set[int]] = field(default_factory=dict)
@@ -145,5 +142,4 @@ class FixedCapacities:
         return found
 
     def piece_lengths(self, key: Hashable) -> set[int]:
-        """See Capacities."""
         return self.lengths_by_key.setdefault(key, set())

@@ -1,23 +1,23 @@
-"""All kernel maps of a network in a dozen launches, one sort and one host synchronisation.
+"""Build all kernel maps of a network in a dozen launches, one sort and one host synchronisation.
 
-The steps of a network (strided convolutions) derive levels from its coordinates; windows (submanifold convolutions)
-keep them. What a finest voxel reaches on a level is a product of intervals, which steps shift, divide and cut off, so
-that no level waits for the one before: one kernel inserts the cells of all levels into one hash table and lists the
-distinct ones, one sort puts these in (level, batch, Morton) order, and one kernel finds the neighbours of all maps.
+Steps (strided convolutions) derive coarser levels from the network's coordinates, the finest level; windows
+(submanifold convolutions) stay on a level. The cells of a level that a finest voxel reaches form a box, computed by
+shifting, dividing and clipping intervals, so all levels are built at once: one kernel inserts their cells into one hash
+table and lists the distinct ones, one sort puts these in (level, batch, Morton) order, one kernel finds all neighbours.
 
-Keys are int64: the level less 4 above bit 61, the batch index below 2^10, and c + 2^(bits - 1) of each axis
-(AXIS_BITS), side by side in the table, interleaved for the sort. Coordinates beyond are refused and built level by
-level. Coarser levels get room for `most` rows each, estimated by scenes before; where it is too little, the maps are
-built again. Sizes stay on the device in `words` until all maps are counted:
+Keys are int64: level - 4 from bit 61 up, then the batch index (10 bits) and c + 2^(bits - 1) of each axis (AXIS_BITS).
+Axes are concatenated in the table's keys, bit-interleaved in the sort's. Coordinates out of range are refused: callers
+build their maps level by level. Each coarser level has a capacity of `most` rows, estimated from earlier scenes; after
+an overflow the maps are built again. Sizes stay on the device, in int32 `words`, until all maps are counted:
 
-    words[0], words[1]       status bits, batch items
+    words[0], words[1]       status bits, number of batch items
     words[4 + 4 l]           rows of level l
-    words[5 + 4 a]           2^30 + the last coordinate of axis a, words[6 + 4 a]: 2^30 - the first
+    words[5 + 4 a]           2^30 + the maximum coordinate of axis a, words[6 + 4 a]: 2^30 - the minimum
     words[ENTRIES + s]       tile entries of segment s
     words[PAIRS + 32 m + k]  pairs of kernel offset k of map m
 
-A segment is a map that is laid out in tiles (chain_tiles); the first maps are those. Every stage is a Triton kernel
-(chain_kernels) or, where none runs, plain torch (`*_torch`), bit for bit the same where rows are valid.
+Segment s is map s of those laid out in tiles (chain_tiles), which are numbered first. Every stage is a Triton kernel
+(chain_kernels) or, without Triton, plain torch (`*_torch`), with bitwise equal valid rows.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ from pumice.coords.tiles import Digits, SortSpec
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Part, aligned, allocate, carve
 
-SAME, DOWN, UP = range(3)  # Kinds of maps
+SAME, DOWN, UP = range(3)  # Kinds of maps, see Place
 Place = tuple[int, int, Relation]
-"""A map: its kind, the level of its outputs, its relation. SAME: a window; DOWN: a step to the level; UP: the
-transposed step to the level."""
+"""A map: (kind, level of its outputs, relation). Its inputs are on that level (SAME: a window), the next finer one
+(DOWN: a step) or the next coarser one (UP: a transposed step)."""
 Level = tuple[tuple[tuple[int, Relation], ...], tuple[int, int | None, Relation] | None]
-"""Maps of a level: the number and the relation of each window; of the step from it, and of the transposed step."""
-AXIS_BITS = {1: 32, 2: 25, 3: 17, 4: 12}  # Bits of an axis in a key, by D
+"""Maps of a level: ((number, window) each, (number, number of its UP map if any, step) to the next level if any)."""
+AXIS_BITS = {1: 32, 2: 25, 3: 17, 4: 12}  # Bits per axis in a key, by D
 BATCHES = 1 << 10
-MARGIN = 64  # Coordinates that are this close to the ends of the keys are refused
-MOST_ROWS = 1 << 20  # Beyond, buffers would be large, and launches no longer matter
+MARGIN = 64  # Coordinates within this distance of the key range's ends are refused
+MOST_ROWS = 1 << 20  # Beyond, buffers would be large, and launch overhead no longer matters
 LEVELS = 8
-SIDE, GROUPS = 32, 64  # Maximum numbers of maps, and of groups of kernel offsets
+SIDE, GROUPS = 32, 64  # Maximum numbers of maps, and of a map's groups of kernel offsets
 COUNTS, STRIDE = 4, 4
-_APART = 4  # Entries between the numbers of rows of levels in a buffer: kernels take aligned addresses
+_APART = 4  # Entries between the row counts of buffered levels: kernels take 16-byte aligned addresses
 ENTRIES = COUNTS + STRIDE * LEVELS
 PAIRS = ENTRIES + SIDE
 FREE, _FAR = 2**63 - 1, 1 << 30
-_LANES = 256  # Cells that a program inserts
-_PLACED = 512  # Rows of a program
-_SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours that a program looks for, and its rows at most
-_WARPS = 4  # Its warps
+_LANES = 256  # Cells per program of insert_cells
+_PLACED = 512  # Rows per program of place
+_SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours per program of find_neighbours, and its maximum rows
+_WARPS = 4  # Warps of find_neighbours
 SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
-WIDTH = 20  # Bits of a row's sort key within its segment
-_DIGIT, _LEAST_DIGIT = 9, 8  # Bits of a digit of the sort: up to 16 segments have the same kernels
-_SORTED = 512  # Rows of a block of the sort
-SMALL, LARGE = 64, 128  # Rows of a tile
-CHOSEN = 10  # First row of `layout` with chosen groups
-_FIRST_ESTIMATE = 1.5  # Rows of a coarser level by finest row, before any scene was seen
-_LEAST = 1 << 12  # Rows for which there is room if as many can be
-_ROOM = 1.15  # Room by rows of the largest level seen
+WIDTH = 20  # Bits of a row's sort key, below its segment's number
+_DIGIT, _LEAST_DIGIT = 9, 8  # Maximum and minimum bits of a radix-sort digit: 1 to 16 segments share kernels
+_SORTED = 512  # Rows per block of the radix sort
+SMALL, LARGE = 64, 128  # Outputs per tile
+CHOSEN = 10  # First row of `layout` with mask words of sort groups
+_FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
+_LEAST = 1 << 12  # Minimum capacity of a coarser level that can have as many rows
+_ROOM = 1.15  # Capacity per row of the largest coarser level seen
 
 
 @dataclass(frozen=True)
 class TileRule:
-    """Tiles have 64 outputs below `few_rows` outputs, else 128. Maps of at most `few_taps` kernel offsets keep the
-    order of rows below `sorted_rows` outputs, and the runs of their entries are not cut, as those of others are, into
-    pieces of `lengths` too. groups: (upper bound of the number of pairs, pairs of a group) of the lists of pairs."""
+    """Layout of maps. Tiles have 64 outputs if a map has fewer than `few_rows`, else 128. Maps of at most `few_taps`
+    kernel offsets are sorted from `sorted_rows` outputs on, others always; only others have their runs of tile entries
+    also cut into pieces of `lengths`. groups: ascending (upper bound of pairs, pairs per group)."""
 
     few_rows: int
     few_taps: int
@@ -89,25 +89,25 @@ class TileRule:
     groups: tuple[tuple[float, int], ...] = ()
 
     def group(self, pairs: int) -> int:
-        """Pairs of a group, of a map with so many."""
+        """Pairs per group of a map with `pairs` pairs."""
         return next(length for below, length in self.groups if pairs < below)
 
     def block(self, rows: int) -> int:
         return SMALL if rows < self.few_rows else LARGE
 
     def least(self, volume: int) -> int:
-        """Number of outputs from which a map is sorted."""
+        """Minimum outputs for which a map of `volume` kernel offsets is sorted."""
         return self.sorted_rows if volume <= self.few_taps else 0
 
     def pieces(self, volume: int) -> tuple[int, ...]:
-        """Lengths of pieces of the runs of a map."""
+        """Maximum piece lengths of the runs of a map of `volume` kernel offsets."""
         return (WHOLE,) if volume <= self.few_taps else (*self.lengths, WHOLE)
 
 
 @dataclass(frozen=True)
 class ChainRequest:
-    """Maps to build. steps: from each level to the next; windows: per level; tiled: the maps laid out in tiles; paired:
-    for gradients, these or those that they are the transposes of are laid out in groups of pairs too."""
+    """Maps to build. steps: from each level to the next; windows: per level; tiled: maps to lay out in tiles; paired:
+    also list the pair groups, needed for gradients, of tiled maps; for an UP map those of its DOWN map."""
 
     dim: int
     steps: tuple[Relation, ...]
@@ -125,7 +125,7 @@ class ChainRequest:
 
     @cached_property
     def compile_request(self) -> ChainRequest:
-        """The request to compile kernels for: those that differ in `rule.few_rows` alone have the same kernels."""
+        """The request without `rule.few_rows`, on which no kernel depends: the cache key of compilation."""
         return replace(self, rule=replace(self.rule, few_rows=0))
 
     @cached_property
@@ -134,13 +134,13 @@ class ChainRequest:
 
     @cached_property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(number of a map in tiles, length of its pieces) of all lists of pieces."""
+        """(number of a tiled map, maximum piece length) of every list of pieces."""
         each = zip(range(len(self.tiled)), self.volumes, strict=False)
         return tuple([(place, most) for place, volume in each for most in self.rule.pieces(volume)])
 
     @cached_property
     def grouped(self) -> tuple[int, ...]:
-        """Numbers of the maps in groups of pairs."""
+        """Numbers of the maps with pair groups."""
         if not self.paired:
             return ()
         steps = {(DOWN, level + 1, step) for kind, level, step in self.tiled if kind == UP}
@@ -148,14 +148,13 @@ class ChainRequest:
 
     @cached_property
     def maps(self) -> tuple[Place, ...]:
-        """All maps, those in tiles first."""
+        """All maps in the order of their numbers, tiled ones first."""
         same = [(SAME, level, window) for level, windows in enumerate(self.windows) for window in windows]
         down = [(DOWN, level + 1, step) for level, step in enumerate(self.steps)]
         return tuple(dict.fromkeys((*self.tiled, *same, *down)))
 
     @cached_property
     def by_level(self) -> tuple[Level, ...]:
-        """The maps of each level by their numbers."""
         number = {place: number for number, place in enumerate(self.maps)}
         found: list[Level] = []
         for level in range(self.levels):
@@ -166,31 +165,30 @@ class ChainRequest:
 
     @cached_property
     def volumes(self) -> tuple[int, ...]:
-        """Kernel offsets of each map."""
+        """Number of kernel offsets of each map."""
         return tuple(len(relation.offsets) for *_, relation in self.maps)
 
     @cached_property
     def num_read(self) -> int:
-        """Number of words that the host reads; totals of groups follow."""
+        """Length of `words`, which the host reads and passes to the methods below."""
         return PAIRS + SIDE * len(self.maps)
 
     def rows_in(self, words: Sequence[int], level: int) -> int:
-        """Rows of a level by the words that the host read."""
         return words[COUNTS + STRIDE * level]
 
     def pairs_in(self, words: Sequence[int], number: int) -> Sequence[int]:
-        """Pairs per kernel offset of a map, by these words."""
+        """Pairs of map `number`, per kernel offset."""
         at = PAIRS + SIDE * number
         return words[at : at + self.volumes[number]]
 
     def box_in(self, words: Sequence[int]) -> Bounds:
-        """The bounding box by these words; of more than one axis."""
+        """Bounding box of the finest level, for D > 1."""
         at = range(COUNTS, COUNTS + STRIDE * self.dim, STRIDE)
         return Bounds(tuple([_FAR - words[n + 2] for n in at]), tuple([words[n + 1] - _FAR for n in at]), words[1])
 
     @cached_property
     def wide(self) -> int:
-        """Cells along an axis of any level that a finest voxel reaches at most."""
+        """Maximum cells along an axis, of any level, that a finest voxel reaches."""
         most = [1] * self.dim
         found = 1
         for step in self.steps:
@@ -201,17 +199,17 @@ class ChainRequest:
 
     @cached_property
     def lanes(self) -> int:
-        """Cells of a level that a finest voxel reaches at most, as a power of two."""
+        """Maximum cells of a level that a finest voxel reaches, as a power of two."""
         return 1 << (self.wide**self.dim - 1).bit_length()
 
 
 def _spans(step: Relation) -> tuple[tuple[int, int], ...]:
-    """Along each axis the least and the greatest offset of the inputs of an output."""
+    """(minimum, maximum) offset of an output's inputs, by axis."""
     return tuple((0, s - 1) for s in step.stride) if step.policy == "floor_unique" else step.spans
 
 
 def refusal(geometry: Geometry, request: ChainRequest) -> str | None:
-    """Reason why the maps of a request are not built together, or None."""
+    """Reason why a request's maps cannot be built together, or None."""
     reason = request_refusal(request)
     if reason is not None:
         return reason
@@ -223,7 +221,7 @@ def refusal(geometry: Geometry, request: ChainRequest) -> str | None:
         return f"{len(geometry)} voxels; 1 to {MOST_ROWS} are supported"
     bounds = geometry.outline.bounds
     if bounds.batch < 0 and geometry.dim > 1:
-        # The kernels find the box.
+        # Bounds not read yet: insert_cells finds and checks them.
         return None
     bounds = geometry.bounds
     half, margin = 1 << AXIS_BITS[geometry.dim] - 1, MARGIN if geometry.dim > 1 else 0
@@ -234,7 +232,7 @@ def refusal(geometry: Geometry, request: ChainRequest) -> str | None:
 
 
 def begun(geometry: Geometry, request: ChainRequest) -> bool:
-    """True if a map of the finest level, or the next level, is there already."""
+    """True if a requested map of the finest level, or the next level, is cached already."""
     first = (*(request.windows[0] if request.windows else ()), *request.steps[:1])
     there = any((relation, None) in geometry.maps for relation in first)
     return there or (bool(request.steps) and level_key(request.steps[0]) in geometry.levels)
@@ -242,7 +240,7 @@ def begun(geometry: Geometry, request: ChainRequest) -> bool:
 
 @lru_cache(maxsize=256)
 def request_refusal(request: ChainRequest) -> str | None:
-    """The reason that lies in the request."""
+    """As `refusal`, for reasons that depend on the request alone."""
     if not request.maps:
         return "there are no maps"
     if request.levels > LEVELS or len(request.maps) > SIDE or request.dim not in AXIS_BITS:
@@ -257,7 +255,7 @@ def request_refusal(request: ChainRequest) -> str | None:
 
 @lru_cache(maxsize=256)
 def is_supported(relation: Relation) -> bool:
-    """True if there are few kernel offsets, and near ones."""
+    """True if the relation has 1 to WORD kernel offsets, few groups of them, and a short reach."""
     volume = len(relation.offsets)
     groups = tiles.groups_of(relation, SortSpec(0, volume), torch.device("cpu"))
     return 0 < volume <= WORD and len(groups) <= GROUPS and relation.reach <= MARGIN // 2
@@ -272,16 +270,17 @@ def _is_supported_step(step: Relation) -> bool:
 
 
 class Chain:
-    """Device arrays of the levels and maps of N coordinates, carved of few allocations.
+    """Device arrays of the levels and maps of N coordinates, carved out of a few allocations.
 
-    most: room for the rows of each coarser level. words, totals: see above; sampled rows per group of kernel offsets,
-    of each map (tiles.group_totals). table int64, values int32: the hash table and its rows. found int64, slots int32:
-    the distinct cells of the coarser levels in any order. coarse int32 [levels - 1, most, 1 + D]: coordinates of the
-    coarser levels. tables, masks int32: rows of all maps, one after the other; begins:
-    where those of each begin, and the ends of all (`starts_of`). The rest is for tiles:
-    layout, see lay_out; keys, starts, rooms, order: of the sort of the rows of all segments; tile_rows, tile_masks,
-    ends int32: rows of tiles, -1 for padding, the kernel offsets of each tile, prefix counts of entries within each
-    segment. status: receives error bits."""
+    most: capacity of each coarser level. words: see the module. totals int32: sampled rows per group of kernel offsets,
+    by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows. found int64, slots
+    int32: sort keys and hash slots of the coarser levels' distinct cells, unordered. coarse int32 [levels - 1, most,
+    1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of all maps, concatenated;
+    begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error bits.
+
+    For tiles: layout: see chain_tiles.lay_out; keys, starts, rooms, order: of the radix sort of all segments' rows;
+    tile_rows int32: rows of tiles, -1 for padding; tile_masks int32: kernel offsets of each tile; ends int32: prefix
+    counts of tile entries within each segment."""
 
     buffered = False
 
@@ -309,36 +308,35 @@ class Chain:
         parts = allocate(device, (*levels, *of_rows))
         self.values, self.slots, self.coarse, self.tables, self.masks = parts[:5]
         self.layout, self.keys, self.order, self.tile_rows, self.tile_masks, self.ends = parts[5:]
-        # Arguments of kernels that only BufferedChain has.
+        # count, valid, limits: placeholders for kernel arguments that only BufferedChain has.
         self.count = self.valid = self.limits = self.status = self.words
 
     def programs(self, rows: int) -> int:
-        """Programs that find neighbours, of so many rows each."""
+        """Programs of find_neighbours, `rows` rows each."""
         *_, (_, _, fine, coarse) = _coefficients(self.request)
         return fine * -(-self.rows // rows) + coarse * -(-self.most // rows)
 
     def release(self) -> None:
-        """Give back the memory that maps do not need."""
+        """Free the workspace that maps do not need."""
         del self.table, self.found, self.rooms
 
     def counts(self) -> list[int]:
-        """Rows of each level; for the twins, as it waits for the device."""
+        """Rows of each level; for torch fallbacks, as it synchronises with the host."""
         found = self.words.tensor()[COUNTS : COUNTS + STRIDE * self.request.levels : STRIDE].tolist()
         return [self.rows, *(min(count, self.most) for count in found[1:])]
 
     def table_of(self, place: int, count: int) -> Part:
-        """int32 [count, K]: the table of a map."""
+        """int32 [count, K]: neighbour table of map `place`."""
         return self.tables.cut(self.begins[place][0], (count, self.request.volumes[place]))
 
     def masks_of(self, place: int, count: int) -> Part:
-        """int32 [count]: the masks of a map."""
+        """int32 [count]: masks of map `place`."""
         return self.masks.cut(self.begins[place][1], (count,))
 
 
 class BufferedChain:
-    """Arrays as of Chain, of coordinates in a buffer, with room for `most_rows` of each level; padding rows of levels
-    and maps are -1, of masks 0. valid: the number of rows of each level, every fourth entry. limits: see chain_kernels.
-    """
+    """Chain without tiles for a coordinate buffer. most_rows: capacity of each level. Padding rows of levels and tables
+    are -1, of masks 0. valid int32: row count of coarser level l at entry 4 l. limits: see chain_kernels."""
 
     buffered = True
 
@@ -362,17 +360,15 @@ class BufferedChain:
         self.totals, self.limits = self.words, _limit_table(request, most_rows, device)
 
     def programs(self, rows: int) -> int:
-        """See Chain."""
         assert rows == search_block(self.request)
         return self._places[-1][2]
 
     def table_of(self, place: int) -> Tensor:
-        """int32 [., K]: the table of a map."""
+        """int32 [capacity, K]: neighbour table of map `place`."""
         _, level, _ = self.request.maps[place]
         return self.tables.cut(self._places[place][0], (self._rows[level], self.request.volumes[place])).tensor()
 
     def neighbours(self, place: int) -> Neighbours:
-        """The table and the masks of a map."""
         _, level, _ = self.request.maps[place]
         masks = self.masks.cut(self._places[place][1], (self._rows[level],)).tensor()
         return Neighbours(self.table_of(place), masks[:, None])
@@ -386,13 +382,13 @@ class BufferedChain:
         return CoordBuffer(coords, count, bounds, status, needed=self.rows_needed(level))
 
     def rows_needed(self, level: int) -> Tensor:
-        """int32 [1]: rows of a coarser level, with unlimited room."""
+        """int32 [1] on the device: rows of a coarser level, which may exceed its capacity."""
         return self.words.cut(COUNTS + STRIDE * level, (1,)).tensor()
 
 
 @lru_cache(maxsize=256)
 def _places(request: ChainRequest, most_rows: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """For each map, and for all, where its table and its masks begin, and the programs of the maps before."""
+    """(start of table, start of masks, programs of the maps before) of each map, then the totals."""
     found, block = [(0, 0, 0)], search_block(request)
     for (_, level, _), volume in zip(request.maps, request.volumes, strict=True):
         (table, mask, programs), rows = found[-1], most_rows[level]
@@ -402,7 +398,7 @@ def _places(request: ChainRequest, most_rows: tuple[int, ...]) -> list[tuple[int
 
 @cached_device_constant(1024)
 def _limit_table(request: ChainRequest, most_rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [5, 32]: see chain_kernels."""
+    """int64 [5, 32]: `limits` of chain_kernels."""
     found = torch.zeros(5, SIDE, dtype=torch.int64)
     found[0, : len(most_rows)] = torch.tensor(most_rows)
     found[1, : len(most_rows)] = torch.tensor([0, *accumulate(most_rows[1:], initial=0)][: len(most_rows)])
@@ -413,7 +409,7 @@ def _limit_table(request: ChainRequest, most_rows: tuple[int, ...], device: torc
 
 @lru_cache(maxsize=64)
 def digits_of(number: int) -> Digits:
-    """How the rows of so many segments are sorted."""
+    """Radix-sort digits for the rows of `number` segments."""
     bits = WIDTH + max(number - 1, 0).bit_length()
     turns = -(-bits // _DIGIT)
     return Digits(turns, max(_LEAST_DIGIT, -(-bits // turns)), _SORTED)
@@ -421,8 +417,8 @@ def digits_of(number: int) -> Digits:
 
 @lru_cache(maxsize=256)
 def _coefficients(request: ChainRequest) -> list[tuple[int, int, int, int]]:
-    """For each map, and for all, the start of its table and of its masks: how often the rows of the finest level and
-    the room of a coarser one."""
+    """(a, b, c, d) of each map, then of the ends: its table starts at a * rows + b * most, its masks at c * rows +
+    d * most. rows: of the finest level; most: capacity of a coarser one."""
     found, last = [(0, 0, 0, 0)], (0, 0, 0, 0)
     for (_, level, _), volume in zip(request.maps, request.volumes, strict=True):
         more = (volume, 0, 1, 0) if level == 0 else (0, volume, 0, 1)
@@ -432,27 +428,27 @@ def _coefficients(request: ChainRequest) -> list[tuple[int, int, int, int]]:
 
 
 def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, int]]:
-    """Start of the table and of the masks of each map, and the ends. rows: of the finest level, aligned."""
+    """(start of table, start of masks) of each map, then the ends. rows: of the finest level, aligned."""
     return [(a * rows + b * most, c * rows + d * most) for a, b, c, d in _coefficients(request)]
 
 
 class Estimate:
-    """Rows of the largest coarser level by finest row, of the scenes so far."""
+    """Capacity of coarser levels per finest row, estimated from earlier scenes."""
 
     def __init__(self, request: ChainRequest) -> None:
         self._bound = request.wide**request.dim
         self.ratio = min(self._bound, _FIRST_ESTIMATE)
 
     def most(self, rows: int, needed: int = 0) -> int:
-        """Room for a scene. needed: rows, of a run that had too little room."""
+        """Capacity for `rows` finest rows. needed: rows needed by a run that overflowed, or 0."""
         wanted = max(int(self.ratio * rows), 2 * needed, _LEAST) + 64
         return aligned(min(wanted, self._bound * rows))
 
     def learn(self, rows: int, largest: int) -> None:
-        """largest: rows of the largest coarser level of a scene of so many rows."""
+        """Learn from a scene of `rows` finest rows, with `largest` rows in its largest coarser level."""
         if rows >= _SORTED:
             seen = _ROOM * largest / rows
-            # Room that few scenes need is given up slowly.
+            # Decay slowly: rare large scenes would overflow again.
             self.ratio = max(seen, 0.99 * self.ratio + 0.01 * seen)
 
 
@@ -465,7 +461,7 @@ def estimate_of(request: ChainRequest) -> Estimate:
 
 
 def find_maps(coords: Tensor, site: GridSpec, request: ChainRequest, most: int) -> Chain:
-    """Levels, neighbours and their counts; no host synchronisation."""
+    """A chain with levels, neighbours and counts; no host synchronisation."""
     chain = Chain(coords, most, request)
     if not has_triton(coords):
         find_maps_torch(chain, site)
@@ -475,7 +471,7 @@ def find_maps(coords: Tensor, site: GridSpec, request: ChainRequest, most: int) 
 
 
 def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
-    """Fill the hash table, order coarser levels, and find all neighbours, by kernels."""
+    """Launch the kernels that fill the hash table, order coarser levels and find all neighbours."""
     request = chain.request
     _insert(chain, site)
     if request.steps:
@@ -488,7 +484,7 @@ def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
 
 
 def _insert(chain: Chain | BufferedChain, site: GridSpec) -> None:
-    """Fill the hash table, and list the distinct cells of coarser levels."""
+    """Launch insert_cells."""
     request, rows, dim, box = chain.request, chain.rows, chain.request.dim, site.bounds
     if box.batch < 0:
         box = Bounds((-INT32_MAX,) * dim, (INT32_MAX,) * dim, BATCHES)
@@ -503,12 +499,12 @@ def _insert(chain: Chain | BufferedChain, site: GridSpec) -> None:
 
 
 def search_block(request: ChainRequest) -> int:
-    """Rows of a program that finds neighbours."""
+    """Rows per program of find_neighbours."""
     return min(_MOST_SEARCHED, _SEARCHED // tiles.lanes_of(max(request.volumes)))
 
 
 def _find_neighbours(chain: Chain | BufferedChain) -> None:
-    """Fill tables, masks, pairs and totals by the hash table of all levels."""
+    """Launch find_neighbours."""
     request, rows, device = chain.request, chain.rows, chain.coords.device
     block = search_block(request)
     constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "LANES": tiles.lanes_of(max(request.volumes))}
@@ -522,8 +518,8 @@ def _find_neighbours(chain: Chain | BufferedChain) -> None:
 
 @cached_device_constant(256)
 def _moves(request: ChainRequest, shape: tuple[int, ...] | None, device: torch.device) -> Tensor:
-    """int32 [steps, D, 5]: least and greatest offset, stride, first and last coordinate of the outputs, by step and
-    axis. shape: the extent of the finest level."""
+    """int32 [steps, D, 5]: minimum and maximum offset, stride, minimum and maximum output coordinate, by step and axis.
+    shape: spatial shape of the finest level."""
     found = torch.zeros(max(1, len(request.steps)), request.dim, 5, dtype=torch.int32)
     for number, step in enumerate(request.steps):
         shape = None if shape is None or not step.bounded else step.output_shape(shape)
@@ -535,8 +531,8 @@ def _moves(request: ChainRequest, shape: tuple[int, ...] | None, device: torch.d
 
 @cached_device_constant(256)
 def plan_of(request: ChainRequest, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(int32 [14, 32]: see chain_kernels, a column for each map; int32 [., D]: kernel offsets of all maps; int32
-    [maps, 2, 64]: mask words and sizes of their groups)."""
+    """(int32 [14, 32]: `plan` of chain_kernels, a column per map; int32 [., D]: kernel offsets of all maps; int32
+    [maps, 2, 64]: mask words and sizes of each map's groups of kernel offsets)."""
     plan = torch.zeros(14, SIDE, dtype=torch.int32)
     groups = torch.zeros(len(request.maps), 2, GROUPS, dtype=torch.int32)
     offsets: list[tuple[int, ...]] = []
@@ -557,7 +553,7 @@ def plan_of(request: ChainRequest, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def find_maps_torch(chain: Chain, site: GridSpec) -> None:
-    """As find_maps, in plain torch, level by level."""
+    """As find_maps, in plain torch, level by level; fills `chain`."""
     request, wide, words = chain.request, chain.coords.long(), chain.words.tensor()
     if site.bounds.batch < 0:
         site = replace(site, bounds=Bounds.of(chain.coords))
@@ -608,7 +604,7 @@ def _find_map_torch(chain: Chain, place: int, levels: Sequence[Tensor]) -> None:
 
 
 def _rows_at_torch(inputs: Tensor, items: Tensor, want: Tensor) -> Tensor:
-    """int64 [N, K]: rows of `inputs` at these batch items and coordinates, -1 if absent."""
+    """int64 [N, K]: row of `inputs` with these batch items and coordinates, -1 if absent."""
     cells = torch.cat([inputs.long(), torch.cat([items[..., None], want], dim=2).flatten(0, 1)])
     _, place = torch.unique(cells, dim=0, return_inverse=True)
     rows = torch.full((len(cells),), -1, dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Levels and kernel maps of coordinates in a buffer, by the kernels of coords.chain: a capacity for each level, and no
-size is read back. Keys have a fixed layout: no kernel depends on where the coordinates lie."""
+"""Build levels and kernel maps of a coordinate buffer with the kernels of coords.chain. Each level has a fixed
+capacity, so no size is read back; the layout of keys is fixed, so no kernel depends on the range of coordinates."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from pumice.runtime.launch import compiling_launches, has_triton, outside_infere
 from pumice.runtime.streams import is_capturing
 
 _REACH = {1: 1 << 24, 2: 1 << 24, 3: 1 << 16, 4: 1 << 11}
-"""Coordinates of an axis are below it in magnitude, by D."""
+"""Exclusive upper bound of a coordinate's magnitude, by D."""
 NO_TILES = TileRule(0, 0, 0)
 
 
 def key_bounds(dim: int, batch: int) -> Bounds:
-    """The coordinates that have keys, of so many batch items."""
+    """Bounds of the coordinates that keys can represent, for `batch` items."""
     most = _REACH[dim] - MARGIN - 1
     return Bounds((-most,) * dim, (most,) * dim, batch)
 
 
 def build_in_buffer(geometry: Geometry, request: ChainRequest) -> bool:
-    """Build the levels and maps of a request, and keep them in their geometries; False where kernels do not run, and
-    for what they do not support. Coordinates that are duplicated or outside the bounds, and levels without room, are
-    told by the status of the coordinates."""
+    """Build the levels and maps of a request and cache them in their geometries. False if Triton cannot run, the
+    request is not supported, or some of it is cached already. Duplicates, coordinates outside the bounds and levels
+    that exceed their capacity set bits of the coordinates' status."""
     state = geometry.buffered
     if state is None or _refused(geometry, request):
         return False
@@ -59,22 +59,21 @@ def build_in_buffer(geometry: Geometry, request: ChainRequest) -> bool:
 
 
 def build_one_in_buffer(geometry: Geometry, relation: Relation) -> bool:
-    """build_in_buffer of the map of one relation."""
     own = relation.policy == "same"
     steps, windows = ((), ((relation,),)) if own else ((relation,), ())
     return build_in_buffer(geometry, ChainRequest(relation.dim, steps, windows, (), NO_TILES))
 
 
 def distinct_cells(cells: CoordBuffer, site: GridSpec, state: BufferedState) -> Geometry | None:
-    """The distinct cells among `cells`, in (batch, Morton) order, with their rows as `inverse`; rows of batch item -1
-    are left out. None where kernels do not run, and for cells that exceed the keys."""
+    """The distinct cells among `cells`, in (batch, Morton) order. `inverse` int64: cell of each row, -1 for rows of
+    batch index -1, which are ignored. None if Triton cannot run, there are no rows, or `site` exceeds the keys."""
     relation = Relation.of(cells.dim, 1, policy="floor_unique")
     request = ChainRequest(cells.dim, (relation,), (), ((UP, 0, relation),), NO_TILES)
     if not has_triton(cells.coords) or not cells.capacity or not _within_keys(site.bounds):
         return None
     status = new_status(cells.device)
     chain = _started(replace(cells, status=status), site, request, state, from_cells=True)
-    # Several points of a cell are no error, and those without one are told already.
+    # Duplicates and rows of batch index -1 are valid input here, no errors to report.
     cells.status.bitwise_or_(status & OVERFLOW)
     rows = torch.where(cells.coords[:, 0] >= 0, chain.table_of(0)[:, 0], -1).long()
     return Geometry.in_buffer(chain.level(1, site.bounds, cells.status), site, state, rows)
@@ -93,8 +92,8 @@ def _within_keys(bounds: Bounds) -> bool:
 def _started(
     cloud: CoordBuffer, site: GridSpec, request: ChainRequest, state: BufferedState, from_cells: bool = False
 ) -> BufferedChain:
-    """A chain with the planned room for each level, planned by these coordinates if it is not known; its kernels run.
-    from_cells: `state` is that of the coarser level."""
+    """A chain with its kernels launched and the planned capacity of each level, planned from these coordinates if not
+    known. from_cells: `state` belongs to the coarser level."""
     if not is_capturing(cloud.device):
         _compile(request, cloud.device)
     path, coarse, found = state.path, site, [cloud.capacity]
@@ -113,11 +112,11 @@ def _started(
 
 
 def _needed(cloud: CoordBuffer, site: GridSpec, request: ChainRequest) -> BufferedChain:
-    """A chain with enough room for each level; waits for the device."""
+    """A chain with enough capacity for each level; synchronises with the host."""
     needed = 0
     while True:
         most = estimate_of(request).most(cloud.capacity, needed)
-        # Errors are those of the run that follows.
+        # The run that follows reports errors.
         tried = replace(cloud, status=new_status(cloud.device))
         chain = BufferedChain(tried, request, (cloud.capacity, *(most,) * len(request.steps)))
         start_kernels(chain, site)
@@ -128,7 +127,7 @@ def _needed(cloud: CoordBuffer, site: GridSpec, request: ChainRequest) -> Buffer
 
 @lru_cache(maxsize=64)
 def _compile(request: ChainRequest, device: torch.device) -> None:
-    """Compile the kernels of a request in parallel; once in a process."""
+    """Compile the kernels of a request in parallel, once per process."""
     if device.type != "cuda":
         return
     coords, count = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((1, 1 + request.dim), 1))
@@ -140,7 +139,7 @@ def _compile(request: ChainRequest, device: torch.device) -> None:
 
 
 def map_between(relation: Relation, found: Neighbours, inputs: Geometry, outputs: Geometry) -> KernelMap:
-    """The map of a search's result. Raises GeometryError for coordinates in a buffer and others."""
+    """The kernel map of a search result. Raises GeometryError if only one of the geometries is in a buffer."""
     made = KernelMap.from_neighbours(relation, found, len(inputs), (inputs.cloud.count, outputs.cloud.count))
     here = there = inputs.buffered
     if outputs is not inputs:
@@ -148,14 +147,13 @@ def map_between(relation: Relation, found: Neighbours, inputs: Geometry, outputs
     if here is None and there is None:
         return made
     if here is None or there is None:
-        raise GeometryError("a captured network cannot mix its own coordinates with coordinates from outside")
+        raise GeometryError("a captured network cannot combine its own coordinates with coordinates made outside of it")
     key = here.path, there.path, relation
     state = BufferedMapState(inputs.cloud.count, outputs.cloud.count, inputs.cloud.status, here.capacities, key)
     return replace(made, buffered=state)
 
 
 def _keep(chain: BufferedChain, geometry: Geometry, state: BufferedState) -> None:
-    """Keep levels and maps in their geometries."""
     request, levels = chain.request, [geometry]
     for number, step in enumerate(request.steps, 1):
         here, path = levels[-1], (*state.path, *request.steps[:number])

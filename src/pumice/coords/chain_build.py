@@ -1,4 +1,4 @@
-"""Levels and kernel maps of coords.chain as geometries keep them."""
+"""Build the levels and kernel maps of coords.chain and cache them in geometries."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from pumice.coords.tiles import SortSpec
 from pumice.runtime.launch import compiling_launches, outside_inference_mode
 from pumice.runtime.parts import Part
 
-_SPARE = 1 << 25  # Unused entries of the tables up to which what is used of them is not copied
+_SPARE = 1 << 25  # Maximum unused table entries to keep allocated; beyond, the used parts are copied
 
 
 @dataclass(frozen=True, eq=False)
 class TiledMap:
-    """A map, transposed if it is of kind UP, and its tiles. If they were requested for gradients, the tiles of its
-    transpose, and its groups of pairs."""
+    """A kernel map (of kind UP: a transposed one) and its tiles. turned: tiles of its transpose, if built; groups: its
+    pair groups, if requested (ChainRequest.paired)."""
 
     found: KernelMap
     tiled: Tiled
@@ -47,10 +47,10 @@ class TiledMap:
 def build_chain(
     geometry: Geometry, request: ChainRequest, meanwhile: Callable[[], object] | None = None
 ) -> list[TiledMap] | None:
-    """Build the levels and maps of a request that `refusal` does not refuse, and keep them in their geometries; those
-    with tiles, in the order of the request. One host synchronisation, another where there was too little room. None for
-    coordinates that exceed the keys, which nobody knew. meanwhile: what the host does before it waits.
+    """Build the levels and maps of a request that `refusal` accepts, and cache them in their geometries.
 
+    Returns the tiled maps in the request's order; None if coordinates whose bounds were not known exceed the keys. One
+    host synchronisation per attempt, with another attempt after an overflow. meanwhile: called before the first one.
     Raises CoordinateError for duplicates and for coordinates outside the geometry's bounds."""
     geometry.require_unwritten()
     with outside_inference_mode():
@@ -82,7 +82,7 @@ def build_chain(
 
 @lru_cache(maxsize=64)
 def compile_kernels(request: ChainRequest, device: torch.device) -> None:
-    """Compile the kernels of a `ChainRequest.compile_request` in parallel; once in a process."""
+    """Compile the kernels of a `ChainRequest.compile_request` in parallel, once per process."""
     coords, origin = torch.zeros(1, 1 + request.dim, dtype=torch.int32, device=device), (0,) * request.dim
     site = GridSpec((1,) * request.dim, None, 1, Bounds(origin, origin, 1))
     with compiling_launches():
@@ -94,7 +94,7 @@ def compile_kernels(request: ChainRequest, device: torch.device) -> None:
 
 
 class _Assembler:
-    """Builds levels and maps from the arrays of a chain. words: those that the host read."""
+    """Makes geometries and kernel maps of a chain's arrays. words: read by the host; groups: by map number."""
 
     def __init__(
         self, chain: Chain, words: Sequence[int], lists: Sequence[Tiled], groups: Mapping[int, GroupedPairs]
@@ -111,7 +111,7 @@ class _Assembler:
         self._valid = [Deferred(partial(_count, chain.words, n)) for n in range(len(self._counts))]
 
     def assemble(self, geometry: Geometry) -> list[TiledMap]:
-        """Cache all levels and maps in their geometries; the maps with tiles, in the order of the request."""
+        """Cache all levels and maps in their geometries. Returns the tiled maps in the request's order."""
         maps, coarse = dict[int, KernelMap](), self._chain.coarse
         turned, groups = dict[int, Tiled | Turned](), {**self._groups}
         for level, (windows, step) in enumerate(self._request.by_level):
@@ -142,7 +142,7 @@ class _Assembler:
         return [TiledMap(maps[n], one, turned.get(n), groups.get(n)) for n, one in enumerate(self._lists)]
 
     def _map(self, number: int, inputs: int, turned: int | None = None) -> KernelMap:
-        """A map with all that is known of it. inputs: their level; turned: the number of its transpose."""
+        """A kernel map with its known storages. inputs: level of its inputs; turned: number of its UP map, if any."""
         (_, level, relation), chain = self._request.maps[number], self._chain
         rows, outputs = self._counts[inputs], self._counts[level]
         storages: dict[Any, Any] = {
@@ -160,7 +160,7 @@ class _Assembler:
         return KernelMap(relation, table.clone() if self._copies else table, rows, outputs, _storages=storages)
 
     def _tile(self, storages: dict[Any, Any], number: int, flipped: bool) -> None:
-        """Tiles of a map, and the number of their entries."""
+        """Add the tiles of map `number`, if any, and their entry count to `storages`."""
         if number < len(self._lists):
             one = self._lists[number]
             tiles, entries = _names(one.block, one.volume, one.sorted)
@@ -170,21 +170,20 @@ class _Assembler:
 
 @lru_cache(maxsize=256)
 def _names(block: int, volume: int, sort: bool) -> tuple[Hashable, Hashable]:
-    """Names of the storages of a map for its tiles, and for the number of their entries."""
+    """Storage keys of a KernelMap for its tiles and their entry count."""
     how = SortSpec(0, volume, sort=sort)
     return ("compacted", block, how), ("entries", block, how)
 
 
 def _table(chain: Chain, place: int, count: int) -> Tensor:
-    """The table of a map."""
     return chain.table_of(place, count).tensor()
 
 
 def _column(chain: Chain, place: int, count: int) -> Tensor:
-    """The masks of a map, as KernelMap has them."""
+    """int32 [count, 1]: masks of a map, in KernelMap's shape."""
     return chain.masks_of(place, count).tensor()[:, None]
 
 
 def _count(words: Part, level: int) -> Tensor:
-    """int32 [1]: the number of rows of a level."""
+    """int32 [1] on the device: rows of a level."""
     return words.cut(COUNTS + STRIDE * level, (1,)).tensor()

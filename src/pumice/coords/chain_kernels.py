@@ -1,7 +1,7 @@
-"""Triton kernels that build the levels and kernel maps of a network together. Sizes are read from device counters
-(`words`, `layout`, see coords.chain), so that no launch waits for the host; `status` receives error bits. BUFFERED:
-coordinates are in a buffer of `rows` rows, `count` of them valid; coarser levels and maps have the room that `limits`
-tell (BufferedChain)."""
+"""Triton kernels of coords.chain, which build all levels and kernel maps of a network together. Sizes are read from
+device memory (`words`, see coords.chain; `layout`, see chain_tiles), so no launch waits for the host; `status` receives
+error bits. BUFFERED: coordinates are in a buffer of `rows` rows, `count` of them valid, and `limits` has the capacities
+of levels (BufferedChain)."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -14,28 +14,28 @@ DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 COUNTS, STRIDE = tl.constexpr(4), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
 LEVELS = tl.constexpr(8)
 ENTRIES = tl.constexpr(4 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
-SIDE = tl.constexpr(32)  # Lanes of a row of `plan`, of `layout` and of the pairs of a map
+SIDE = tl.constexpr(32)  # Entries of a row of `plan`, `layout` and `limits`, and of a map's pair counts
 PAIRS = tl.constexpr(4 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
-GROUPS = tl.constexpr(64)  # Lanes of the groups of a map
+GROUPS = tl.constexpr(64)  # Maximum groups of kernel offsets of a map
 BATCHES = tl.constexpr(1 << 10)
-FAR = tl.constexpr(1 << 30)  # Coordinates beyond are refused
-TAG = tl.constexpr(61)  # Bit of a key from which on it has the level
-FREE = tl.constexpr(2**63 - 1)  # An empty slot
-NEVER = tl.constexpr(-(2**63))  # No key
-PROBES = tl.constexpr(1 << 10)  # Slots that are probed at most: a table that is full is reported
-# Rows of `plan`
+FAR = tl.constexpr(1 << 30)  # Bias of the box in `words`; larger coordinates are refused
+TAG = tl.constexpr(61)  # Lowest bit of the level in a key
+FREE = tl.constexpr(2**63 - 1)  # Key of an empty slot
+NEVER = tl.constexpr(-(2**63))  # Idle lanes compare with it and store it, which changes nothing
+PROBES = tl.constexpr(1 << 10)  # Maximum slots probed; an insertion that needs more sets OVERFLOW
+# Rows of `plan`: levels of outputs and inputs, kernel offsets, 1 if UP, minimum rows to sort a map; coefficients of the
+# starts of tables and masks (chain._coefficients); first of the map's kernel offsets; strides
 OUTPUT, INPUT, VOLUME, TURNED, LEAST = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4),
 )  # fmt: skip
 TABLE_ROWS, TABLE_MOST, MASK_ROWS, MASK_MOST, FIRST_OFFSET, STEP = (
     tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8), tl.constexpr(9), tl.constexpr(10),
 )  # fmt: skip
-# Rows of `layout`
+# Rows of `layout`, see chain_tiles.lay_out
 ROWS, FIRST_ROW, BLOCK_ROWS, TILES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FIRST_SLOT, FIRST_TILE, FIRST_MASK, SORTS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 TILES_BEFORE, TOTAL, CHOSEN = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10)
-# Rows of `limits`: capacity of a level, and its first row among all coarser ones; by map the begin of its table and of
-# its masks, and the programs of the maps before
+# Rows of `limits`: capacity and first row in `coarse`, by level; starts of table and masks, programs before, by map
 LIMIT, FIRST, TABLE, MASK, BEFORE = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4),
 )  # fmt: skip
@@ -47,13 +47,13 @@ _NUMBERS = [
 
 @triton.jit
 def _rows_of(words, level, rows, most):
-    """Rows of a level: all of the finest, of others as many as there is room for."""
+    """Rows of a level; of a coarser one at most its capacity."""
     return tl.where(level == 0, rows, tl.minimum(tl.load(words + COUNTS + STRIDE * level), most)).to(tl.int32)
 
 
 @triton.jit
 def _room_of(limits, level, most, BUFFERED: tl.constexpr):
-    """(first row among those of all coarser levels, largest number of rows) of a coarser level."""
+    """(first row in `coarse`, capacity) of a coarser level."""
     if BUFFERED:
         begin, limit = tl.load(limits + FIRST * SIDE + level), tl.load(limits + LIMIT * SIDE + level)
     else:
@@ -63,8 +63,8 @@ def _room_of(limits, level, most, BUFFERED: tl.constexpr):
 
 @triton.jit
 def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr):
-    """(first, last, True if any) coordinate along axis a of what a row reaches on a level. moves: by step and axis the
-    least and greatest offset, the stride, the first and last coordinate of the outputs' extent."""
+    """(first, last, True if not empty): range of coordinates along axis a that row i reaches on a level. moves: see
+    chain._moves."""
     low = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0)
     if D == 1:
         # Differences may exceed int32.
@@ -75,7 +75,7 @@ def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr):
         step = tl.load(at + 2)
         first, last = low - tl.load(at + 1), high - tl.load(at)
         rest, over = first % step, last % step
-        # Rounded up and down.
+        # Round `first` up and `last` down.
         first = first // step + (rest > 0).to(tl.int32)
         last = last // step - (over < 0).to(tl.int32)
         low, high = tl.maximum(first, tl.load(at + 3)), tl.minimum(last, tl.load(at + 4))
@@ -91,10 +91,10 @@ def insert_cells(
     D: tl.constexpr, AXIS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
     BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Insert what rows reach on one level into the hash table, the rows themselves for the finest, whose `values` are
-    their numbers. words[1]: batch items; words[5 + 4 a], words[6 + 4 a]: FAR + the last, FAR - the first coordinate
-    of axis a. found, slots: Morton keys and slots of the distinct cells of coarser levels, in any order. Rows
-    outside the box, or of coordinates beyond the keys, set RANGE. WIDE: cells along an axis that a row reaches."""
+    """Insert the cells that rows reach on one level into the hash table. Finest level: a row is its own cell, `values`
+    receives its number, duplicates set DUPLICATE. Coarser levels: found, slots receive Morton keys and slots of the
+    distinct cells, unordered. `words` receives row counts, batch items and, if D > 1 and not BUFFERED, the box. Rows
+    outside the given box or the key range set RANGE. WIDE: maximum cells along an axis that a row reaches."""
     blocks = tl.cdiv(rows, BLOCK)
     level = (tl.program_id(0) // blocks).to(tl.int32)
     i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
@@ -142,7 +142,7 @@ def insert_cells(
     new, twice = key != key, key != key
     turn = 0
     while (tl.sum(pending.to(tl.int32)) > 0) & (turn < PROBES):
-        # No mask: other lanes exchange nothing.
+        # atomic_cas takes no mask: see NEVER.
         old = tl.atomic_cas(table + slot, tl.where(pending, FREE, NEVER), tl.where(pending, key, NEVER), sem="relaxed")
         new = new | (pending & (old == FREE))
         twice = twice | (pending & (old == key))
@@ -170,8 +170,8 @@ def place(
     keys, order, slots, words, values, coarse, status, limits, counts, most: "i64", room: "i64",
     D: tl.constexpr, AXIS: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of coarser levels in the order of their sorted keys: their coordinates, and their numbers in `values`. room:
-    number of keys. BUFFERED: counts[4 l] is the number of rows of level l, OVERFLOW that one needs more."""
+    """Write coordinates of coarser levels in the order of the sorted keys, and row numbers to `values`. room: number of
+    keys. BUFFERED: write rows of level l to counts[4 l]; set OVERFLOW if a level exceeds its capacity."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if BUFFERED:  # noqa: SIM102
         if tl.program_id(0) == 0:
@@ -202,13 +202,13 @@ def place(
 
 @triton.jit
 def _aligned(count):
-    """A multiple of four."""
+    """`count` rounded up to a multiple of 4."""
     return (count + 3) // 4 * 4
 
 
 @triton.jit
 def _popcount(x):
-    """Set bits of a non-negative int32."""
+    """Number of set bits of a non-negative int32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -218,7 +218,7 @@ def _popcount(x):
 
 @triton.jit
 def _count_groups(totals, groups, mask, sampled):
-    """totals[g] += sampled rows whose mask has any kernel offset of group g. groups: mask words, then sizes."""
+    """totals[g] += sampled rows with any kernel offset of group g in their mask. groups: mask words, then sizes."""
     g = tl.arange(0, GROUPS)
     word = tl.load(groups + g)
     has = ((mask[:, None] & word[None, :]) != 0) & sampled[:, None]
@@ -229,7 +229,7 @@ def _count_groups(totals, groups, mask, sampled):
 def _key_at(
     here, offsets, stride, j, v, level, turned, valid, on, D: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
-    """(keys of a level that rows j look for at kernel offsets v, True if they can be there)."""
+    """(keys of the neighbours on `level` of output rows j at kernel offsets v, True where one can exist)."""
     item = tl.load(here + j.to(tl.int64) * (D + 1), mask=valid, other=0).to(tl.int64)
     key = (((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS)))[:, None] + v.to(tl.int64) * 0
     for a in tl.static_range(D):
@@ -253,10 +253,10 @@ def _key_at(
 
 @triton.jit
 def _search(table, values, key, on, last):
-    """int32: rows with these keys, -1 if absent."""
+    """int32: row of each key, -1 if absent."""
     near = key.to(tl.int32) * 0 - 1
     slot, step = _slot(key, last)
-    # Most are found at once: threads need not wait for each other.
+    # Most keys are found within four probes, which need no reduction over the program's threads.
     for _ in tl.static_range(4):
         old = tl.load(table + slot, mask=on, other=FREE)
         hit = on & (old == key)
@@ -280,8 +280,8 @@ def find_neighbours(
     most: "i64", last: "i64", maps: "i64", sampled: "i64",
     D: tl.constexpr, AXIS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Tables and masks of all maps; unless BUFFERED, words[PAIRS:]: pairs per kernel offset; totals: from
-    _count_groups."""
+    """Write the tables and masks of all maps and, unless BUFFERED, pairs per kernel offset to words[PAIRS:] and group
+    totals (_count_groups)."""
     lane = tl.arange(0, SIDE)
     fine, wide = tl.cdiv(rows, BLOCK), tl.cdiv(most, BLOCK)
     if BUFFERED:
@@ -328,7 +328,7 @@ def find_neighbours(
 
 @triton.jit
 def _chosen_groups(groups, totals, rows, width):
-    """As tile_kernels._chosen, of at most GROUPS groups: mask word behind bit p of the sort key, for p < width."""
+    """As tile_kernels._chosen, of at most GROUPS groups: mask word for bit p of the sort key, for p < width."""
     g = tl.arange(0, GROUPS)
     known = tl.load(groups + g) != 0
     uneven = tl.abs(2 * tl.load(totals + g).to(tl.int64) - rows)
@@ -346,8 +346,8 @@ def lay_out(
     words, plan, groups, totals, layout, rows: "i64", most: "i64", segments: "i64", few: "i64", width: "i64",
     sampled: "i64",
 ):  # fmt: skip
-    """layout[:, s]: where segment s lies in concatenated arrays, by the first program; layout[CHOSEN + s]: the groups
-    that it is sorted by, by program s. few: rows below which tiles have 64 rows, not 128."""
+    """Write `layout`: program 0 the rows before CHOSEN, program s row CHOSEN + s, the mask words by which segment s is
+    sorted. few: segments of fewer rows have tiles of 64 outputs, not 128."""
     s = tl.arange(0, SIDE)
     own = _rows_of(words, tl.load(plan + OUTPUT * SIDE + s), rows, most)
     own = tl.where(s < segments, own, 0)
@@ -381,8 +381,8 @@ def order_keys(
     layout, groups, masks, keys, counts, per: "i64", width: "i64",
     ROWS_EACH: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """keys: sort key of each row of each segment, segment << width | descending Gray-code rank as in gray_keys, 0 if
-    unsorted. counts[q, d] += rows of block q of all segments whose lowest digit is d. per: programs of a segment."""
+    """keys: sort key of each row, segment << width | descending Gray-code rank as in gray_keys, 0 if unsorted.
+    counts[q, d] += rows of the q-th BLOCK, over all segments, whose lowest digit is d. per: programs per segment."""
     s = (tl.program_id(0) // per).to(tl.int32)
     first = (tl.program_id(0) % per).to(tl.int32) * ROWS_EACH
     rows = tl.load(layout + ROWS * SIDE + s)
@@ -409,7 +409,7 @@ def order_keys(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def tile_segments(layout, order, masks, slots, tile_masks, per: "i64", BLOCK: tl.constexpr):
-    """slots: rows of each tile of each segment, -1 for padding; tile_masks: kernel offsets that any of them has."""
+    """slots: rows of each tile of each segment, -1 for padding; tile_masks: kernel offsets of any row of a tile."""
     s = (tl.program_id(0) // per).to(tl.int32)
     t = (tl.program_id(0) % per).to(tl.int32)
     rows, block = tl.load(layout + ROWS * SIDE + s), tl.load(layout + BLOCK_ROWS * SIDE + s)
@@ -425,7 +425,7 @@ def tile_segments(layout, order, masks, slots, tile_masks, per: "i64", BLOCK: tl
 
 @triton.jit
 def end_tiles(layout, tile_masks, ends, words, BLOCK: tl.constexpr):
-    """ends: inclusive prefix counts of the tiles' entries; words[ENTRIES + s]: all of segment s. A program each."""
+    """ends: inclusive prefix counts of the tiles' entries; words[ENTRIES + s]: their total. Program s: segment s."""
     s = tl.program_id(0)
     tiles, first = tl.load(layout + TILES * SIDE + s), tl.load(layout + FIRST_TILE * SIDE + s)
     before = tl.sum(tl.zeros([BLOCK], tl.int32))
@@ -442,7 +442,7 @@ def fill_segments(
     plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows: "i64", most: "i64",
     segments: "i64", BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Entries of one tile, as tile_kernels.fill_tiles; the lists of segments are concatenated. turned: K - 1 - taps."""
+    """Write the entries of one tile, as tile_kernels.fill_tiles; segments are concatenated. turned: K - 1 - taps."""
     lane = tl.arange(0, SIDE)
     before = tl.load(layout + TILES_BEFORE * SIDE + lane)
     s = tl.sum(((lane < segments) & (before <= tl.program_id(0))).to(tl.int32)) - 1
@@ -474,8 +474,8 @@ def cut_runs(
     layout, words, wanted, ends, out, lists: "i64", blocks: "i64",
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of the runs of several segments, as tile_kernels.order_counted, `blocks` programs each. wanted: segments,
-    then maximum lengths of a piece, in rows of GROUPS lanes. out: five aligned arrays for each."""
+    """Write lists of pieces of segments' runs, as tile_kernels.order_counted, `blocks` programs per list. wanted: a row
+    of the lists' segments and one of their maximum piece lengths, GROUPS each. out: five aligned arrays per list."""
     lane = tl.arange(0, GROUPS)
     s, most = tl.load(wanted + lane), tl.load(wanted + GROUPS + lane)
     count, size = tl.load(layout + TILES * SIDE + s), tl.load(words + ENTRIES + s)

@@ -1,4 +1,4 @@
-"""Groups of pairs of all maps that are found together (coords.chain): counted, ranked and listed at once."""
+"""Pair groups of all maps of a chain (coords.chain), counted, ranked and listed together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pumice.coords.tiles import PairGroups
 from pumice.runtime.launch import has_triton, integers, kernel
 from pumice.runtime.parts import Part, aligned, allocate
 
-_ADDED = 512  # Blocks per step of the prefix sum of pairs
-_WARPS = 8  # Warps of a program that lists pairs
+_ADDED = 512  # Row blocks per step of the prefix sum of pairs
+_WARPS = 8  # Warps of list_all
 
 
 class GroupedPairs:
-    """Groups of pairs of a map within the arrays of all; see PairGroups. count: groups; size: pairs of a group."""
+    """Pair groups of one map, in arrays shared by all maps; see PairGroups. count: groups; size: pairs per group."""
 
     __slots__ = ("_found", "_inputs", "_outputs", "_taps", "count", "size")
 
@@ -28,22 +28,22 @@ class GroupedPairs:
         self._found: PairGroups | None = None
 
     def transpose(self) -> GroupedPairs:
-        """Those of the transposed map."""
+        """The pair groups of the transposed map."""
         return GroupedPairs(self._taps, self._outputs, self._inputs)
 
     def addresses(self) -> list[int]:
-        """Where outputs, kernel offsets and inputs lie."""
+        """Device addresses of outputs, kernel offsets and inputs."""
         return [self._outputs.data_ptr(), self._taps.data_ptr(), self._inputs.data_ptr()]
 
     def pairs(self) -> PairGroups:
-        """The groups as tensors, the same in each call."""
+        """The groups as tensors, cached."""
         if self._found is None:
             self._found = PairGroups(self._taps.tensor(), self._inputs.tensor(), self._outputs.tensor())
         return self._found
 
 
 class _Sizes(NamedTuple):
-    """Of a map: rows, blocks of rows, kernel offsets, groups, pairs of a group."""
+    """Sizes of one map: rows, row blocks, kernel offsets, groups, pairs per group."""
 
     rows: int
     blocks: int
@@ -53,7 +53,7 @@ class _Sizes(NamedTuple):
 
 
 def group_pairs(chain: Chain, words: Sequence[int]) -> dict[int, GroupedPairs]:
-    """Groups of pairs of the maps of `request.grouped`, by number. words: the words that the host read."""
+    """Pair groups of the maps in `request.grouped`, by map number. words: `chain.words`, read by the host."""
     numbers = chain.request.grouped
     if not numbers:
         return {}
@@ -75,7 +75,7 @@ def group_pairs(chain: Chain, words: Sequence[int]) -> dict[int, GroupedPairs]:
 
 
 def group_pairs_torch(chain: Chain, found: dict[int, GroupedPairs]) -> None:
-    """Fill the groups of all maps, in plain torch."""
+    """Fill the pair groups `found` by map number, in plain torch."""
     counts = chain.counts()
     for number, one in found.items():
         rows = counts[chain.request.maps[number][1]]
@@ -100,7 +100,7 @@ def _sizes(chain: Chain, words: Sequence[int], number: int) -> _Sizes:
 
 
 def _start(chain: Chain, sizes: Sequence[_Sizes], arrays: Sequence[Part]) -> None:
-    """arrays: kernel offsets and ranks of the groups, prefix counts of pairs, inputs, outputs."""
+    """Launch the kernels. arrays: kernel offsets and ranks of groups, prefix counts of pairs, inputs, outputs."""
     taps, ranks, ends, inputs, outputs = arrays
     plan, (blocks, ranked) = _plan(chain, sizes)
     lanes, number = tiles.lanes_of(max([one.volume for one in sizes])), len(sizes)
@@ -114,7 +114,7 @@ def _start(chain: Chain, sizes: Sequence[_Sizes], arrays: Sequence[Part]) -> Non
 
 
 def _plan(chain: Chain, sizes: Sequence[_Sizes]) -> tuple[torch.Tensor, tuple[int, int]]:
-    """(int64 [11 * 32], see pair_kernels; (blocks of rows of all maps, programs that rank groups))."""
+    """(int64 [11 * 32]: `plan` of pair_kernels; (row blocks of all maps, programs of rank_all))."""
     columns = list[tuple[int, ...]]()
     block, end, group, ranked, pair = 0, 0, 0, 0, 0
     for number, one in zip(chain.request.grouped, sizes, strict=True):

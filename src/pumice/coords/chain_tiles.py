@@ -1,4 +1,4 @@
-"""Tiles of all maps that are found together (coords.chain): rows of all segments are sorted and laid out at once."""
+"""Tiles of a chain's maps (coords.chain): rows of all segments, one per tiled map, are sorted and tiled together."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from pumice.coords.tiles import SortSpec, TileList
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Part, aligned, allocate
 
-_KEYED = 512  # Rows of a program that makes keys
+_KEYED = 512  # Rows per program of order_keys
 _SUMMED = 1024  # Tiles per step of the prefix sum of entries
-_RUNS = 64  # Runs that a program cuts
-_TOTAL = 9  # Row of the layout with the number of rows of all segments
+_RUNS = 64  # Runs per program of cut_runs
+_TOTAL = 9  # Row of `layout` with the number of rows of all segments
 
 
 def tile_maps(chain: Chain) -> None:
-    """Tiles of all segments, and the number of their entries in `words`; no host synchronisation."""
+    """Assign rows of all segments to tiles, count entries in `words`; no host synchronisation."""
     lay_out(chain)
     order_segments(chain)
     tile_segments(chain)
 
 
 def lay_out(chain: Chain) -> None:
-    """Fill layout int32 [10 + 32, 32], a column for each segment: its rows, its first row in the concatenated order,
-    rows of a tile, tiles, first slot, first tile (at multiples of 4), start of its masks, whether it is sorted, tiles
-    of the segments before; the rows of all segments. Then, a row for each segment, the mask words that it is sorted
-    by."""
+    """Fill `layout` int32 [10 + 32, 32]. Column s of rows 0 to 9 describes segment s: rows; first row in the
+    concatenated order; outputs per tile; tiles; first slot; first tile (a multiple of 4); start of its masks; 1 if
+    sorted, else 0; tiles of the segments before; rows of all segments. Row 10 + s has the mask words of the groups of
+    kernel offsets by which segment s is sorted."""
     request, number = chain.request, len(chain.request.tiled)
     if not has_triton(chain.coords):
         return lay_out_torch(chain)
@@ -56,7 +56,6 @@ def lay_out(chain: Chain) -> None:
 
 
 def lay_out_torch(chain: Chain) -> None:
-    """As lay_out, in plain torch."""
     counts, request, number = chain.counts(), chain.request, len(chain.request.tiled)
     plan, _, groups = plan_of(request, torch.device("cpu"))
     rows = torch.tensor(counts, dtype=torch.int32)[plan[0].long()] * (torch.arange(SIDE) < number)
@@ -77,8 +76,8 @@ def lay_out_torch(chain: Chain) -> None:
 
 
 def order_segments(chain: Chain) -> None:
-    """Fill order int32: the rows of all segments, numbered one after the other, in the order of tiles
-    (tiles.sort_rows), or their own."""
+    """Fill `order` int32: rows of all segments, numbered consecutively. Within a segment they are sorted as by
+    tiles.sort_rows, or in their own order."""
     number, digits = len(chain.request.tiled), chain.digits
     if not has_triton(chain.coords):
         return order_segments_torch(chain)
@@ -93,7 +92,6 @@ def order_segments(chain: Chain) -> None:
 
 
 def order_segments_torch(chain: Chain) -> None:
-    """As order_segments, in plain torch."""
     keys, layout = [torch.zeros(0, dtype=torch.int32)], chain.layout.tensor()
     for place in range(len(chain.request.tiled)):
         rows, sorts = int(layout[0, place]), bool(layout[7, place])
@@ -110,7 +108,7 @@ def order_segments_torch(chain: Chain) -> None:
 
 
 def tile_segments(chain: Chain) -> None:
-    """Fill tile_rows, tile_masks and ends, and tell the number of entries."""
+    """Fill tile_rows, tile_masks and ends, and the entry counts words[ENTRIES:]."""
     if not has_triton(chain.coords):
         return tile_segments_torch(chain)
     number = len(chain.request.tiled)
@@ -122,7 +120,6 @@ def tile_segments(chain: Chain) -> None:
 
 
 def tile_segments_torch(chain: Chain) -> None:
-    """As tile_segments, in plain torch."""
     layout, tile_rows, order = chain.layout.tensor(), chain.tile_rows.tensor(), chain.order.tensor()
     for place in range(len(chain.request.tiled)):
         rows, begin, block, count, slot, tile, *_ = layout[:, place].tolist()
@@ -139,25 +136,24 @@ def tile_segments_torch(chain: Chain) -> None:
 
 
 class PieceLists(NamedTuple):
-    """The five lists of segments.Pieces, of `size` entries each, which begin one aligned list apart."""
+    """The five lists of a segments.Pieces, `size` entries each, in `memory` from entry `begin` on, each aligned."""
 
     memory: Part
     begin: int
     size: int
 
     def addresses(self) -> list[int]:
-        """Where each list begins."""
+        """Device address of each list."""
         first, each = self.memory.data_ptr() + 4 * self.begin, 4 * aligned(self.size)
         return [first, first + each, first + 2 * each, first + 3 * each, first + 4 * each]
 
     def tensors(self) -> Pieces:
-        """The lists."""
         return Pieces(*self.memory.cut(self.begin, (5, aligned(self.size))).tensor()[:, : self.size])
 
 
 class TileArrays(NamedTuple):
-    """Those of a TileList, prefix counts of entries by tile, and K - 1 - taps, the kernel offsets in a map that is its
-    own transpose: of all segments, one after the other."""
+    """Arrays of all segments, concatenated: those of a TileList; ends: prefix counts of entries by tile; turned:
+    K - 1 - taps, the kernel offsets of a symmetric map's transpose."""
 
     rows: Part
     tiles: Part
@@ -168,10 +164,10 @@ class TileArrays(NamedTuple):
 
 
 class Tiled:
-    """Tiles of a segment within the arrays of all; see TileList.
+    """Tiles of one segment, in arrays shared by all segments; see TileList.
 
-    begins: where its entries of each array begin. count, block, entries: tiles, rows of a tile, entries. sorted: False
-    if rows keep their order. pieces: of its runs, by the maximum length."""
+    begins: its start in each of `arrays` but turned. sizes: count of tiles, block (outputs per tile), entries. sorted:
+    False if rows keep their order. pieces: of its runs, by maximum length."""
 
     __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "pieces", "sorted", "volume")
 
@@ -189,21 +185,21 @@ class Tiled:
         self._list: TileList | None = None
 
     def lengths(self) -> list[int]:
-        """Lengths of the arrays of a TileList."""
+        """Length of each array of the TileList."""
         return [self.count, self.entries, self.entries, self.entries]
 
     def addresses(self) -> list[int]:
-        """Where the arrays of a TileList lie."""
+        """Device address of each array of the TileList."""
         return [array.data_ptr() + 4 * begin for array, begin in zip(self._arrays[:4], self._begins, strict=False)]
 
     def tensors(self) -> list[Tensor]:
-        """The arrays of a TileList, and prefix counts of entries."""
+        """The arrays of the TileList, then the prefix counts of entries."""
         shapes = (self.count, self.block), (self.entries,), (self.entries,), (self.entries, self.block), (self.count,)
         places = zip(self._arrays, self._begins, shapes, strict=False)
         return [array.cut(begin, shape).tensor() for array, begin, shape in places]
 
     def tiles(self) -> TileList:
-        """The tiles as tensors, the same in each call."""
+        """The tiles as tensors, cached, with their runs registered in RUNS."""
         if self._list is None:
             *own, ends = self.tensors()
             self._list = TileList(*own)
@@ -212,16 +208,16 @@ class Tiled:
         return self._list
 
     def transpose(self) -> Turned:
-        """The tiles of the transpose, of a map that is its own but for the order of kernel offsets."""
+        """The tiles of the transpose, for a symmetric map."""
         return Turned(self)
 
     def turned(self) -> Part:
-        """The kernel offsets of the transpose's entries."""
+        """int32 [entries]: kernel offsets of the transpose's tiles, for a symmetric map."""
         return self._arrays.turned.cut(self._begins[2], (self.entries,))
 
 
 class Turned:
-    """As Tiled, of the transpose of a map that is its own but for the order of kernel offsets."""
+    """As Tiled, of a symmetric map's transpose: the map's tiles, `of`, with reversed kernel offsets."""
 
     __slots__ = ("_list", "_of", "block", "pieces", "sorted")
 
@@ -230,23 +226,21 @@ class Turned:
         self._list: TileList | None = None
 
     def lengths(self) -> list[int]:
-        """See Tiled."""
         return self._of.lengths()
 
     def addresses(self) -> list[int]:
-        """See Tiled."""
         rows, own, _, inputs = self._of.addresses()
         return [rows, own, self._of.turned().data_ptr(), inputs]
 
     def tiles(self) -> TileList:
-        """See Tiled; all but the kernel offsets are the map's."""
+        """Shares all arrays but the kernel offsets with `of`."""
         if self._list is None:
             self._list = self._of.tiles()._replace(taps=self._of.turned().tensor())
         return self._list
 
 
 def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
-    """The tile lists of all segments, with pieces of their runs. words: the words that the host read."""
+    """Tile lists of all segments; with Triton also pieces of their runs. words: `chain.words`, read by the host."""
     request, found = chain.request, list[Tiled]()
     shapes = [_shape(chain, words, place) for place in range(len(request.tiled))]
     long = sum([aligned(entries) for _, _, entries in shapes])
@@ -273,14 +267,14 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
 
 
 def _shape(chain: Chain, words: Sequence[int], place: int) -> tuple[int, int, int]:
-    """(tiles, rows of a tile, entries) of a segment."""
+    """(tiles, outputs per tile, entries) of a segment."""
     rows = chain.request.rows_in(words, chain.request.tiled[place][1])
     block = chain.request.rule.block(rows)
     return -(-rows // block), block, words[ENTRIES + place]
 
 
 def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, int, int]]) -> None:
-    """Pieces of the runs of all segments."""
+    """Launch cut_runs and set the pieces of `found`. shapes: see _shape."""
     lists = chain.request.pieces
     if not lists:
         return
@@ -298,7 +292,7 @@ def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, 
 
 @cached_device_constant(256)
 def _piece_lists(request: ChainRequest, device: torch.device) -> Tensor:
-    """int32 [2, 64]: segments, and the maximum lengths of a piece."""
+    """int32 [2, 64]: segment and maximum piece length of each list of pieces."""
     found = torch.zeros(2, GROUPS, dtype=torch.int32)
     found[1] = WHOLE
     found[:, : len(request.pieces)] = torch.tensor(request.pieces).t()
@@ -306,7 +300,7 @@ def _piece_lists(request: ChainRequest, device: torch.device) -> Tensor:
 
 
 def fill_segments_torch(chain: Chain, lists: Sequence[Tiled]) -> None:
-    """The entries of all segments, in plain torch."""
+    """Fill the entries of `lists`, in plain torch."""
     layout = chain.layout.tensor()
     for place, tiled in enumerate(lists):
         tile_rows, own, offsets, inputs, _ = tiled.tensors()

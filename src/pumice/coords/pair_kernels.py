@@ -1,8 +1,8 @@
 """Triton kernels that list the pairs of kernel maps by kernel offset, also in groups: of one map, or of all maps of a
 network (coords.chain_pairs).
 
-Of one map `ends` int32 [K, blocks] has prefix counts of pairs by blocks of ROWS rows; those of all maps lie one after
-the other. `plan` int64 has a column for each map of several, SIDE entries apart."""
+`ends` int32 [K, blocks]: inclusive prefix counts of a map's pairs over blocks of ROWS rows, by kernel offset; those of
+several maps are concatenated. `plan` int64 [11, SIDE]: a column for each of several maps."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -12,8 +12,8 @@ from pumice.coords.tile_kernels import _add_up, _bits
 
 OVERFLOW = tl.constexpr(4)
 SIDE = tl.constexpr(32)
-# Rows of `plan`: where masks and table of a map begin; its rows and kernel offsets; blocks before; where its prefix
-# counts begin; pairs of a group; groups, and groups before; programs that rank them, before; where its pairs begin
+# Rows of `plan`, "before" being of the maps before: starts of masks and table; rows; kernel offsets; row blocks before;
+# start of prefix counts; pairs per group; groups; aligned groups before; rank_all's programs before; start of pairs
 MASKS, TABLE, MAP_ROWS, VOLUME, BLOCKS_BEFORE, ENDS = (
     tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4), tl.constexpr(5),
 )  # fmt: skip
@@ -25,7 +25,7 @@ _NUMBERS = ["capacity", "group", "blocks", "maps"]
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def pair_counts(masks, count, sums, blocks: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """sums[k, program]: number of the program's rows that have kernel offset k."""
+    """sums[k, program]: number of the program's ROWS rows that have kernel offset k."""
     WORDS: tl.constexpr = (K + 30) // 31
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
@@ -44,7 +44,7 @@ def _groups_of(ends, lane, group, blocks, volume):
 
 @triton.jit
 def _rank(ends, taps, ranks, g, group, capacity, blocks, volume, LANES: tl.constexpr, BLOCK: tl.constexpr):
-    """See rank_groups; of groups g."""
+    """rank_groups for groups g."""
     first = tl.zeros([1], tl.int64)
     tap, own, j = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for start in range(0, volume, LANES):
@@ -74,9 +74,9 @@ def rank_groups(
     K: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ranks[g]: position of group g (counted offset by offset) in the interleaved order; taps[ranks[g]]: its offset.
-    Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of an offset with n'
-    groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Nothing is written past the last group.
-    """
+    Group j of a kernel offset with n groups sorts by (2 j + 1) / 2 n, ties by the lower offset: of another offset's n'
+    groups as many precede it as there are odd numbers below (2 j + 1) n' / n. Entries past the last group are not
+    written."""
     g = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _rank(ends, taps, ranks, g, group, capacity, blocks, K, LANES, BLOCK)
 
@@ -86,8 +86,8 @@ def _list(
     rows, live, r, block, ends, ranks, inputs, outputs, status, group, capacity, blocks, volume,
     LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """See list_pairs; of rows r [1, ROWS], a block."""
-    # Rows are the fast axis: pairs of one offset are contiguous.
+    """list_pairs for the rows r [1, ROWS] of one block."""
+    # Rows are the fast axis: an offset's pairs are stored contiguously.
     entry = tl.zeros([1], tl.int64)
     for start in range(0, volume, LANES):
         lane = start + tl.arange(0, LANES)
@@ -118,8 +118,8 @@ def list_pairs(
     rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Pairs by kernel offset, then by output; if RANKED in groups of `group`, each at the position of its rank.
-    capacity: in pairs, or groups if RANKED; reports overflow."""
+    """Write pairs by kernel offset, then by output; if RANKED in groups of `group` pairs, each at its rank's position.
+    capacity: in pairs, or groups if RANKED; what exceeds it sets OVERFLOW."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
     _list(
@@ -130,7 +130,7 @@ def list_pairs(
 
 @triton.jit
 def _own(plan, row, program, maps):
-    """(map, number of a program among its own). row: of `plan`, the programs of the maps before."""
+    """(map of a program, its index among the map's programs). row: of `plan`, with the programs of the maps before."""
     lane = tl.arange(0, SIDE)
     before = tl.load(plan + row * SIDE + lane, mask=lane < maps, other=2**62)
     m = tl.sum((before <= program).to(tl.int32)) - 1
@@ -139,13 +139,12 @@ def _own(plan, row, program, maps):
 
 @triton.jit
 def _fact(plan, row, m):
-    """Of a map: an entry of its column."""
     return tl.load(plan + row * SIDE + m)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def count_pairs(plan, masks, sums, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr):
-    """pair_counts of several maps of at most LANES kernel offsets."""
+    """pair_counts for several maps of at most LANES kernel offsets."""
     m, block = _own(plan, BLOCKS_BEFORE, tl.program_id(0), maps)
     rows, k = _fact(plan, MAP_ROWS, m), tl.arange(0, LANES)
     r = block * ROWS + tl.arange(0, ROWS)
@@ -157,7 +156,7 @@ def count_pairs(plan, masks, sums, maps: "i64", ROWS: tl.constexpr, LANES: tl.co
 
 @triton.jit
 def end_pairs(plan, ends, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """In place the prefix counts of one kernel offset of one map; SIDE programs a map."""
+    """In-place inclusive prefix sum of one map's counts of one kernel offset; SIDE programs per map."""
     m, k = tl.program_id(0) // SIDE, tl.program_id(0) % SIDE
     if k < _fact(plan, VOLUME, m):
         blocks = tl.cdiv(_fact(plan, MAP_ROWS, m), ROWS)
@@ -168,7 +167,7 @@ def end_pairs(plan, ends, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def rank_all(
     plan, ends, taps, ranks, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """rank_groups of several maps."""
+    """rank_groups for several maps."""
     m, program = _own(plan, RANKED_BEFORE, tl.program_id(0), maps)
     first, g = _fact(plan, GROUPS_BEFORE, m), program * BLOCK + tl.arange(0, BLOCK)
     _rank(
@@ -181,7 +180,7 @@ def rank_all(
 def list_all(
     plan, tables, ends, ranks, inputs, outputs, status, maps: "i64", ROWS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """list_pairs, RANKED, of several maps."""
+    """list_pairs, RANKED, for several maps."""
     m, block = _own(plan, BLOCKS_BEFORE, tl.program_id(0), maps)
     rows, first = _fact(plan, MAP_ROWS, m), _fact(plan, PAIRS, m)
     r = (block * ROWS + tl.arange(0, ROWS))[None, :]

@@ -1,6 +1,6 @@
 """Runs of equal values in a sorted array, longest first, optionally cut into pieces.
 
-A kernel if runs are few, or if their ends are known and all are short; else plain torch (`*_torch`), bitwise equal."""
+Kernels sort few runs, or short runs with known ends; plain torch (`*_torch`) sorts others, bitwise equally."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from pumice.runtime.launch import has_triton, kernel
 
-_SIDES = (128, 512, 2048)  # Maximum runs that one program sorts: few variants, as each compiles a sort
-_LONG = (1 << 20) - 2  # Length from which on runs compare equal: length and index share an integer of 31 bits
+_SIDES = (128, 512, 2048)  # Sizes of order_runs, in runs: few, as each compiles a sort
+_LONG = (1 << 20) - 2  # Lengths from here on compare as equal: length and index share 31 bits
 _BINS = 1024  # Maximum bins of the counting sort by length
 _MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
-_BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and how many it counts at a time
-WHOLE = 1 << 30  # A piece length: runs are not cut
+_BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and runs it counts per step
+WHOLE = 1 << 30  # Maximum piece length that leaves runs uncut
 
 
 class Runs(NamedTuple):
-    """Entries starts[j] <= p < stops[j] have the value values[j]; int32 [n] each."""
+    """Runs, int32 [n] each: entries p with starts[j] <= p < stops[j] have the value values[j]."""
 
     values: Tensor
     starts: Tensor
@@ -30,7 +30,7 @@ class Runs(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Pieces of runs, int32 [n] each. firsts: index of the run's first piece; numbers: its pieces, 0 for padding."""
+    """Pieces of Runs, int32 [n] each. firsts: index of the run's first piece; numbers: of its pieces, 0 for padding."""
 
     values: Tensor
     starts: Tensor
@@ -41,8 +41,8 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunInfo:
-    """Known runs of an array. version: the array's, when registered; size: its entries; longest: upper bound of a run's
-    length; requested: piece lengths requested so far; pieces: those available, by length."""
+    """Known runs of an array. version: of the array when registered; size: its entries; ends: see RunRegistry; longest:
+    upper bound of run lengths; requested: piece lengths requested so far; pieces: those computed, by piece length."""
 
     array: weakref.ref[Tensor]
     version: int
@@ -63,13 +63,13 @@ class RunInfo:
         return 0 < self.count <= _MANY and self.longest + 2 <= _BINS and has_triton(self.ends)
 
     def numbers(self, most: int) -> tuple[int, int, int, int]:
-        """Kernel arguments: entries and runs of the array, piece length, maximum number of pieces."""
+        """Kernel arguments: entries, runs, maximum piece length, maximum number of pieces."""
         return self.size, self.count, most, self.count + self.size // most
 
 
 class RunRegistry:
-    """Known ends of the runs of arrays: int32 [count], inclusive prefix counts of the values 0 to count - 1, which may
-    exceed the array's size. An entry is dropped with its array."""
+    """Run ends of sorted arrays. ends int32 [count]: inclusive prefix counts of the values 0 to count - 1, which may
+    exceed the array's size. An entry is dropped when its array is freed, and ignored once the array is written."""
 
     def __init__(self) -> None:
         self._runs: dict[int, RunInfo] = {}
@@ -82,7 +82,7 @@ class RunRegistry:
         piece_sizes: set[int] | None = None,
         pieces: dict[int, Pieces] | None = None,
     ) -> None:
-        """Register an array's run ends. longest, piece_sizes (`requested`), pieces: see RunInfo."""
+        """Register an array's run ends, unless it is an inference tensor. piece_sizes: RunInfo.requested."""
         key = id(array)
         if not array.is_inference():
             known = weakref.ref(array, lambda _: self._runs.pop(key, None))
@@ -90,7 +90,7 @@ class RunRegistry:
             self._runs[key] = RunInfo(*facts, set() if piece_sizes is None else piece_sizes, pieces or {})
 
     def get(self, array: Tensor, count: int) -> RunInfo | None:
-        """The runs registered for the array and `count` values, or None."""
+        """The info registered for the array if it has `count` runs, else None."""
         info = self._runs.get(id(array))
         if info is None or info.array() is not array or info.version != array._version:
             return None
@@ -113,15 +113,14 @@ def segments_by_length(array: Tensor, count: int) -> Runs:
 
 
 def segments_by_length_torch(array: Tensor, count: int) -> Runs:
-    """As segments_by_length, in plain torch."""
     bounds = bounds_of(array, count)
     order = _descending_order(bounds.diff())
     return Runs(order.int(), bounds[:-1][order], bounds[1:][order])
 
 
 def split_runs(array: Tensor, count: int, most: int) -> Pieces:
-    """The runs in pieces of about equal length, at most `most` entries each: longer runs first, an empty run is one
-    piece. The list has its worst-case length, so that there is no host synchronisation."""
+    """The runs cut into pieces of about equal length, at most `most` entries each; longest runs first, an empty run is
+    one piece. Lists are padded to the maximum number of pieces: no host synchronisation."""
     info = RUNS.get(array, count)
     if info is not None and info.can_count_sort:
         return _count_sorted(info, most)
@@ -134,7 +133,7 @@ def split_runs(array: Tensor, count: int, most: int) -> Pieces:
 
 
 def cached_pieces(array: Tensor, count: int, most: int) -> Pieces | None:
-    """The cached result of `split_runs`, or None; records the request."""
+    """The cached result of `split_runs`, or None; adds `most` to RunInfo.requested."""
     info = RUNS.get(array, count)
     if info is None:
         return None
@@ -143,8 +142,8 @@ def cached_pieces(array: Tensor, count: int, most: int) -> Pieces | None:
 
 
 def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set[int]) -> None:
-    """Register the run ends of an array and compute its pieces for the lengths in `requested`, requested by earlier
-    passes; requests of this pass are added to `requested`."""
+    """Register the run ends of an array and compute its pieces for the lengths that earlier passes requested.
+    cached_pieces adds those of this pass to `requested`."""
     RUNS.register(array, ends, longest, requested)
     info = RUNS.get(array, ends.shape[0])
     if info is not None:
@@ -156,7 +155,6 @@ def register_and_split(array: Tensor, ends: Tensor, longest: int, requested: set
 
 
 def split_runs_torch(array: Tensor, count: int, most: int) -> Pieces:
-    """As split_runs, in plain torch."""
     bounds = bounds_of(array, count)
     lengths = bounds.diff()
     order = _descending_order(lengths)
@@ -178,7 +176,7 @@ def split_runs_torch(array: Tensor, count: int, most: int) -> Pieces:
 
 
 def bounds_of(array: Tensor, count: int) -> Tensor:
-    """int32 [count + 1]: start of each value's run, and the end of the last."""
+    """int32 [count + 1]: start of each value's run in a sorted array, and the end of the last."""
     values = torch.arange(count + 1, device=array.device, dtype=array.dtype)
     return torch.searchsorted(array.contiguous(), values, out_int32=True)
 
@@ -219,6 +217,6 @@ def _count_sorted(info: RunInfo, most: int) -> Pieces:
 
 
 def count_sort_constants(count: int, longest: int) -> dict[str, int]:
-    """Constants of the counting sort; the last bin is for lanes without a run."""
+    """Constants of the counting-sort kernel for `count` runs; the last bin is for lanes without a run."""
     chunk = _CHUNKS[count > _CHUNKS[0]]
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

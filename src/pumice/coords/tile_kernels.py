@@ -32,7 +32,7 @@ def _meets(masks, groups, r, g, live, known, WORDS: tl.constexpr):
 
 @triton.jit
 def _step(rows, sampled):
-    """Sampling stride over `rows` rows."""
+    """Stride to sample at most `sampled` of `rows` rows."""
     return tl.maximum((rows + sampled - 1) // sampled, 1)
 
 
@@ -41,7 +41,7 @@ def count_groups(
     masks, count, groups, totals, sampled: "i64", capacity: "i64",
     G: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """totals[g] += number of sampled rows (at most `sampled`) that have any kernel offset of group g."""
+    """totals[g] += number of sampled rows (at most `sampled`) with any kernel offset of group g."""
     rows = tl.load(count).to(tl.int64)
     r = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None] * _step(rows, sampled)
     live = r < rows
@@ -54,7 +54,7 @@ def count_groups(
 
 @triton.jit
 def _chosen(groups, totals, rows, width, G: tl.constexpr, WORDS: tl.constexpr, SIDE: tl.constexpr):
-    """The group behind bit p of the sort key, for p < width of 32 lanes. totals: rows per group, out of `rows`."""
+    """[32]: index of the group for bit p of the sort key, for p < width. totals: rows per group, out of `rows`."""
     g = tl.arange(0, SIDE)
     uneven = tl.abs(2 * tl.load(totals + g, mask=g < G, other=0).to(tl.int64) - rows)
     even = tl.sort(tl.where(g < G, uneven * SIDE + g, 2**63 - 1))
@@ -99,14 +99,14 @@ def tile_taps(
     masks, count, order, slots, active, counts, first: "i64", last: "i64", capacity: "i64",
     K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """slots[t, b]: row in slot b of tile t, -1 for padding; active: kernel offsets that any of them has.
-    counts[t]: number of active offsets. SORTED: rows follow `order`, else their own order."""
+    """slots[t, b]: row in slot b of tile t, -1 for padding. active[t, k]: 1 if any row of the tile has kernel offset k
+    and first <= k < last. counts[t]: number of active offsets. SORTED: rows are in `order`, else in their own order."""
     WORDS: tl.constexpr = (K + 30) // 31
     t = tl.program_id(0).to(tl.int64)
     at = t * BLOCK + tl.arange(0, BLOCK)
     live = (at < tl.load(count)) & (at < capacity)
     if SORTED:
-        # Do not wait for the count before this load.
+        # Masked by capacity: the load does not wait for that of the count.
         r = tl.load(order + at, mask=at < capacity, other=0).to(tl.int64)
     else:
         r = at
@@ -146,7 +146,7 @@ def fill_tiles(
     K: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of tile t, one per active kernel offset, from ends[t - 1] on: offset, t, inputs of its rows.
-    Overflow of `capacity` is reported. Programs past the tiles write LANES padding entries (tile T, inputs -1) each."""
+    More than `capacity` set OVERFLOW. Programs past the T tiles write LANES padding entries each: tile T, inputs -1."""
     t = tl.program_id(0)
     b = tl.arange(0, BLOCK)[:, None]
     lane = tl.arange(0, LANES)
@@ -189,7 +189,7 @@ def transpose_table(rows, count, turned, K: tl.constexpr, ROWS: tl.constexpr, LA
 
 @triton.jit
 def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
-    """(digit, entry = key << 32 | row) of each row, the greatest digit past the last. FIRST: `keys` has bare keys."""
+    """(digit, entry: key << 32 | row) at positions r, the greatest digit past the end. FIRST: `keys` has keys only."""
     if FIRST:
         entry = (tl.load(keys + r, mask=r < capacity, other=2**31 - 1).to(tl.int64) << 32) | r
     else:
@@ -201,8 +201,8 @@ def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
 def scan_digits(
     counts, total, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks. BLOCK: if not 0, only the blocks of this
-    many rows that `total` rows take."""
+    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks. If BLOCK, `blocks` is replaced by the
+    number of BLOCK-row blocks that `total` rows take."""
     if BLOCK:
         blocks = ((tl.load(total) + BLOCK - 1) // BLOCK).to(tl.int64)
     d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -220,8 +220,8 @@ def place_digits(
     keys, starts, later, found, total, shift: "i64", capacity: "i64", blocks: "i64",
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Scatter the program's entries to their stable order by digit. COUNTED: `total` of them, else `capacity`.
-    starts: from scan_digits. later[q, d] += entries of next digit d placed in block q. LAST: write only rows."""
+    """Scatter a block's entries into stable order by digit. COUNTED: there are `total` entries, else `capacity`.
+    starts: from scan_digits. LAST: write rows only; else later[q, d] += entries of next digit d placed in block q."""
     if COUNTED:
         capacity = tl.load(total).to(tl.int64)
         blocks = (capacity + BLOCK - 1) // BLOCK
@@ -234,13 +234,12 @@ def _place(
     keys, starts, later, found, shift, capacity, blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """See place_digits."""
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(starts + blocks * BINS + bins)
     mine = tl.load(starts + p * BINS + bins)
     own = tl.load(starts + (p + 1) * BINS + bins) - mine
-    # Global start of the program's digit d, less its start within the program.
+    # By digit: first position of the program's entries in the result, less that within the program.
     begin = tl.cumsum(totals, axis=0) - totals + mine - (tl.cumsum(own, axis=0) - own)
     first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
     digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
@@ -276,8 +275,8 @@ def order_runs(
     size: "i64", steps: "i64", count: "i64", most: "i64", places: "i64",
     LONG: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Runs of the values 0 to count - 1 in a sorted array of `size` entries, longest first; one program.
-    PIECES: cut into pieces of at most `most` entries, a list of length `places`. steps: bits of size. SIDE: 2**BITS."""
+    """Write runs of the values 0 to count - 1 in a sorted array of `size` entries, longest first; one program. PIECES:
+    runs cut into pieces of at most `most` entries, `places` with padding. steps: bits of size. SIDE: 2**BITS."""
     i = tl.arange(0, SIDE)
     live = i < count
     begin = _first_not_below(array, i, size, steps)
@@ -290,7 +289,7 @@ def order_runs(
         each = (length + number - 1) // tl.maximum(number, 1)
         for first in range(0, places.to(tl.int32), SIDE):
             p = first + i
-            # Number of runs that end before this position.
+            # Binary search: number of runs whose pieces end before or at p.
             owner = tl.zeros_like(p)
             for bit in tl.static_range(1, BITS + 1):
                 ahead = owner + (SIDE >> bit)
@@ -314,7 +313,7 @@ def order_runs(
 
 @triton.jit
 def _run(ends, i, count, size):
-    """(start, length) of run i in an array of `size` entries; length 0 if i is no run."""
+    """(start, length) of run i in an array of `size` entries; length 0 if i >= count."""
     begin = tl.minimum(tl.load(ends + i - 1, mask=(i > 0) & (i < count), other=0), size)
     return begin, tl.maximum(tl.minimum(tl.load(ends + i, mask=i < count, other=0), size) - begin, 0)
 
@@ -324,8 +323,8 @@ def _in_order(
     ends, values, starts, stops, firsts, numbers, program, programs, size, count, most, places,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the pieces of the program's BLOCK runs at their positions in the global order by falling length.
-    A counting sort: a run follows the longer ones and the earlier ones of its length. Lengths are below BINS - 1."""
+    """Write the pieces of the program's BLOCK runs at their positions in the order of all runs, longest first.
+    A counting sort: a run follows longer ones, and earlier ones of equal length. Lengths must be below BINS - 1."""
     first = program * BLOCK
     bins = tl.arange(0, BINS)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
@@ -370,7 +369,7 @@ def order_counted(
     ends, values, starts, stops, firsts, numbers, size: "i64", count: "i64", most: "i64", places: "i64",
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """As order_runs with PIECES, for short runs with known ends, which may exceed the array's `size`."""
+    """As order_runs with PIECES, for short runs with known ends; ends past the array's `size` are clamped to it."""
     _in_order(
         ends, values, starts, stops, firsts, numbers, tl.program_id(0), tl.num_programs(0),
         size.to(tl.int32), count.to(tl.int32), most.to(tl.int32), places.to(tl.int32), BINS, BLOCK, CHUNK,

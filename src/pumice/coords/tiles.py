@@ -1,7 +1,7 @@
 """Layouts of kernel maps for feature kernels: row orders, tiles that share kernel offsets, pair lists per offset.
 
-Every stage is a Triton kernel or, where none runs, plain torch (`*_torch`), bit for bit the same. No stage synchronises
-with the host: sizes stay on the device; `fill_tiles`, `list_pairs` and `group_pairs` take capacities."""
+Every stage is a Triton kernel or, without Triton, plain torch (`*_torch`), with bitwise equal results. Kernels never
+synchronise with the host: sizes stay on the device; `fill_tiles`, `list_pairs`, `group_pairs` take capacities."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pumice.coords.segments import RUNS
 from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
 from pumice.runtime.parts import Array
 
-BLOCK_ROWS = 128  # Rows of one program, and of one block of pair_counts
+BLOCK_ROWS = 128  # Rows per program of pair and transposition kernels, and per block of pair_counts
 _SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
-_COUNTED = 128  # Rows of one program that counts groups
-_KEYS = 512  # Rows of one program that makes keys
-RANKED = 64  # Groups of pairs that one program ranks
+_COUNTED = 128  # Sampled rows per program of count_groups
+_KEYS = 512  # Rows per program of gray_keys
+RANKED = 64  # Pair groups per program of rank_groups
 _SUMMED = 2048  # Tiles per step of the prefix sum of entries
-_FEW = 10  # Number of kernel offsets up to which each has a bit of one digit
-_BITS = 20  # Bits of the sort key, two digits; for masks of several words as many as an int32 holds
+_FEW = 10  # Maximum kernel offsets to sort by offsets alone, not by planes too: their bits fill one radix-sort digit
+_BITS = 20  # Maximum groups in a sort key, two radix-sort digits; if it covers more than WORD offsets, WORD groups
 
 
 class TileList(NamedTuple):
-    """Tiles of B outputs, each with only the kernel offsets that any of its outputs has.
+    """Tiles of B outputs for implicit GEMM, each with only the kernel offsets that any of its outputs has.
 
     rows int32 [T, B]: outputs of each tile, -1 for padding.
     tiles int32 [E]: tile of each (tile, offset) entry, non-decreasing, T for padding entries; taps int32 [E]: offset.
@@ -52,7 +52,7 @@ class PairGroups(NamedTuple):
     """The pairs of each kernel offset in groups of Q, the last group of an offset padded with -1.
 
     taps int32 [G]: offset of each group, -1 for padding groups and for ones dropped on overflow; inputs, outputs
-    int32 [G, Q]. Groups are sorted by their relative position within their offsets: nearby groups read the same rows.
+    int32 [G, Q]. Groups are sorted by relative position within their offset, so that nearby groups read the same rows.
     """
 
     taps: Tensor
@@ -64,8 +64,8 @@ class PairGroups(NamedTuple):
 class SortSpec:
     """How rows are sorted into tiles.
 
-    first, last: only kernel offsets [first, last) are used (a mask split). superblock: sort within blocks of this many
-    rows, a power of two, for cache locality; 0 sorts all rows together. sort: False keeps the rows' order."""
+    first, last: tiles have only kernel offsets first <= k < last (a mask split). superblock: sort within blocks of this
+    many rows, a power of two, for cache locality; 0 sorts all rows together. sort: False keeps the rows' order."""
 
     first: int
     last: int
@@ -74,7 +74,7 @@ class SortSpec:
 
     @staticmethod
     def splits(volume: int, count: int, superblock: int = 0) -> tuple[SortSpec, ...]:
-        """`count` orders over equal ranges of offsets (TorchSparse++, section 4.1); 0: all offsets, unsorted."""
+        """`count` specs for equal ranges of kernel offsets (TorchSparse++, section 4.1); 0: one, of all, unsorted."""
         if count == 0:
             return (SortSpec(0, volume, sort=False),)
         edges = [round(volume * n / count) for n in range(count + 1)]
@@ -83,8 +83,8 @@ class SortSpec:
 
 @dataclass(frozen=True, eq=False)
 class Tiling:
-    """Tiles before their entries are written.
-    slots int32 [T, B]: outputs of each tile, -1 for padding. active int8 [T, K]: 1 if any of them has kernel offset k.
+    """Tiles of B outputs, from which fill_tiles makes a TileList.
+    slots int32 [T, B]: outputs of each tile, -1 for padding. active int8 [T, K]: 1 if any output has kernel offset k.
     ends int32 [T]: inclusive prefix sum of the tiles' entries."""
 
     slots: Tensor
@@ -93,12 +93,12 @@ class Tiling:
 
     @property
     def entries(self) -> Tensor:
-        """int32 [1] on the device ([0] without tiles): number of entries."""
+        """int32 [1] on the device, or [0] without tiles: number of entries."""
         return self.ends[-1:]
 
 
 def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, how: SortSpec) -> Tiling:
-    """Tiles of `block` outputs of rows with these masks; no host synchronisation."""
+    """Tiles of `block` outputs for rows with these masks; with Triton, no host synchronisation."""
     order = sort_rows(masks, count, groups_of(relation, how, masks.device), how) if how.sort else None
     return assign_tiles(masks, count, order, how, (block, len(relation.offsets)))
 
@@ -106,7 +106,7 @@ def build_tiling(masks: Tensor, count: Tensor, relation: Relation, block: int, h
 @cached_device_constant(256)
 def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor:
     """int32 [G, ceil(K / 31) + 1]: mask words of groups of kernel offsets to sort by; last column: offsets per group.
-    First each offset of `how`, then, unless these are few, each plane; none with a submanifold map's centre offset."""
+    First each offset of `how`, then each plane if offsets exceed _FEW; none with a submanifold map's centre offset."""
     volume, used = len(relation.offsets), range(how.first, how.last)
     groups = [[tap] for tap in used]
     if len(used) > _FEW:
@@ -123,7 +123,7 @@ def groups_of(relation: Relation, how: SortSpec, device: torch.device) -> Tensor
 
 
 def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | None = None) -> Tensor:
-    """int32 [G]: number of sampled rows that have any offset of a group. blank: an optional zeroed output, [G]."""
+    """int32 [G]: number of sampled rows with any kernel offset of a group. blank: an optional zeroed output, [G]."""
     if not has_triton(masks):
         return group_totals_torch(masks, count, groups)
     totals = torch.zeros(groups.shape[0], dtype=torch.int32, device=masks.device) if blank is None else blank
@@ -134,15 +134,14 @@ def group_totals(masks: Tensor, count: Tensor, groups: Tensor, blank: Tensor | N
 
 
 def group_totals_torch(masks: Tensor, count: Tensor, groups: Tensor) -> Tensor:
-    """As group_totals, in plain torch."""
     step = _step(count)
     return (_has_any(masks[::step], groups) & _valid_rows(masks, count)[::step, None]).sum(0, dtype=torch.int32)
 
 
 def select_groups(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> Tensor:
-    """int64 [width]: the groups to sort by, lowest bit first. totals: rows per group, out of `rows`.
-    Groups that about half of the rows have are most selective. A group's bit is the higher, the greater the number of
-    rows without it times its offsets: that is what separate tiles save."""
+    """int64 [width]: indices of groups to sort by, lowest bit first. totals: rows per group, out of `rows`.
+    Selects groups that about half of the rows have, and orders them by (rows without the group) * (its offsets), which
+    is what separate tiles save."""
     uneven = (2 * totals.long() - rows).abs()
     taken = torch.sort(torch.sort(uneven, stable=True)[1][:width])[0]
     weights = groups[taken, -1] * (rows - totals[taken].long())
@@ -150,7 +149,7 @@ def select_groups(groups: Tensor, totals: Tensor, rows: Tensor, width: int) -> T
 
 
 def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
-    """int32 [K, ceil(N / 128)]: prefix counts over row blocks of rows with kernel offset k; last column: totals."""
+    """int32 [K, ceil(N / 128)]: inclusive prefix counts over row blocks of rows with kernel offset k."""
     if not has_triton(masks):
         return pair_counts_torch(masks, count, volume)
     blocks, lanes = max(1, -(-masks.shape[0] // BLOCK_ROWS)), lanes_of(volume)
@@ -161,7 +160,6 @@ def pair_counts(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 
 def pair_counts_torch(masks: Tensor, count: Tensor, volume: int) -> Tensor:
-    """As pair_counts, in plain torch."""
     blocks = max(1, -(-masks.shape[0] // BLOCK_ROWS))
     bits = torch.zeros(blocks * BLOCK_ROWS, volume, dtype=torch.int32, device=masks.device)
     bits[: masks.shape[0]] = _bits(masks, volume) * _valid_rows(masks, count)[:, None]
@@ -170,8 +168,8 @@ def pair_counts_torch(masks: Tensor, count: Tensor, volume: int) -> Tensor:
 
 def sort_rows(masks: Tensor, count: Tensor, groups: Tensor, how: SortSpec) -> Tensor:
     """int32 [N]: row order that puts rows with similar kernel offsets together, padding rows last.
-    Sorted by descending Gray-code rank of the chosen groups. With planes among the groups LiDAR scans need a tenth
-    fewer entries than with single offsets, shells as many (measured on five scenes)."""
+    Sorts by descending Gray-code rank of the selected groups. With planes among them LiDAR scans need a tenth fewer
+    tile entries than with single offsets, shells as many (measured on five scenes)."""
     digits = Digits.of(masks, _width(groups, how, masks.shape[0]) + _block_bits(how, masks.shape[0]))
     if digits is None:
         return stable_argsort_torch(gray_keys(masks, count, groups, group_totals(masks, count, groups), how))
@@ -188,7 +186,7 @@ def gray_keys(
     how: SortSpec,
     tally: tuple[Digits, Tensor] | None = None,
 ) -> Tensor:
-    """int32 [N]: sort keys. totals: from totals_of. tally: digits, and the tensor to count them in."""
+    """int32 [N]: sort keys. totals: from group_totals. tally: digits, and counts in which to count the lowest digit."""
     width, rows = _width(groups, how, masks.shape[0]), masks.shape[0]
     if not has_triton(masks):
         return gray_keys_torch(masks, count, groups, totals, how)
@@ -203,7 +201,6 @@ def gray_keys(
 
 
 def gray_keys_torch(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor, how: SortSpec) -> Tensor:
-    """As gray_keys, in plain torch."""
     width, step = _width(groups, how, masks.shape[0]), _step(count)
     met = _has_any(masks, groups[select_groups(groups, totals, (count + step - 1) // step, width)])
     rank = (met.long() << torch.arange(width, device=masks.device)).sum(1)
@@ -215,7 +212,7 @@ def gray_keys_torch(masks: Tensor, count: Tensor, groups: Tensor, totals: Tensor
 
 
 def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]) -> Tiling:
-    """Tiles of B rows in `order`, or their own order if None; shape: (B, K)."""
+    """Tiles of B rows in `order`, int32 [N], or in their own order if None. shape: (B, K)."""
     if not has_triton(masks):
         return assign_tiles_torch(masks, count, order, how, shape)
     block, volume = shape
@@ -234,7 +231,6 @@ def assign_tiles(masks: Tensor, count: Tensor, order: Tensor | None, how: SortSp
 def assign_tiles_torch(
     masks: Tensor, count: Tensor, order: Tensor | None, how: SortSpec, shape: tuple[int, int]
 ) -> Tiling:
-    """As assign_tiles, in plain torch."""
     block, volume = shape
     tiles, device = -(-masks.shape[0] // block), masks.device
     slots = torch.full((tiles * block,), -1, dtype=torch.int32, device=device)
@@ -248,7 +244,7 @@ def assign_tiles_torch(
 
 
 def fill_tiles(rows: Tensor, tiling: Tiling, capacity: int, status: Tensor | None = None) -> TileList:
-    """Tile entries, up to `capacity`. status: int32 [1], receives OVERFLOW; None: there are exactly as many."""
+    """The tile list, of `capacity` entries. status: int32 [1], receives OVERFLOW; None: the capacity is exact."""
     tiles, block = tiling.slots.shape
     device = rows.device
     tap, tile = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(2))
@@ -284,7 +280,7 @@ def fill_tiles_torch(rows: Tensor, tiling: Tiling, found: TileList, status: Tens
 def list_pairs(
     rows: Tensor, count: Tensor, ends: Tensor, capacity: int, status: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(inputs, outputs) int32 [room]: pairs by offset, then output, padded with -1. ends, status: see grouped."""
+    """(inputs, outputs) int32 [capacity]: pairs by offset, then output, padded with -1. Others: see group_pairs."""
     inputs, outputs = (_padding((capacity,), dtype=torch.int32, device=rows.device) for _ in range(2))
     overflow = new_status(rows.device) if status is None else status
     _list((rows, count, ends, ends, inputs, outputs, overflow), (1, capacity), ranked=False)
@@ -294,7 +290,7 @@ def list_pairs(
 def group_pairs(
     rows: Tensor, count: Tensor, ends: Tensor, shape: tuple[int, int], status: Tensor | None = None
 ) -> PairGroups:
-    """Pair groups, with capacity for G groups of Q. ends: from pair_counts. shape: (G, Q). status: see filled."""
+    """Pair groups of a neighbour table. ends: from pair_counts. shape: (G, Q), a capacity. status: see fill_tiles."""
     groups, size = shape
     inputs, outputs = (_padding(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
     overflow = new_status(rows.device) if status is None else status
@@ -334,7 +330,7 @@ def group_ranks_torch(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> 
 
 
 def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    """tensors: rows, count, ends, ranks, inputs, outputs, status. shape: (pairs per group, groups)."""
+    """tensors: rows, count, ends, ranks; to fill: inputs, outputs, status. shape: (pairs per group, groups)."""
     rows, _, ends, *_ = tensors
     if not has_triton(rows):
         return _list_torch(tensors, shape, ranked)
@@ -344,7 +340,6 @@ def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> No
 
 
 def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    """As _list, in plain torch."""
     rows, count, ends, ranks, inputs, outputs, status = tensors
     (size, groups), totals = shape, ends[:, -1].long()
     met = torch.where(_valid_rows(rows, count)[:, None], rows, -1).t()
@@ -367,7 +362,7 @@ def _groups_of(ends: Tensor, size: int) -> Tensor:
 
 
 def transpose_table(rows: Tensor, count: Tensor, inputs: int) -> Tensor:
-    """int32 [inputs, K]: the transposed table: turned[i, k] = o where rows[o, k] = i, else -1."""
+    """int32 [inputs, K]: the transposed neighbour table: turned[i, k] = o where rows[o, k] = i, else -1."""
     volume = rows.shape[1]
     turned = _padding((inputs, volume), dtype=torch.int32, device=rows.device)
     if not has_triton(rows):
@@ -401,7 +396,7 @@ def _has_any(masks: Tensor, groups: Tensor) -> Tensor:
 
 
 def _bits(masks: Tensor, volume: int) -> Tensor:
-    """int32 [N, K] of 0 and 1."""
+    """int32 [N, K]: bits of the mask words, 0 or 1."""
     taps = torch.arange(volume, device=masks.device)
     return (masks[:, taps // WORD] >> (taps % WORD).int()) & 1
 
@@ -416,7 +411,7 @@ def _step(count: Tensor) -> int:
 
 
 def _width(groups: Tensor, how: SortSpec, rows: int) -> int:
-    """Number of groups to sort by, leaving bits for superblocks; padding rows need none, as the sort is stable."""
+    """Number of groups to sort by: their bits and the superblock's fit the key. Padding rows need none: stable sort."""
     most = _BITS if how.last - how.first <= WORD else WORD
     return min(most, groups.shape[0], WORD - _block_bits(how, rows))
 
@@ -425,16 +420,16 @@ def _block_bits(how: SortSpec, rows: int) -> int:
     return (max(rows - 1, 0) >> _shift(how)).bit_length()
 
 
-_DIGIT = 10  # Maximum bits of a digit
+_DIGIT = 10  # Maximum bits of a radix-sort digit
 _MOST = 1 << 21  # Maximum keys times digits: torch.sort is faster beyond (on an H200)
-_BLOCK = 512  # Rows of a block, sorted locally
-_WARPS = 8  # Warps of a program that sorts a block
-_COLUMNS = 8  # Digits that a program of the prefix sum handles: 32 bytes of counts per block
+_BLOCK = 512  # Rows per block, which one program sorts by a digit
+_WARPS = 8  # Warps of place_digits
+_COLUMNS = 8  # Digit values per program of scan_digits: 32 bytes of counts per block
 _ADDED = 512  # Blocks per step of the prefix sum
 
 
 class Digits(NamedTuple):
-    """Decomposition of keys: `turns` digits of `width` bits, rows in blocks of `block`."""
+    """Radix sort of keys: `turns` passes, each by a digit of `width` bits, over blocks of `block` rows."""
 
     turns: int
     width: int
@@ -442,13 +437,13 @@ class Digits(NamedTuple):
 
     @staticmethod
     def of(keys: Tensor, bits: int) -> Digits | None:
-        """The digits of keys of `bits` bits; None: use torch.sort."""
+        """Digits for keys of `bits` bits; None if torch.sort is faster or Triton cannot run."""
         turns = max(1, -(-bits // _DIGIT))
         few = 0 < turns * keys.shape[0] <= _MOST
         return Digits(turns, -(-bits // turns), _BLOCK) if few and bits > 0 and has_triton(keys) else None
 
     def counts(self, keys: Tensor, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Zeroed int32 [turns, blocks + 1, 2**width], for the number of rows per block and digit, and [more]."""
+        """Zeroed int32 [turns, blocks + 1, 2**width], for rows per block and digit value, and zeroed int32 [more]."""
         shape = (self.turns, -(-keys.shape[0] // self.block) + 1, 1 << self.width)
         sizes = (math.prod(shape), more)
         counts, rest = torch.zeros(sum(sizes), dtype=torch.int32, device=keys.device).split(sizes)
@@ -463,8 +458,8 @@ def stable_argsort(
     rooms: Sequence[Array] = (),
 ) -> Any:
     """int32 [N]: stable argsort of non-negative keys int32 [N] by their lowest `digits`.
-    counts: from Digits.counts, with the rows of each block per lowest digit filled in. total: int32 [1] on the device:
-    only that many first keys are sorted, and as many entries written. rooms: where the result of each turn goes."""
+    counts: from Digits.counts, with counts of the lowest digit filled in. total: int32 [1] on the device, number of
+    leading keys to sort and of entries written; None: N. rooms: output array of each pass, allocated if empty."""
     starts = counts.unbind() if isinstance(counts, Tensor) else counts
     given = starts[0] if total is None else total
     bins, blocks, columns = 1 << digits.width, starts[0].shape[0] - 1, min(_COLUMNS, 1 << digits.width)
@@ -484,5 +479,4 @@ def stable_argsort(
 
 
 def stable_argsort_torch(keys: Tensor) -> Tensor:
-    """As stable_argsort, in plain torch."""
     return torch.sort(keys, stable=True)[1].int()
