@@ -1,4 +1,4 @@
-"""Kernels of all layers, compiled together when the first of them is called."""
+"""Parallel compilation of the kernels of all layers, started by the first call of any layer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pumice.runtime.compile import BACKGROUND, NEXT
 
 
 class Calls(NamedTuple):
-    """What the calls of a network have in common. like: features, of any shape; rows: about how many a scene has;
-    training: whether autograd records them."""
+    """Common properties of the calls of a network. like: features, of any shape; rows: of a scene, approximately;
+    training: True if autograd records the calls."""
 
     like: Tensor
     rows: int
@@ -24,7 +24,7 @@ class Calls(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """What kernels depend on."""
+        """Cache key: a layer is compiled once per kind."""
         return self.like.dtype, self.like.device, self.training
 
 
@@ -33,8 +33,8 @@ def _submit(task: Callable[[], object]) -> None:
 
 
 class Compilation(NamedTuple):
-    """A kernel of a layer. key: equal ones are the same kernel; run: what compiles it; back: whether the backward pass
-    needs it, not the forward pass; submit: what has it run in the background."""
+    """A task, `run`, that compiles kernels of a layer. key: equal for the same kernels; back: True if only the backward
+    pass needs them; submit: runs the task in the background."""
 
     key: Hashable
     run: Callable[[], object]
@@ -46,12 +46,12 @@ _Find = Callable[[Any, Calls], Iterable[Compilation]]
 _COMPILATIONS: dict[str, _Find] = {}
 _LOCK = Lock()
 _LAYERS = WeakIdKeyDictionary()
-"""Layers, with the kinds of calls that their kernels are compiled for."""
+"""By layer: the Calls.kind values for which its compilations were submitted."""
 
 
 def compilations_of(operation: str) -> Callable[[_Find], _Find]:
-    """Decorator of what gives, for a layer of an operation and calls, the kernels of such calls; none where the layer
-    is on another device."""
+    """Decorator that registers the function (layer, calls) -> compilations needed by such calls of a layer of an
+    operation; none if the layer is on another device."""
 
     def register(find: _Find) -> _Find:
         _COMPILATIONS[operation] = find
@@ -61,16 +61,16 @@ def compilations_of(operation: str) -> Callable[[_Find], _Find]:
 
 
 class CompiledTogether:
-    """Base of layers with kernels. operation: what they compute.
+    """Base class of layers with kernels. operation: the name given to `compilations_of`.
 
-    A layer that is called for the first time waits until its kernels are compiled, some 0.5 s each. No layer knows its
-    network: with the first one the kernels of all layers of the process are compiled in parallel.
+    The first call of a layer waits for its kernels to compile, about 0.5 s each. As a layer does not know its network,
+    the first call of any layer starts to compile the kernels of all layers in the process, in parallel.
     """
 
     operation: ClassVar[str]
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        # Copies and pickles of modules are made without __init__.
+        # Not in __init__, which copies and unpickled modules skip.
         made = super().__new__(cls)
         with _LOCK:
             _LAYERS[made] = set()
@@ -78,12 +78,12 @@ class CompiledTogether:
 
 
 def compilations(layer: CompiledTogether, calls: Calls) -> Iterable[Compilation]:
-    """The kernels of calls of a layer."""
+    """The compilations that such calls of a layer need."""
     return _COMPILATIONS[layer.operation](layer, calls)
 
 
 def compile_layers(calls: Calls) -> None:
-    """Begin to compile the kernels of all layers for such calls, once for each layer; nothing without a GPU."""
+    """Start to compile the kernels of all layers for such calls, once per layer and kind; no effect without a GPU."""
     if not calls.like.is_cuda:
         return
     kind = calls.kind
@@ -91,7 +91,7 @@ def compile_layers(calls: Calls) -> None:
         layers = [layer for layer, known in _LAYERS.items() if kind not in known]
     found = dict[Hashable, Compilation]()
     for layer in layers:
-        # What is wrong with a layer of another network, its own calls tell.
+        # An invalid layer, perhaps of another network, raises in its own calls.
         with suppress(Exception):
             own = [*compilations(layer, calls)]
             found |= {one.key: one for one in own}

@@ -1,7 +1,7 @@
 """The operator `pumice::einsum`: dispatch, fake implementation and derivatives of any order.
 
-It evaluates any statement of the language, and its gradients are statements too. Operands are a flat list of tensors
-that `names` describes (pumice.lower.plan.read); compiled code sees sparse operands only in this form.
+The operator evaluates any statement of the language; its gradients are statements too. Operands are a flat list of
+tensors that `names` describes (pumice.lower.plan.read); compiled code sees sparse operands only in this form.
 
 A convolution in named dataflows is a trilinear form of x, w and y; each pass is its derivative by one of them:
 
@@ -55,7 +55,7 @@ _LIBRARY.define(
 
 
 def uses_gpu(x: Tensor) -> bool:
-    """True if kernels compute with this tensor."""
+    """True if x is on a GPU, where cached kernel launches apply."""
     return x.is_cuda
 
 
@@ -66,7 +66,7 @@ DEVICES = ("cpu", "cuda", "meta")
 def einsum(
     operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
 ) -> Tensor:
-    """The result of the statement `text`; `shape`: of the target, if the caller knows it."""
+    """Evaluate the statement `text` on operands that `names` describes. shape: of the target, if known."""
     if operands:
         check_device(operands[0].device)
     # Plain calls, and calls without tensors, bypass the dispatcher.
@@ -112,14 +112,12 @@ def are_plain_tensors(operands: Sequence[Tensor]) -> bool:
 
 
 def _has_forward_tangent(operands: Sequence[Tensor]) -> bool:
-    """True if an operand has a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in operands)
 
 
 def _in_functorch_transform() -> bool:
-    """True within a torch.func transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -134,7 +132,7 @@ _ORDINARY = frozenset((Tensor, torch.nn.Parameter))
 def check_device(device: torch.device) -> None:
     """Raise DeviceError for an unsupported device."""
     if device.type not in DEVICES:
-        raise DeviceError(f"no back end computes on {device.type!r}; there are {', '.join(DEVICES)}")
+        raise DeviceError(f"device {device.type!r} is not supported; expected one of {', '.join(DEVICES)}")
 
 
 def _einsum(operands: list[Tensor], names: str, text: str, shape: list[int] | None, lowering: str) -> Tensor:
@@ -153,8 +151,8 @@ def _run_bucketed(operands: Sequence[Tensor], ask: plan.PlanRequest) -> Tensor:
 @lru_cache(maxsize=1024)
 def _convolution_request(names: str, text: str) -> plan.PlanRequest | None:
     """PlanRequest of a convolution or a derivative of one, None for other statements. Compiled code passes a kernel
-    map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands. static_rows: those of them
-    (and last the result) whose first axis is not a side of the map."""
+    map[o, k, i] as arrays, which differ per input. runtime_operands: the dense operands. static_rows: positions of
+    dense operands (last: of the result) whose first axis is neither the inputs nor the outputs of the map."""
     given, statement = plan.read(names), plan.statement_of(text, names)
     forms = given.forms.get("map", {})
     if len(given.forms) != 1 or not forms.keys() <= maps.FORMS.keys() or statement.reduction != "sum":
@@ -178,8 +176,9 @@ def _einsum_fake(operands: list[Tensor], names: str, text: str, shape: list[int]
 
 
 def writable(y: Tensor) -> Tensor:
-    """A result as a tensor over the same memory that is no view: autograd refuses in-place operators, as an activation
-    behind a layer may be, on a view that a custom function gives. Lowerings give views of memory that nobody has."""
+    """y, or a non-view over the same memory if y is a view: autograd forbids in-place operators (such as a following
+    activation) on a view that a custom function returns. Views that lowerings return are of memory not used
+    elsewhere."""
     return y.new_empty(0).set_(y) if y._is_view() else y  # pyright: ignore[reportArgumentType]
 
 
@@ -204,7 +203,7 @@ class _WithoutAutocast:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     operands, names, text, shape, lowering = inputs
-    # torch takes an empty list for a list of tensors, and expects a list of gradients.
+    # For an empty list, which torch takes for a list of tensors, it expects a list of gradients.
     ctx.none = [] if shape is not None and not len(shape) else None
     _keep(ctx, (names, text, lowering), operands, output)
 
@@ -238,7 +237,6 @@ class _EinsumFunction(torch.autograd.Function):
 
 
 def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of all operands."""
     *operands, last = (*ctx.saved_tensors, None) if not ctx.extreme else ctx.saved_tensors
     call = _CallFunction(operands, ctx.names, ctx.text, ctx.lowering, grad.shape)
     if not any(needed):
@@ -246,7 +244,7 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
     with plan.kernels.tiles_of(ctx.tiles):
         if not call.given.forms or call.statement.reduction == "sum":
             return _gradients(call, grad, last, needed)
-        # Only the storage form of a sparse operand tells which points exist.
+        # The points to take a max or min over are known only from the storage form of a sparse operand.
         call, places = call.over_arrays()
         found = _gradients(call, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
@@ -265,11 +263,11 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
 
 
 class DifferentiableCall:
-    """A call over a map, differentiable in its runtime operands. Only for calls where just autograd is active. The
-    arrays of the map are constant and need no gradient. Runtime operands, which come before these, have the shapes and
-    devices of `like`, or more axes and the same entries where the number of rows is fixed, and are cast to its dtype;
-    their gradients are not rounded to it. ask.static_rows excludes the result. ask.lowering applies to gradients too.
-    The reduction is a sum. axes: (dtype, number of axes) of each runtime operand."""
+    """A sum-reduction call over a kernel map, differentiable in its runtime operands; only for calls where just
+    autograd is active. The constant arrays of the map follow the runtime operands, which have the devices and, up to
+    row counts, the shapes of `like`; one with a fixed row count may have more axes and as many elements. They are cast
+    to the dtype of `like`, their gradients are not. request.static_rows excludes the result; request.lowering applies
+    to gradients too. axes: (dtype, number of axes) of each runtime operand."""
 
     def __init__(
         self,
@@ -278,8 +276,7 @@ class DifferentiableCall:
         arrays: maps.MapArrays,
         launches: dict[Hashable, BoundCall],
     ) -> None:
-        """like: example runtime operands, and the dtype; arrays: of the map; launches: of calls over the map, by
-        signature."""
+        """like: (example runtime operands, dtype); arrays: of the map; launches: over the map, by signature."""
         assert plan.statement_of(request.text, request.names).reduction == "sum"
         given, dtype = like
         assert request.runtime_operands == tuple(range(len(given)))
@@ -287,14 +284,14 @@ class DifferentiableCall:
         self.axes, self._shapes = [(dtype, x.ndim) for x in given], [x.shape for x in given]
         dynamic = tuple([place not in request.static_rows for place in request.runtime_operands])
         self._dynamic = {len(given): dynamic, len(given) + 1: (*dynamic, True)}
-        # By gradient (None: the result) and determinism.
+        # By (gradient or None for the result, deterministic algorithms).
         self._plans: dict[tuple[_Gradient | None, bool], list[_Part]] = {}
 
     def __call__(self, *given: Tensor) -> Tensor:
         return _BoundCallFunction.apply(self, *given)
 
     def cast(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The runtime operands in the dtype and with the axes of the call."""
+        """The runtime operands, cast to the dtype and reshaped to the axes of the call."""
         every = zip(operands, self.axes, strict=True)
         return [x if (x.dtype, x.ndim) == axes else self._cast(x, n) for n, (x, axes) in enumerate(every)]
 
@@ -303,7 +300,7 @@ class DifferentiableCall:
         return x if x.ndim == len(shape) else x.reshape(shape)
 
     def compute(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Tensor:
-        """The result from the runtime operands or, with `of`, the gradient of one from them and the output gradient."""
+        """The result or, with `of`, a gradient. tensors: the runtime operands and, with `of`, the output gradient."""
         call = self._known_launch(tensors, of)
         y = None if call is None else call(tensors)
         if y is None:
@@ -319,8 +316,8 @@ class DifferentiableCall:
         return y if of is None or y.dtype == of[1] else y.to(of[1])
 
     def compilation(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> Callable[[], object] | None:
-        """Keep the template of a result, or of a gradient, that was not computed, and return what compiles its kernel
-        for these sizes; None where that is compiled, or several kernels."""
+        """Cache the template of a result, or of a gradient, without computing it. Returns the task that compiles its
+        kernel for these sizes; None if it is compiled, or for several kernels."""
         with autocast_disabled(tensors):
             parts = self._planned(tensors, of)
         call = self._map_call(parts, tensors, of)
@@ -332,7 +329,7 @@ class DifferentiableCall:
         return parts[0][0].compilation(call, tensors, parts[0][1])
 
     def splits(self, tensors: Sequence[Tensor], of: _Gradient | None = None) -> bool:
-        """True if a result, or a gradient, is one kernel with programs that add to each value."""
+        """True if the result, or a gradient, is a split-K kernel, in which several programs add to each element."""
         with autocast_disabled(tensors):
             kernel = self._planned(tensors, of)[0][0].kernel
         return kernel is not None and kernel.executor.splits > 1
@@ -350,7 +347,7 @@ class DifferentiableCall:
         return [None if x is None else x.to(dtype) for x, dtype in zip(every, wanted, strict=False)]
 
     def _known_launch(self, tensors: Sequence[Tensor], of: _Gradient | None) -> BoundCall | None:
-        """The launch, as there was one over this map or another; else None."""
+        """The launch cached for this map, or instantiated from a template of another map; else None."""
         if not uses_gpu(tensors[0]):
             return None
         dynamic = self._dynamic[len(tensors)]
@@ -363,7 +360,7 @@ class DifferentiableCall:
         return call
 
     def _map_call(self, parts: Sequence[_Part], tensors: Sequence[Tensor], of: _Gradient | None) -> MapCall | None:
-        """The call over the map where it is one kernel."""
+        """The MapCall of the result or gradient; None if it takes several kernels."""
         dynamic = self._dynamic[len(tensors)]
         signature = call_signature(tensors, dynamic, self._request.text, of)
         on = keep_arrays_read(signature, self._arrays, parts[0][0].kernel if len(parts) == 1 else None)
@@ -376,7 +373,7 @@ class DifferentiableCall:
         return self._request.shape if of is None else tuple(tensors[of[0]].shape)
 
     def _planned(self, tensors: Sequence[Tensor], of: _Gradient | None) -> list[_Part]:
-        """Plans whose results add up to the result or gradient."""
+        """Cached plans whose sum is the result or the gradient."""
         key = of, plan.deterministic()
         if key not in self._plans:
             if of is None:
@@ -387,7 +384,7 @@ class DifferentiableCall:
         return self._plans[key]
 
     def _derivatives(self, number: int, given: Sequence[Tensor], grad: Tensor, dtype: torch.dtype) -> list[_Part]:
-        """Plans of the statements whose sum is a gradient."""
+        """Plans whose sum is the gradient of runtime operand `number`, in `dtype`."""
         call, place, request = self._call(given, grad), self._request.runtime_operands[number], self._request
         everything, sources = (*call.operands, grad), (*request.runtime_operands, len(call.operands))
         found = []
@@ -411,9 +408,9 @@ class DifferentiableCall:
 
 
 _Gradient = tuple[int, torch.dtype]
-"""Number of the runtime operand, and dtype."""
+"""A gradient: (number of the runtime operand, dtype)."""
 _Part = tuple[plan.Plan, tuple[int, ...]]
-"""A plan, and which of (runtime operands..., output gradient) it takes."""
+"""(plan, positions of its operands in (runtime operands..., output gradient))."""
 
 
 class _BoundCallFunction(torch.autograd.Function):
@@ -445,7 +442,7 @@ class _BoundCallFunction(torch.autograd.Function):
 
 
 class _CallFunction:
-    """Derivatives of one call."""
+    """The operands of an einsum call, and its derivatives."""
 
     def __init__(self, operands: Sequence[Tensor], names: str, text: str, lowering: str, shape: Sequence[int]) -> None:
         self.operands, self.names, self.text, self.shape = operands, names, text, shape
@@ -463,7 +460,7 @@ class _CallFunction:
         return shapes if known else None
 
     def over_arrays(self) -> tuple[_CallFunction, list[int]]:
-        """The call rewritten over the arrays of its sparse operands, and their operand positions."""
+        """(the call rewritten over the arrays of its sparse operands, operand position of each array)."""
         forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
         (step,) = plan.rewritten(self.text, self.names, forms).steps
         known = plan.array_places(self.names, self.text, forms)
@@ -475,7 +472,7 @@ class _CallFunction:
     def shared(
         self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The gradient of each contributing point, and in `grads` that of the target's old values."""
+        """(gradient of each contributing point, grads); sets the gradient of the target's old values in grads."""
         statement, target = self.statement, self.given.places.get((self.statement.target.name, "", 0, ""))
         if statement.reduction == "sum":
             if statement.accumulate and target is not None and needed[target]:
@@ -560,7 +557,7 @@ class _CallFunction:
         return einsum([given[place] for place in places], names, text, shape, self.lowering)
 
     def _with_ranges(self, new: Statement) -> Statement:
-        """The statement with ranges for indices that lost their axis, times the extents of indices that it lost."""
+        """The statement with ranges for indices that lost their axis, scaled by the extents of the indices it lost."""
         if self._has_all_ranges(new):
             return new
         shapes: dict[str, Sequence[int]] = dict(self.given.shapes)
@@ -588,13 +585,13 @@ torch.library.register_autograd("pumice::einsum", _backward, setup_context=_save
 # Named dataflows
 _X, _W, _Y = range(3)
 _MISSING = (_Y, _X, _W)
-"""The result of each of PASSES, among x, w and y."""
+"""The operand (x, w or y) that each of PASSES computes."""
 
 
 def by_dataflow(
     operands: tuple[Tensor, Tensor], found: KernelMap, groups: int, flows: Chosen, epilogue: Epilogue | None
 ) -> Tensor:
-    """The convolution of checked x [N_in, G*C] and w [G*N, K, C] over a map, in these dataflows."""
+    """The convolution of validated x [N_in, G*C] and w [G*N, K, C] over a map, in the given dataflows."""
     form = _TrilinearForm(tuple(Pass(name, flow, found, groups) for name, flow in zip(PASSES, flows, strict=True)))
     more = () if epilogue is None else tuple(epilogue.operands.values())
     if operands[0].is_meta:
@@ -628,12 +625,12 @@ class _TrilinearForm:
     def without(self, missing: int, given: tuple[Tensor, Tensor]) -> Tensor:
         """The operand `missing` from the two others, given in the order x, w, y."""
         one = self.passes[_MISSING.index(missing)]
-        # The input gradient takes y first.
+        # The pass for x takes (y, w).
         return one((given[1], given[0]) if missing == _X else given)
 
 
 class _Trilinear(torch.autograd.Function):
-    """One operand from the two others; its gradients are applications of the same function."""
+    """Computes one of x, w, y from the two others; its gradients are applications of the same function."""
 
     @staticmethod
     def forward(ctx: Any, form: _TrilinearForm, missing: int, *given: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

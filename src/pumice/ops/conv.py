@@ -60,7 +60,7 @@ def conv(
         default at larger strides otherwise), or a SparseTensor or Geometry on the output coordinates.
     offsets: K distinct offsets of D integers instead of a kernel window: in = stride * out + dilation * offsets[k].
     epilogue: replaces y by activation((y - mean) / sqrt(variance + eps) * scale + shift + residual), cast: a batch
-        norm in evaluation, a residual block, the scales of 8-bit values. Fused if nothing needs a gradient.
+        norm in evaluation mode, a residual sum, the scales of 8-bit values. Fused if no gradient is needed.
     dataflow: a name of pumice.schedule.dataflow.DATAFLOWS, a Dataflow, or one per pass as
         Dataflows(forward, dgrad, wgrad). None: automatic.
 
@@ -93,7 +93,7 @@ def convolve(
     dataflow: Flow = None,
     epilogue: Epilogue | None = None,
 ) -> SparseTensor:
-    """Convolution by a precomputed (relation, target geometry), as layers have it."""
+    """Convolution for a relation and target geometry (`map_request`), as layers call it."""
     relation, target = map_request
     known = groups == 1 and dataflow is None
     if known and (y := _by_known_kernel(x, weight, bias, map_request, epilogue)) is not None:
@@ -116,8 +116,8 @@ def _by_known_kernel(
     map_request: tuple[Relation, Geometry | None],
     epilogue: Epilogue | None,
 ) -> SparseTensor | None:
-    """The result by the kernel of an equal call before, with nothing checked that it has checked, or of a call that
-    autograd records and that fits; else None."""
+    """Fast path of `convolve`: the result of a kernel cached by an equal earlier call, without its checks, or of a
+    differentiable call if autograd records and the operands match; else None."""
     if torch.compiler.is_compiling() or not isinstance(x, SparseTensor):
         return None
     if epilogue is not None and (bias is not None or not isinstance(epilogue, Epilogue)):
@@ -139,7 +139,8 @@ def _by_known_kernel(
 
 
 def _recorded(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> Tensor | None:
-    """The result of a call that autograd records; None if it does not, and for operands that do not fit."""
+    """The result with an autograd node; None if none is needed, if more than autograd is active, or if operands do not
+    match."""
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
         return None
     if not autograd.only_autograd_active((x, weight) if bias is None else (x, weight, bias)):
@@ -154,7 +155,7 @@ def _recorded(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) 
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> bool:
-    """True if devices and shapes fit each other and the map."""
+    """True if devices and shapes match each other and the map."""
     table, relation, shape = found.table, found.relation, weight.shape
     window = table.shape[1:] if relation.custom is not None else relation.kernel
     if bias is not None and (bias.shape, bias.dtype, bias.device) != (shape[:1], weight.dtype, weight.device):
@@ -164,7 +165,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, found: KernelMap) -> b
 
 
 def _is_alike(x: Tensor, weight: Tensor) -> bool:
-    """True if features and weight are of one dtype with gradients."""
+    """True if features and weight have the same dtype, one with gradients."""
     return x.dtype == weight.dtype and x.is_floating_point() and x.dtype not in EIGHT_BITS
 
 
@@ -222,8 +223,8 @@ def conv_inverse(
         y[o, n] = bias[n] + sum over kernel offsets r and inputs i with  out = stride * in + dilation * r - padding  of
                   x[i, c] * weight[n, r, c]
 
-    for the `out` of `target` only: the transposed kernel map of the forward convolution with the same stride, padding
-    and dilation. target None: the coordinates that x's derive from. weight is [C_out, *kernel, C_in / groups].
+    only for the `out` in `target`: over the transposed kernel map of the forward convolution with the same stride,
+    padding and dilation. target=None: the coordinates from which x's derive. weight is [C_out, *kernel, C_in / groups].
     Raises as conv does, and GeometryError if x's coordinates are known to derive from other coordinates than the
     target's or by another window, or if target is None and their origin is unknown.
     """
@@ -262,8 +263,8 @@ def conv_features(
 
 
 def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: Epilogue | None) -> Tensor:
-    """conv_features of one group, automatic dataflow, any number of kernel axes; by a kernel of calls before if there
-    is one."""
+    """conv_features for groups=1, the automatic dataflow and any number of kernel axes; reuses the kernel of earlier
+    calls."""
     tensors, finish = _tensors_and_signature(x, weight, epilogue)
     plain = autograd.is_plain_call(tensors)
     launches = plain and autograd.uses_gpu(x)
@@ -271,7 +272,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
         return y
     if launches and not found.buffered:
         compile_layers(Calls(x, rows))
-    # A view would be one more node of autograd.
+    # Under autograd a view of the weight would add a node.
     flat = _flat(weight) if plain else weight
     y = _checked_forward(x, flat, found, rows, 1, epilogue, None, plain)
     if launches:
@@ -280,7 +281,7 @@ def _features(x: Tensor, weight: Tensor, found: KernelMap, rows: int, epilogue: 
 
 
 def _flat(weight: Tensor) -> Tensor:
-    """[C_out, K, C_in]."""
+    """The weight as [C_out, K, C_in]."""
     return weight if weight.ndim == 3 else weight.reshape(weight.shape[0], -1, weight.shape[-1])
 
 
@@ -293,7 +294,7 @@ def _tensors_and_signature(
 
 
 def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish: EpilogueSignature) -> None:
-    """Keep the launch of a call that ran, and its template, for later calls, where it is one kernel."""
+    """Cache the launch of an executed call, and its template, for later calls, if it is one kernel."""
     x, weight, *more = tensors
     call_plan = found.get_cached((finish, _call_key(x, flat, found.num_outputs, 1)))
     if call_plan is None or flat.data_ptr() != weight.data_ptr():
@@ -306,8 +307,8 @@ def _keep_call(tensors: Sequence[Tensor], flat: Tensor, found: KernelMap, finish
 
 
 def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None) -> Callable[[], object] | None:
-    """What compiles the kernel of a plain conv_features of one group on tensors like these, without running it; None
-    where it is known, or the call is not one kernel."""
+    """Task that compiles the kernel of a plain conv_features call with groups=1 on such tensors, without running it;
+    None if a template is known or none can be made."""
     tokens, arrays = maps.planner_operands(found, False)
     return _compilation(x, weight, tokens, (arrays, found.num_outputs), epilogue)
 
@@ -315,9 +316,8 @@ def compilation(x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue 
 def plan_for_other_tiles(
     x: Tensor, weight: Tensor, found: KernelMap, epilogue: Epilogue | None
 ) -> Callable[[], object] | None:
-    """Plan the kernel of calls like these over maps whose tiles have the other height. Returns what begins to compile
-    it in the background; None where it is known, and without a GPU. Tensors may have other numbers of rows than the
-    map."""
+    """Plan the kernel of such calls over maps with the other tile height; row counts may differ from the map's. Returns
+    a function that starts to compile it in the background; None if nothing is to be compiled, or without a GPU."""
     if not x.is_cuda:
         return None
     tiles = maps.other_tiles(found)
@@ -328,8 +328,8 @@ def plan_for_other_tiles(
 def plan_gradient_for_other_tiles(
     weight: Tensor, found: KernelMap, of: tuple[int, torch.dtype]
 ) -> Callable[[], object] | None:
-    """As plan_for_other_tiles, of a gradient for a weight [C_out, K, C_in]. of: 0 for that of features, 1 for that of
-    the weight; and its dtype."""
+    """plan_for_other_tiles for a gradient. weight: [C_out, K, C_in]; of: (0 for the feature gradient or 1 for the
+    weight gradient, its dtype)."""
     if not weight.is_cuda:
         return None
     tiles = maps.other_tiles(found if of[0] or found.symmetric else found.transpose())
@@ -341,7 +341,7 @@ def plan_gradient_for_other_tiles(
 def _call_over_tiles(
     weight: Tensor, tiles: maps.UsualTiles, symmetric: bool
 ) -> tuple[autograd.DifferentiableCall, Tensor, Tensor]:
-    """(call over maps of such tiles, features, gradient of the result). weight: [C_out, K, C_in]."""
+    """(differentiable call over such tiles, example features, example output gradient). weight: [C_out, K, C_in]."""
     rows = tiles.outputs
     arrays = tiles.arrays_of_passes(weight.shape[1], symmetric, weight.device)
     x, grad = weight.new_empty((rows, weight.shape[2])), weight.new_empty((rows, weight.shape[0]))
@@ -350,8 +350,8 @@ def _call_over_tiles(
 
 @compilations_of("convolution")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
-    """Over maps of the tiles that the levels of a scene have and, when nothing else is compiled, of those of larger
-    scenes. Of one group and an automatic dataflow."""
+    """Compilations of a layer with groups=1 and the automatic dataflow: for the tiles usual in a scene and, at lower
+    priority, for those of larger scenes."""
     if layer.groups > 1 or layer.dataflow is not None:
         return
     volume = math.prod(layer.weight.shape[1:-1])
@@ -365,7 +365,7 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
 def _compilations_over(layer: Any, calls: Calls, tiles: maps.UsualTiles) -> Iterator[Compilation]:
     weight, bias, like = layer.weight, layer.bias, calls.like
     dtype, device, shape = weight.dtype, weight.device, _shape_of(weight)
-    # Autograd casts the weight.
+    # The differentiable call casts a float32 weight.
     if calls.training and device == like.device and dtype in (like.dtype, torch.float32):
         symmetric = layer.relation.policy == "same" and layer.relation.mirrored
         for of in (None, (0, like.dtype), (1, dtype)):
@@ -378,14 +378,14 @@ def _compilations_over(layer: Any, calls: Calls, tiles: maps.UsualTiles) -> Iter
 
 
 def _shape_of(weight: Tensor) -> tuple[int, int, int]:
-    """C_out, kernel offsets, C_in."""
+    """(C_out, number of kernel offsets, C_in)."""
     return weight.shape[0], math.prod(weight.shape[1:-1]), weight.shape[-1]
 
 
 def _compile_pass(weight: Tensor, symmetric: bool, tiles: maps.UsualTiles, of: tuple[int, torch.dtype] | None) -> None:
-    """Compile a kernel of a layer that trains. weight: any of its shape, as the passes take it; symmetric: its maps are
-    their own transposes but for the order of kernel offsets; of: None for the result, 0 for the gradient of features, 1
-    for that of the weight, and its dtype."""
+    """Compile one kernel of a layer in training. weight: example, in the features' dtype; symmetric: True if its maps
+    are their own transposes up to the order of kernel offsets; of: None for the forward pass, or (0 for the feature
+    gradient or 1 for the weight gradient, its dtype)."""
     flat = _flat(weight)
     call, x, grad = _call_over_tiles(flat, tiles, symmetric)
     task = call.compilation((x, flat) if of is None else (x, flat, grad), of)
@@ -394,7 +394,7 @@ def _compile_pass(weight: Tensor, symmetric: bool, tiles: maps.UsualTiles, of: t
 
 
 def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: maps.UsualTiles) -> None:
-    # Arrays are made here: those of all layers would take memory together.
+    # Allocated within the task: all layers at once would need much memory.
     over = tiles.arrays(x.device), tiles.outputs
     call = _call_like(x, weight, tiles.tokens, over, epilogue)
     known = call.template
@@ -410,7 +410,7 @@ def _compile_over(x: Tensor, weight: Tensor, epilogue: Epilogue | None, tiles: m
 def _compilation(
     x: Tensor, weight: Tensor, tokens: tuple[str, ...], over: tuple[Sequence[Tensor], int], epilogue: Epilogue | None
 ) -> Callable[[], object] | None:
-    """`compilation` over the arrays of a map with so many outputs."""
+    """`compilation` for the arrays of a map. over: (arrays, number of outputs)."""
     call = _call_like(x, weight, tokens, over, epilogue)
     return _planned(x, weight, call, tokens, epilogue) if call.template is None else None
 
@@ -418,7 +418,7 @@ def _compilation(
 def _planned(
     x: Tensor, weight: Tensor, call: MapCall, tokens: tuple[str, ...], epilogue: Epilogue | None
 ) -> Callable[[], object] | None:
-    """What compiles the kernel of a call without a template, which is kept; None where it is not one kernel."""
+    """Cache a template for the call. Returns the task that compiles its kernel, None unless the call is one kernel."""
     flat = _flat(weight)
     if flat.data_ptr() != weight.data_ptr():
         return None
@@ -438,7 +438,7 @@ def _call_like(
 
 
 def _call_key(x: Tensor, weight: Tensor, rows: int, groups: int) -> Hashable:
-    """Cache key of plans of a call over a map."""
+    """Cache key of a call's plan, among those kept with a map."""
     facts = x.shape, x.dtype, x.device, weight.shape, weight.dtype, weight.device
     return rows, groups, plan.deterministic(), facts
 
@@ -453,7 +453,7 @@ def _checked_forward(
     dataflow: Flow = None,
     plain: bool | None = None,
 ) -> Tensor:
-    """conv_features with every check. plain: whether the call is plain, if that is known."""
+    """conv_features with all checks. plain: the result of is_plain_call, if known."""
     weight, groups = merge_small_groups(x, weight, groups)
     if epilogue is not None:
         check_epilogue(epilogue, (rows, weight.shape[0]), x.device)
@@ -486,8 +486,8 @@ def _checked_forward(
 def differentiable_call(
     x: Tensor, weight: Tensor, found: KernelMap, rows: int, groups: int = 1, differentiable: bool = True
 ) -> autograd.DifferentiableCall:
-    """The differentiable call for operands like x [N_in, C_in] and weight [C_out, K, C_in / groups], the latter with
-    any number of kernel axes in one group."""
+    """The DifferentiableCall, cached with the map, for operands like x [N_in, C_in] and weight
+    [C_out, K, C_in / groups], or for groups=1 a weight with any number of kernel axes."""
     key = ("differentiable", differentiable, _call_key(x, weight, rows, groups))
     return found.cached(key, lambda m: _bound_call((x, weight), m, rows, groups, differentiable))
 
@@ -495,7 +495,7 @@ def differentiable_call(
 _NARROW = 32
 """Channels per group below which tensor cores would be mostly idle."""
 _WIDE = 256
-"""Channels from which on a depthwise convolution is memory-bound without tensor cores."""
+"""Channels from which a depthwise convolution without tensor cores is memory-bound."""
 
 
 def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, int]:
@@ -512,7 +512,7 @@ def merge_small_groups(x: Tensor, weight: Tensor, groups: int) -> tuple[Tensor, 
 
 
 def _groups_to_merge(x: Tensor, weight: Tensor, groups: int) -> int:
-    """Number of groups to merge into one; 1 but for small groups on a GPU. H200, 128 channels (waymo_1f_5cm, fp16):
+    """Number of groups to merge into one; 1 unless groups are small, on a GPU. H200, 128 channels (waymo_1f_5cm, fp16):
     0.75 ms in 32 groups without tensor cores, 0.064 ms in 4 groups."""
     fits = x.ndim == 2 and weight.ndim == 3 and weight.shape[2] * groups == x.shape[1]
     if not _has_tensor_cores(x) or not fits or weight.shape[0] % groups:
@@ -540,7 +540,7 @@ def _plan_of(
 def _bound_call(
     given: tuple[Tensor, Tensor], found: KernelMap, rows: int, groups: int, differentiable: bool
 ) -> autograd.DifferentiableCall:
-    """The differentiable call bound to the arrays of the map; it casts the weight to the dtype of x itself."""
+    """A DifferentiableCall bound to the map's arrays; it casts the weight to the dtype of x."""
     if groups == 1:
         given = given[0], _flat(given[1].detach())
     _check_devices(*given, found)
@@ -557,7 +557,7 @@ def _call_over_arrays(
     groups: int = 1,
     lowering: str = "",
 ) -> autograd.DifferentiableCall:
-    """launches: of calls over the map, by signature."""
+    """A DifferentiableCall over the arrays of a map. launches: over the map, by signature."""
     names, text, shape = _statement_of(arrays.tokens, given[1], rows, groups)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), lowering)
     like = _grouped(*given, groups), given[0].dtype
@@ -565,7 +565,7 @@ def _call_over_arrays(
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
-    """Force triton over padded buffers on a GPU: only kernels skip padding entries."""
+    """Force "triton" for padded buffers on a GPU, where only kernels skip padding entries; else "", automatic."""
     return "triton" if found.buffered is not None and operands[0].is_cuda else ""
 
 
@@ -638,14 +638,14 @@ def _product(
 ) -> SparseTensor:
     found, outputs = mapped
     if outputs.trains and epilogue is not None:
-        # The gradients of an epilogue sum over rows.
+        # Gradients of an epilogue sum over rows: `feats` zeroes padding rows.
         y = _product(feats, weight, bias, groups, mapped, None, dataflow)
         return SparseTensor(applied(y.feats, epilogue), outputs)
     if bias is not None:
         _check_bias(bias, feats.dtype)
     apart = None
     if epilogue is None and bias is not None and not autograd.is_plain_call((feats, weight, bias)):
-        # The gradient of a separate sum is cheaper than that of an epilogue.
+        # A separate addition has a cheaper gradient than an epilogue.
         apart, bias = bias, None
     if bias is not None:
         epilogue = (epilogue or Epilogue()).with_bias(bias)
@@ -714,7 +714,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def _autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None, within: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in the autocast dtype, if any; within: the weight stays as it is."""
+    """The operands in the autocast dtype, if any; within: leave the weight uncast."""
     dtype = autocast_dtype(x)
     if dtype is None or weight.dtype in EIGHT_BITS:
         return x, weight, bias
@@ -729,12 +729,12 @@ def _cast_within(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_cast(x: Tensor, weight: Tensor) -> bool:
-    """True if autocast casts both, and the weight for a gradient in float32."""
+    """True if autocast casts both, and the weight needs a gradient in float32."""
     return weight.requires_grad and weight.dtype == torch.float32 and x.dtype in AUTOCAST_DTYPES
 
 
 AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes that autocast casts."""
+"""Feature dtypes that autocast casts."""
 
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:
@@ -745,7 +745,7 @@ def target_of(out: Target) -> tuple[str | None, Geometry | None]:
         return out, None
     if isinstance(out, SparseTensor | Geometry):
         return "given", out.geometry if isinstance(out, SparseTensor) else out
-    raise OptionError(f"out takes a policy's name, a SparseTensor or a Geometry, found {type(out).__name__}")
+    raise OptionError(f"out takes the name of a policy, a SparseTensor or a Geometry, found {type(out).__name__}")
 
 
 def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> None:
@@ -757,7 +757,7 @@ def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: in
 
 def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
-        raise DtypeError(f"x is a SparseTensor, found {type(x).__name__}; nn.Linear and the like take x.feats")
+        raise DtypeError(f"x must be a SparseTensor, found {type(x).__name__}; torch.nn layers take x.feats")
     if weight.ndim != (x.spatial_dim + 2 if spatial else 3):
         axes = f"{x.spatial_dim} kernel axes" if spatial else "one axis of K offsets"
         raise ShapeError(
@@ -765,7 +765,7 @@ def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: 
             f"found shape {list(weight.shape)}"
         )
     if not isinstance(groups, int) or groups < 1:
-        raise OptionError(f"groups is at least 1, found {groups!r}")
+        raise OptionError(f"groups must be an int of at least 1, found {groups!r}")
     if x.channels % groups or weight.shape[0] % groups:
         raise ShapeError(f"groups={groups} must divide C_in={x.channels} and C_out={weight.shape[0]}")
     if weight.shape[-1] * groups != x.channels:
@@ -774,7 +774,7 @@ def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: 
             f"x has {x.channels}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias is [C_out] = [{weight.shape[0]}], found shape {list(bias.shape)}")
+        raise ShapeError(f"bias must be [C_out] = [{weight.shape[0]}], found shape {list(bias.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise DeviceError(f"{name} is on {tensor.device}, x is on {x.device}")

@@ -16,13 +16,13 @@ from pumice.errors import CoordinateError, OptionError, ShapeError
 from pumice.language.formats import AUTOMATIC, Format, FormatLayout, Level, layout
 from pumice.runtime.workspace import require_memory
 
-_LEAST_LIMIT = 4096  # up to which a block or group may exceed its axis
-_KEYS = 2**62  # bound of the cells that int64 keys number, with a margin
+_LEAST_LIMIT = 4096  # a block or group may exceed its axis up to this
+_KEYS = 2**62  # upper bound of the cells that int64 keys number, with a margin
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Stored entries in any order: int64 coordinates, one [n] per axis, distinct cells; values [n], None for ones."""
+    """Stored entries in any order. coords: int64, one [n] per axis, distinct cells; values: [n], None for ones."""
 
     coords: tuple[Tensor, ...]
     values: Tensor | None
@@ -46,7 +46,7 @@ class FormatBucket:
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Rows of a conversion: their number, their cells, the longest, and the number of groups by group size."""
+    """Rows of a conversion: their number, total cells, cells of the longest, and the number of groups by group size."""
 
     rows: int
     cells: int
@@ -54,7 +54,7 @@ class RowStatistics:
     groups: Mapping[int, int]
 
     def best(self, sizes: Sequence[int]) -> int:
-        """The cheapest size, on ties the smallest."""
+        """The size of least cost, (1 + size) * groups; on ties the smallest."""
         return min(sizes, key=lambda size: ((1 + size) * self.groups[size], size))
 
 
@@ -64,7 +64,7 @@ def _by_count(found: RowStatistics) -> int:
 
 
 def _by_root(found: RowStatistics) -> int:
-    """The cheaper power of two next to the root of the mean row, which minimises a bound of the count (Insum)."""
+    """The cheaper power of two around the root of the mean row length, which minimises a bound of the count (Insum)."""
     mean = found.cells / max(1, found.rows)
     if mean <= 1:
         return found.best((2, 4))
@@ -74,11 +74,11 @@ def _by_root(found: RowStatistics) -> int:
 
 
 GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
-"""Strategies for group sizes that the format does not fix."""
+"""Strategies to choose a group size that the format does not fix."""
 
 
 def buckets(occupancy: Tensor | Sequence[int], count: int = 3) -> tuple[int, ...]:
-    """Up to `count` powers of two of least total cost, each row in its cheapest size; ties: the fewest sizes."""
+    """Up to `count` group sizes, powers of two, of least total cost for rows of these lengths; on ties the fewest."""
     lengths, often = torch.as_tensor(occupancy).cpu().unique(return_counts=True)
     lengths, often = lengths[lengths > 0], often[lengths > 0]
     if len(lengths) == 0:
@@ -100,7 +100,7 @@ def _powers(longest: int) -> list[int]:
 
 
 def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
-    """The shape; raises if the format has another number of axes, or if int64 keys cannot number the cells."""
+    """The shape. Raises if it has another number of axes, or if extents, cells or group sizes are too large."""
     if len(shape) != format.ndim:
         order = " ".join(f"a{axis}" for axis in range(len(shape)))
         raise ShapeError(
@@ -128,8 +128,8 @@ def strategy(name: str) -> Callable[[RowStatistics], int]:
 
 
 def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple[FormatBucket, ...]]:
-    """The format with its group sizes filled in, and the entries in its arrays. At most one host synchronisation, for
-    the number of positions and the row statistics."""
+    """(format with its group sizes, the entries in its arrays). At most one host synchronisation, for the number of
+    positions and the row statistics."""
     choose = strategy(group)
     plan = _ConversionPlan.of(entries, format)
     grouped = format.grouped
@@ -144,7 +144,7 @@ def arrange(entries: Entries, format: Format, group: str) -> tuple[Format, tuple
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Target of each sorted entry: position p < positions, slot q < group; `here`: True for entries of this part."""
+    """Target of each sorted entry: position p < positions, slot q < group. here: mask of the entries in this part."""
 
     p: Tensor | None = None
     q: Tensor | None = None
@@ -156,7 +156,7 @@ class _Places:
 @dataclass(frozen=True, eq=False)
 class _ConversionPlan:
     """Entries sorted by the coordinates of a format. outer, inner: per axis, block coordinate and position in it.
-    cell, row, position: sorted keys of the block, of the row split into groups (cell without), of flattened levels."""
+    Sorted keys: cell (parent and grouped axes), row (parent axes), position (flattened axes)."""
 
     entries: Entries
     format: Format
@@ -207,7 +207,7 @@ class _ConversionPlan:
         return _Places(p=_number(new), positions=int(new.sum()))
 
     def fixed_groups(self, grouped: Level) -> _Places:
-        """Places if each row has one group, of the length of the longest row."""
+        """Places if each row has one group, of the format's size or the length of the longest row."""
         new = _starts(self.position)
         rank = _rank(_starts(self.cell), _starts(self.row))
         positions, longest = torch.stack([new.sum(), _longest(rank)]).tolist()
@@ -224,7 +224,7 @@ class _ConversionPlan:
     def split_groups(
         self, grouped: Level, choose: Callable[[RowStatistics], int]
     ) -> tuple[tuple[int, ...], list[_Places]]:
-        """Group sizes, and places if a row has as many groups as it needs."""
+        """(group sizes, places by size) if a row has as many groups as it needs."""
         new_cell, new_row = _starts(self.cell), _starts(self.row)
         row, rank = _number(new_row), _rank(new_cell, new_row)
         # One length per entry, so that the number of rows is not read: the surplus rows are empty.
@@ -318,12 +318,12 @@ def _bucket_groups(lengths: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _scatter(where: Tensor, source: Tensor, shape: Sequence[int], here: Tensor | None, empty: int) -> Tensor:
-    """A tensor with source[i] at flat index where[i] for each i in `here`, and `empty` elsewhere."""
+    """A tensor with source[i] at flat index where[i], for i in the mask `here`, and `empty` elsewhere."""
     cells = math.prod(shape)
     require_memory(shape, source.dtype, source.device, "an array of the format")
     if here is None:
         return source.new_full((cells,), empty).index_copy(0, where, source).view(tuple(shape))
-    # An extra cell at the end takes the other entries: compacting them would synchronise.
+    # Other entries go to an extra cell at the end: compaction would synchronise with the host.
     where = torch.where(here, where, cells)
     return source.new_full((cells + 1,), empty).index_copy(0, where, source)[:cells].view(tuple(shape))
 
@@ -334,7 +334,6 @@ def _starts(key: Tensor) -> Tensor:
 
 
 def _number(starts: Tensor) -> Tensor:
-    """Index of the run of each element."""
     return torch.cumsum(starts, 0) - 1
 
 

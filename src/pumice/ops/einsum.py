@@ -53,7 +53,7 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Parameters
     ----------
     text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". Indices that are
-        not in the target are reduced, as are several writes to one entry. A term contributes nothing where an index
+        not in the target are reduced, as are several writes to one entry. A term does not contribute where an index
         array holds -1 or an index is out of range.
     operands: by name. Tensors of one floating dtype (integer and bool values are converted to it), index arrays of
         int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
@@ -82,7 +82,7 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
 
 
 def _compiled(text: str, lowering: str) -> Einsum:
-    """The callable of a statement, whose formats come from the operands."""
+    """The Einsum of a statement whose formats come from the operands."""
     known = isinstance(text, str) and isinstance(lowering, str)
     return _cached_einsum(text, lowering) if known else compile_einsum(text, lowering=lowering)
 
@@ -137,7 +137,7 @@ class Einsum:
         return plan.execute_plan(seen.plan, tensors)
 
     def explain(self, /, **operands: Operand) -> str:
-        """The forms of the statement and, with operands, the estimated cost of each lowering and the kernel source."""
+        """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
         if not operands:
             return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
         tensors, names = self._flatten_operands(operands)
@@ -159,7 +159,7 @@ class Einsum:
     def _flatten_operands(
         self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
     ) -> tuple[list[Tensor], str]:
-        """Check, convert and flatten the operands; caches that a call needs no conversion."""
+        """Check, convert and flatten the operands; a call whose operands need no conversion is cached."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
@@ -180,7 +180,7 @@ class Einsum:
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: for the operator; plan: of the first plain call."""
+    """Cached call of operands that need no conversion. names: the operator's; plan: of the first plain call."""
 
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
@@ -189,16 +189,16 @@ class _CheckedCall:
 
 @lru_cache(maxsize=256)
 def _checked_calls_of(statement: Einsum) -> BoundedCache[_CheckedCall]:
-    """Cache of calls by operand facts, shared by equal callables."""
+    """Cache of calls by operand facts, shared by equal Einsums."""
     return BoundedCache(256)
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
     """Check a statement and return its callable, which takes the operands by name as einsum() does.
 
-    formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call.
-    Kernels are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the
-    three forms, the choice with its reasons, and the kernel source.
+    formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call. Kernels
+    are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the statement,
+    its steps over storage arrays, the costs of the lowerings, and the kernel source.
     Raises StatementError if the text is invalid for all values of its integers, and OptionError for a format of the
     target or of a name that the statement does not read.
     """
@@ -218,7 +218,7 @@ def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
 @_constant
 def _check_text(text: str, formats: tuple[str, ...]) -> None:
-    """Raise if the text is invalid, or has formats of names that it does not read."""
+    """Raise if the text is invalid, or if there are formats of the target or of names that it does not read."""
     statement = _probed(text)
     read = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
     for name in formats:
@@ -274,7 +274,7 @@ def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[st
 
 
 def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool:
-    """True if an integer operand used as a value is also a constant of an index or a range."""
+    """True if an integer operand used as a value is also a constant in an index or a range."""
     try:
         _parsed(text, tuple(given for given in integers if given[0] != name))
     except StatementError:
@@ -295,7 +295,7 @@ def _written(out: Tensor, result: Tensor) -> Tensor:
 
 
 def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str) -> str:
-    """The format-agnostic and the format-conscious form and, with operands, the choice, its costs and the kernel."""
+    """The statement and its steps over storage arrays or, with operands, costs, choice and kernel, as text."""
     statement = plan.statement_of(text, names)
     lines = ["statement", f"  {statement}", ""]
     if not operands:

@@ -1,4 +1,4 @@
-"""The kernel map of a layer, found with those that its network asked for before."""
+"""Kernel maps of layers: the maps that a network requested in an earlier run are built together."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pumice.schedule.dataflow import Chosen
 
 @dataclass(eq=False)
 class AskedMaps:
-    """What layers asked of the coordinates of a tensor and of those made from them: the first step from each level to
-    the next, and the windows of each level. beside: compiles the kernels that find all of it."""
+    """Maps that the layers of a network requested. steps: per level, the first step to the next level; windows: per
+    level, the submanifold windows (level 0: the input). beside: compiles the kernels that build the maps."""
 
     steps: list[Relation] = field(default_factory=list)
     windows: list[list[Relation]] = field(default_factory=lambda: [[]])
     beside: CompiledBeside = field(default_factory=CompiledBeside)
 
     def add(self, level: int, relation: Relation) -> int | None:
-        """Remember that a map was asked for; the level of its outputs, None where that is none of these."""
+        """Record a requested map. Returns the next level if the map is the recorded step to it, else None."""
         if relation.policy == "same":
             if relation not in self.windows[level] and sum(map(len, self.windows)) < SIDE:
                 self.windows[level].append(relation)
@@ -41,22 +41,22 @@ class AskedMaps:
         return level + 1 if self.steps[level] == relation else None
 
     def begins_with(self, relation: Relation) -> bool:
-        """True if the map is one of the coordinates of the tensor itself."""
+        """True if a map with this relation was requested on the input coordinates."""
         return relation in self.windows[0] or self.steps[:1] == [relation]
 
 
 _ASKED = WeakIdKeyDictionary()
-"""By weight of the layer that came first: what was asked for after it. A map that is found by itself takes a sort and
-a host synchronisation, some 1.2 ms, and no layer knows which others follow it."""
+"""By the weight of a network's first layer: the maps requested from there on. A map built by itself takes a sort and a
+host synchronisation, about 1.2 ms, and a layer does not know which layers follow it."""
 
 
 def layer_map(
     geometry: Geometry, relation: Relation, target: Geometry | None = None, weight: Tensor | None = None
 ) -> tuple[KernelMap, Geometry]:
-    """kernel_map for a layer of an automatic dataflow. Where kernels run, a map that is not there is found with those
-    that layers asked for after this one when its network ran before, all in one transfer, or else by itself.
+    """kernel_map for a layer with the automatic dataflow. Where Triton runs, a missing map is built together, in one
+    transfer, with the maps that layers requested after this one in an earlier run of the network; otherwise by itself.
 
-    weight: the layer's, by which the network is told. Raises as kernel_map."""
+    weight: the layer's, which identifies the network. Raises as kernel_map."""
     if target is None and isinstance(geometry, Geometry) and not torch.compiler.is_compiling():
         found = _kept(geometry, relation)
         if found is not None:
@@ -78,7 +78,7 @@ def _kept(geometry: Geometry, relation: Relation) -> tuple[KernelMap, Geometry] 
 
 
 def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tuple[KernelMap, Geometry]:
-    """The map of a layer, which is not there yet."""
+    """Build a missing map, together with those that an earlier run of the network requested, if any."""
     grad, rule = torch.is_grad_enabled(), TILE_HEIGHTS.rule()
     own = _of_layer(relation, grad, rule)
     if own is None:
@@ -90,7 +90,7 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
         else:
             known = _ASKED[weight] = AskedMaps()
         geometry.asked = known, 0
-    # What cannot be found with others is not asked for with others.
+    # Record only maps that coords.chain can build together with others.
     together = (relation, None) in geometry.maps or keep_chain(geometry, own)
     found, outputs = kernel_map(geometry, relation)
     if geometry.asked is not None and together:
@@ -102,8 +102,8 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
 
 
 def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: TileRule) -> None:
-    """Find all maps that were asked for before, and let the levels know of what is asked; nothing while the kernels for
-    that are compiled."""
+    """Build all maps of `asked` together and set `asked` on their levels; no effect while the kernels for that
+    compile."""
     steps, windows = tuple(asked.steps), tuple(map(tuple, asked.windows))
     request, wanted, _ = _together(geometry.dim, steps, windows, differentiable, rule)
     if _compiled(asked, request.compile_request, geometry.device) and keep_chain(geometry, request, wanted):
@@ -116,7 +116,7 @@ def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: Ti
 
 
 def _compiled(asked: AskedMaps, request: ChainRequest, device: torch.device) -> bool:
-    """False while the kernels of a request are compiled in the background."""
+    """True if the kernels that build a request are compiled; otherwise they compile in the background."""
     return device.type != "cuda" or asked.beside.run(request, partial(compile_kernels, request, device))
 
 
@@ -128,7 +128,7 @@ def _together(
     differentiable: bool,
     rule: TileRule,
 ) -> tuple[ChainRequest, int, bool]:
-    """See chain_of; transposed maps of steps as for single layers."""
+    """chain_of for the automatic dataflow, with the transposed steps that single layers would build."""
     automatic, none = frozenset[Chosen | None]((None,)), frozenset[Chosen | None]()
     count = sum(map(len, windows)) + len(steps)
     turned = [automatic if _turns(step, differentiable, rule) else none for step in reversed(steps)]
@@ -136,14 +136,13 @@ def _together(
 
 
 def _turns(step: Relation, differentiable: bool, rule: TileRule) -> bool:
-    """True if the transpose of a step is laid out too: for gradients, and where it takes little, as an inverse
-    convolution may follow."""
+    """True if the transposed step is laid out too: for gradients, or if small, as an inverse convolution may follow."""
     return differentiable or len(step.offsets) <= rule.few_taps
 
 
 @lru_cache(maxsize=256)
 def _of_layer(relation: Relation, differentiable: bool, rule: TileRule) -> ChainRequest | None:
-    """The request of one map, or None."""
+    """The request of a single map; None for relations that coords.chain does not support."""
     if relation.policy == "same":
         return ChainRequest(relation.dim, (), ((relation,),), ((SAME, 0, relation),), rule, differentiable)
     if relation.policy not in ("support", "floor_unique"):

@@ -1,4 +1,4 @@
-"""Linear maps, with an epilogue within their kernel."""
+"""Linear layers, with a fused epilogue."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> Spars
     if feats.shape[1] != weight.shape[1]:
         raise ShapeError(f"Linear takes {weight.shape[1]} channels, x has {feats.shape[1]}")
     # cuBLAS is slow for 16-bit rows that are not a multiple of 16 bytes (45 us on an H200 for 173,000 rows of 96 to
-    # 19 channels), and looks for a kernel anew for each number of rows (660 us of host time).
+    # 19 channels), and selects a kernel for each new number of rows (660 us of host time).
     odd = weight.shape[1] % 8 or weight.shape[0] % 8
     own = odd or geometry.buffered is None
     if own and not geometry.trains and (y := _by_kernel(x, weight, bias)) is not None:
         return x.replace(y)
-    # Compiled code takes any number of rows.
+    # Compiled code uses torch's operator, for any number of rows.
     own = own and not torch.compiler.is_compiling()
 
     def product(feats: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> Spars
 
 
 def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The result by our kernel, without gradients; None if it does not apply."""
+    """The result of our kernel for 16-bit plain calls on a GPU, without gradients; else None."""
     feats = x.feats
     tensors = (feats, weight) if bias is None else (feats, weight, bias)
     if feats.dtype not in HALF or any(t.dtype != feats.dtype for t in tensors):
@@ -61,7 +61,7 @@ def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor |
 
 def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue, training: bool = False) -> Tensor:
     """y[n] = epilogue(x[n] @ weight.T): x [N, C_in], weight [C_out, C_in] -> [N, C_out], not differentiable. training:
-    whether autograd records calls of the network.
+    True if autograd records calls of the network.
     Raises ShapeError, DtypeError and DeviceError."""
     finish, tensors = epilogue.signature, (x, weight, *epilogue.operands.values())
     if x.ndim == 2 and (y := run_product(tensors, no_map(x.shape[0]), finish)) is not None:
@@ -80,8 +80,8 @@ def linear_features(x: Tensor, weight: Tensor, epilogue: Epilogue, training: boo
 
 
 def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], object] | None:
-    """What compiles the kernel of linear_features on tensors like these, without running it; None where it is known, or
-    the call is not one kernel."""
+    """Task that compiles the kernel of linear_features on such tensors, without running it; None if a template is known
+    or none can be made."""
     finish, tensors, shape = epilogue.signature, (x, weight, *epilogue.operands.values()), (x.shape[0], weight.shape[0])
     ready = plan.bound_plan((x, weight), plan.PlanRequest(_NAMES, LINEAR, shape, (1,), (0, 1), finish=finish))
     call = product_call(tensors, finish, bound_map(no_map(x.shape[0])), x.shape[0])
@@ -90,9 +90,9 @@ def compilation(x: Tensor, weight: Tensor, epilogue: Epilogue) -> Callable[[], o
 
 @compilations_of("linear map")
 def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
-    """Of 16-bit features; of others torch's serve."""
+    """Compilations of a linear layer on 16-bit features; torch computes others."""
     like, weight, bias = calls.like, layer.weight, layer.bias
-    # Autocast casts the weight.
+    # Under autocast a float32 weight is cast.
     kinds = (like.dtype, torch.float32) if calls.training else (like.dtype,)
     if like.dtype in HALF and weight.dtype in kinds and weight.device == like.device:
         x, narrow = like.new_empty((_USUAL, weight.shape[1])), like.new_empty(weight.shape)
@@ -104,7 +104,7 @@ def _layer_compilations(layer: Any, calls: Calls) -> Iterator[Compilation]:
 
 
 _USUAL = 1024
-"""Rows; kernels for more are the same."""
+"""Rows of example features; the kernels for more rows are the same."""
 
 
 def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -113,15 +113,15 @@ def _compile(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _compile_gradients(weight: Tensor, dtype: torch.dtype) -> None:
-    """dtype: of the gradient of the weight."""
+    """dtype: of the weight gradient."""
     for number, wanted in enumerate((weight.dtype, dtype)):
         for task in _gradient_compilations(weight, (number, wanted)):
             task()
 
 
 def compilations_of_passes(weight: Tensor, wanted: Sequence[torch.dtype | None]) -> Iterator[Callable[[], object]]:
-    """What compiles the kernels of both passes, as `compilation`. weight: any like it, of the dtype of the features;
-    wanted: dtypes of the gradients of features and weight, None of one that is not needed."""
+    """Tasks that compile the missing kernels of both passes. weight: example, in the features' dtype; wanted: dtypes of
+    the (feature, weight) gradients, None if not needed."""
     task = compilation(weight.new_empty((_USUAL, weight.shape[1])), weight, Epilogue())
     if task is not None:
         yield task
@@ -131,8 +131,8 @@ def compilations_of_passes(weight: Tensor, wanted: Sequence[torch.dtype | None])
 
 
 def _gradient_compilations(weight: Tensor, of: tuple[int, torch.dtype]) -> Iterator[Callable[[], object]]:
-    """Of few rows and of many, whose sum is split. of: 0 for the gradient of features, 1 for that of the weight; and
-    its dtype."""
+    """Tasks that compile the kernels of a gradient, for few rows and for many (split-K). of: (0 for the feature
+    gradient or 1 for the weight gradient, its dtype)."""
     planned = set[bool]()
     for rows in _ROWS:
         feats, grad = weight.new_empty((rows, weight.shape[1])), weight.new_empty((rows, weight.shape[0]))
@@ -146,11 +146,11 @@ def _gradient_compilations(weight: Tensor, of: tuple[int, torch.dtype]) -> Itera
 
 
 _ROWS = (1 << 15, _USUAL, 256, 16)
-"""Sums over the most are split, over the fewest not."""
+"""Row counts to plan gradients for: weight gradients of the most rows use split-K, of the fewest do not."""
 
 
 def fits_one_kernel(*tensors: Tensor) -> bool:
-    """True if one kernel can take these: a plain call on a GPU."""
+    """True if one kernel can take the tensors: a plain call on a GPU."""
     return autograd.uses_gpu(tensors[0]) and autograd.is_plain_call(tensors)
 
 
@@ -203,7 +203,7 @@ def _gradients(ctx: Any, grad: Tensor, wanted: Sequence[torch.dtype | None]) -> 
         # Double backward: torch records these products.
         dx = None if wanted[0] is None else (grad @ weight.to(ctx.dtype)).to(wanted[0])
         return dx, None if wanted[1] is None else (grad.t() @ x.to(ctx.dtype)).to(wanted[1])
-    # Tensors that were not saved are not read: placeholders of their shapes.
+    # Placeholders for tensors that were not saved: only their shapes are read.
     (of_x, _), (of_weight, _), nothing = *ctx.like[:2], grad.new_empty(1)
     feats = nothing.expand(of_x) if wanted[1] is None else x.to(ctx.dtype)
     own = nothing.expand(of_weight) if wanted[0] is None else weight if narrow is None else narrow
@@ -215,7 +215,7 @@ _is_batched = attrgetter("_functorch.is_legacy_batchedtensor")(torch._C)
 
 
 def _call(x: Tensor, weight: Tensor) -> autograd.DifferentiableCall:
-    """The cached differentiable call for as many rows."""
+    """The DifferentiableCall for operands like these, cached by number of rows."""
     return no_map(x.shape[0]).cached((weight.shape, x.dtype, x.device), lambda found: _make_call(x, weight, found))
 
 
@@ -229,7 +229,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 def _check(x: Tensor, weight: Tensor) -> None:
     if x.dtype != weight.dtype or not x.is_floating_point():
-        raise DtypeError(f"x and weight are of one floating point dtype, found {x.dtype} and {weight.dtype}")
+        raise DtypeError(f"x and weight must be of one floating point dtype, found {x.dtype} and {weight.dtype}")
     if x.device != weight.device:
         raise DeviceError(f"weight is on {weight.device}, x is on {x.device}")
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:

@@ -18,13 +18,13 @@ Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
-    """Batch norm over all voxels, by the parameters, statistics and mode of a torch.nn.BatchNorm1d.
+    """Batch norm over all voxels, with the parameters, statistics and mode of a torch.nn.BatchNorm1d.
 
         y[n, c] = (x[n, c] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]
 
-    with mean and biased variance over the voxels in training mode, and without running statistics; else the running
-    ones. Running statistics follow as in torch. Fewer than two voxels have no variance: they are normalised by the
-    running statistics, which stay unchanged, or by mean 0 and variance 1.
+    mean and (biased) var are those of the voxels in training mode or without running statistics, else the running ones.
+    Running statistics are updated as in torch. Fewer than two voxels are normalised by the running statistics, which
+    stay unchanged, or without them by mean 0 and variance 1.
     Raises DtypeError if x is not a SparseTensor, ShapeError for another number of channels.
     """
     if not isinstance(x, SparseTensor):
@@ -52,8 +52,8 @@ def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
 
 
 def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Tensor | None:
-    """The result by running statistics in one kernel; None where that is not all: in training, on a CPU, or with
-    gradients, autocast or anything else active."""
+    """The result from running statistics in one kernel; None without them, in training mode, on a CPU, in float64, or
+    unless the call is plain and the operands match."""
     if norm.training or vectors[0] is None or not autograd.uses_gpu(feats) or feats.dtype is torch.float64:
         return None
     there = [t for t in vectors if t is not None]
@@ -61,7 +61,7 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
         return None
     shape, device = (norm.num_features,), feats.device
     for t in there:
-        # What does not fit is torch's to refuse.
+        # torch raises for mismatched operands.
         if t.shape != shape or t.device != device or not t.is_contiguous():
             return None
     return lowered.by_statistics(feats, vectors, norm.eps)
@@ -69,7 +69,7 @@ def _in_evaluation(feats: Tensor, norm: nn.BatchNorm1d, vectors: Vectors) -> Ten
 
 @compilations_of("batch norm")
 def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Compilation]:
-    """By running statistics or, in training, those of the batch."""
+    """Compilations of a batch norm by running statistics or, in training, by batch statistics."""
     like, (mean, variance, weight, bias) = calls.like, _vectors(norm)
     if any([t is not None and t.device != like.device for t in (mean, variance, weight, bias)]):
         return
@@ -87,14 +87,14 @@ def _layer_compilations(norm: nn.BatchNorm1d, calls: Calls) -> Iterator[Compilat
 
 
 def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
-    """True if our kernels train a norm by the statistics of its batch: on a GPU, with only autograd active."""
+    """True if our kernels compute batch statistics and gradients: on a GPU, not float64, only autograd active."""
     if not torch.is_grad_enabled() or not autograd.uses_gpu(feats) or feats.dtype == torch.float64:
         return False
     return autograd.only_reverse_mode_active([feats, *(t for t in vectors if t is not None)])
 
 
 def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) -> SparseTensor:
-    """Batch norm over the valid rows, of a captured training step too."""
+    """Batch norm over valid rows, also in a captured training step."""
     found = lowered.batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm))
     return from_raw_feats(found, x.geometry)
 
@@ -108,18 +108,18 @@ def _statistics_of(norm: nn.BatchNorm1d) -> lowered.Statistics:
 
 
 def _vectors(norm: nn.BatchNorm1d) -> Vectors:
-    """Mean, variance, scale and shift, read on each call as training code may replace them. Bypasses
+    """Running mean and variance, weight, bias: read on each call, as training code may replace them. Bypasses
     nn.Module.__getattr__, which takes as long as a launch."""
     own, kept = norm._parameters, norm._buffers
     try:
         return kept["running_mean"], kept["running_var"], own["weight"], own["bias"]
     except KeyError:
-        # Some of torch's tools turn parameters into plain attributes.
+        # Some torch tools turn parameters into plain attributes.
         return norm.running_mean, norm.running_var, norm.weight, norm.bias
 
 
 def _traced(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
-    """Batch normalisation for a symbolic number of voxels."""
+    """Batch norm for a symbolic number of voxels."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = wide.new_zeros(norm.num_features), wide.new_ones(norm.num_features)
     if norm.running_mean is not None and norm.running_var is not None:
@@ -145,7 +145,7 @@ def _statistics(norm: nn.BatchNorm1d, x: Tensor, known: tuple[Tensor, Tensor]) -
 
 
 def _track(norm: nn.BatchNorm1d, many: Tensor, seen: tuple[Tensor, Tensor]) -> None:
-    """Update the running statistics from `seen` if `many`."""
+    """Update the running statistics from `seen` (mean, unbiased variance) if `many`."""
     share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(many)

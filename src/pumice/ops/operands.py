@@ -97,7 +97,7 @@ def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
     strange = [name for name, kind in kinds.items() if kind not in _DTYPES]
     if strange:
         dtypes = ", ".join(f"{name} is {kinds[name]}" for name in strange)
-        raise DtypeError(f"values are float16, bfloat16, float32, float64, integers or bools: {dtypes}")
+        raise DtypeError(f"values must be float16, bfloat16, float32, float64, integers or bools: {dtypes}")
     floating = {name: kind for name, kind in kinds.items() if kind.is_floating_point}
     dtype = _autocast(floating, operands)
     if len(set(floating.values())) > 1 and dtype is None:
@@ -135,7 +135,7 @@ def value_names_of(statement: Statement) -> tuple[str, ...]:
 
 
 def as_constant(number: Any) -> Any:
-    """The number as a constant while torch.compile traces: it becomes part of a text."""
+    """The number, specialised to a constant while torch.compile traces: it becomes part of a text."""
     if not torch.compiler.is_compiling():
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -144,7 +144,7 @@ def as_constant(number: Any) -> Any:
 
 
 def flatten_operands(operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]) -> tuple[list[Tensor], str]:
-    """The tensors of all operands, and the operator's `names`, including the integers that the text needs."""
+    """(tensors of all operands, the operator's `names`, which include the integers that the text needs)."""
     tensors: list[Tensor] = []
     tokens: list[str] = []
     notes: list[str] = []
@@ -162,8 +162,8 @@ def flatten_operands(operands: Mapping[str, Any], constants: Iterable[tuple[str,
 
 
 def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """The tensors of all operands in the order of `flatten_operands`, and the cache key of checks and plans. The key
-    excludes the values of index arrays, which have checks of their own."""
+    """(tensors of all operands in the order of `flatten_operands`, cache key of checks and plans). The key excludes the
+    values of index arrays, which have checks of their own."""
     tensors: list[Tensor] = []
     facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
     for name, x in operands.items():
@@ -183,7 +183,7 @@ def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]
 
 @dataclass(frozen=True)
 class IndexCheck:
-    """An index array, and the axis that coefficient * its values address."""
+    """Range check of an index array on the axis that coefficient * its values address."""
 
     array: str
     text: str
@@ -200,7 +200,7 @@ class IndexCheck:
 
 @dataclass(frozen=True)
 class WriteCheck:
-    """An index array that may have been written without a change of its version: through numpy, or `.data`."""
+    """Check of an index array for writes that its version does not count: through numpy, or `.data`."""
 
     array: str
 
@@ -215,7 +215,7 @@ class WriteCheck:
 
 @dataclass(frozen=True)
 class DeclarationCheck:
-    """An index array declared sorted, distinct, or onto an axis of that extent."""
+    """Check of an index array declared sorted, distinct, or onto an axis of this extent."""
 
     array: str
     fact: str
@@ -232,7 +232,7 @@ class DeclarationCheck:
 def checks_of(
     statement: Statement, operands: Mapping[str, Any]
 ) -> tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]:
-    """Checks that index arrays hold -1 or valid positions of each axis that they index, and of declarations."""
+    """Checks that index arrays hold -1 or positions within the axes that they index, and that declarations hold."""
     found: list[IndexCheck | DeclarationCheck] = []
     declared = dict(statement.shapes)
     for access in (statement.target, *accesses_of(*statement.terms, *statement.target.indices)):
@@ -265,16 +265,14 @@ def _check_values(check: IndexCheck, low: int, high: int) -> None:
 
 
 def _is_readable(array: Tensor) -> bool:
-    """True if the array has values that can be read now."""
     there = array.numel() and not array.is_meta and not isinstance(array, FakeTensor)
-    # Of a batched tensor of vmap only operators read the values.
+    # Only operators can read the values of a functorch wrapper, as of vmap.
     there = there and not torch._C._functorch.is_functorch_wrapped_tensor(array)  # pyright: ignore[reportAttributeAccessIssue]
     return bool(there) and not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @cached_per_tensor
 def _snapshot(array: Tensor) -> Tensor | tuple[Any, ...]:
-    """Snapshot of the array for later comparison."""
     return (array.data_ptr(), array.shape, array.stride()) if array.is_cuda else array.clone()
 
 

@@ -112,7 +112,7 @@ def devoxelize(
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
     check_points(points, batch)
     if points.shape[1] != x.spatial_dim:
-        raise ShapeError(f"points are [P, {x.spatial_dim}], found shape {list(points.shape)}")
+        raise ShapeError(f"points must be [P, {x.spatial_dim}], found shape {list(points.shape)}")
     positions = frame.positions(points)
     items = torch.zeros(len(points), device=points.device) if batch is None else batch
     return interpolate(x, torch.cat([items.to(positions.dtype)[:, None], positions], dim=1), mode)
@@ -138,10 +138,10 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
     if positions.ndim != 2 or positions.shape[1] != x.spatial_dim + 1:
         raise ShapeError(
-            f"positions are [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
+            f"positions must be [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
         )
     if not positions.is_floating_point():
-        raise DtypeError(f"positions are floating point, found {positions.dtype}")
+        raise DtypeError(f"positions must be floating point, found {positions.dtype}")
     if positions.device != x.device:
         raise DeviceError(f"positions are on {positions.device}, x is on {x.device}")
     arithmetic_feats(x)
@@ -202,9 +202,9 @@ def _check_reduce(reduce: str) -> None:
 
 def _check_values(rows: Tensor, values: Tensor, name: str) -> None:
     if values.ndim != 2 or values.shape[0] != rows.shape[0]:
-        raise ShapeError(f"feats are [P, F] with P = {rows.shape[0]} {name}, found shape {list(values.shape)}")
+        raise ShapeError(f"feats must be [P, F] with P = {rows.shape[0]} {name}, found shape {list(values.shape)}")
     if not values.is_floating_point():
-        raise DtypeError(f"feats are floating point, found {values.dtype}")
+        raise DtypeError(f"feats must be floating point, found {values.dtype}")
     if values.device != rows.device:
         raise DeviceError(f"feats are on {values.device}, the {name} on {rows.device}")
 

@@ -103,13 +103,13 @@ def global_avg_pool(x: SparseTensor) -> Tensor:
 
 
 def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
-    """[...]: the sum of values [N, ...] over the voxels of x, in a captured network without padding rows."""
+    """The sum [...] of values [N, ...] over the voxels of x; padding rows of a captured network are excluded."""
     _check_rows(x, values)
     return mask_padding(x, values).sum(0)
 
 
 def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
-    """[...]: the mean of values [N, ...] over the voxels of x, in a captured network without padding rows.
+    """The mean [...] of values [N, ...] over the voxels of x; padding rows of a captured network are excluded.
 
     NaN if x is empty, as in torch. Turns a loss per voxel into a scalar:
 
@@ -127,7 +127,7 @@ def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
 
 def _check_rows(x: SparseTensor, values: Tensor) -> None:
     if not values.ndim or len(values) != len(x.feats):
-        raise ShapeError(f"values have a row for each of {len(x.feats)} voxels, found shape {list(values.shape)}")
+        raise ShapeError(f"values must have a row for each of {len(x.feats)} voxels, found shape {list(values.shape)}")
 
 
 def _window(
@@ -140,13 +140,13 @@ def _window(
 
 
 def _sums(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:
-    """A depthwise convolution with weights of one."""
+    """Sums over windows, as a depthwise convolution with weights of one."""
     ones = x.new_ones((x.shape[1], found.volume, 1))
     return conv_features(x, ones, found, outputs.coords.shape[0], groups=x.shape[1])
 
 
 def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
-    """out[o, c] = x[w, c] with w the first listed input whose x[w, c] is the maximum over o's inputs; 0 without one."""
+    """out[o, c] = max of x[i, c] over o's inputs, 0 without any; the gradient goes to the first listed maximum."""
     if x.is_meta:  # `prepare`: shapes only
         return x.new_empty(rows, x.shape[1])
     with torch.no_grad():

@@ -43,10 +43,10 @@ class DataflowLayer(Protocol):
 
 @dataclass(frozen=True)
 class MapConsumers:
-    """The layers over each map of a pyramid: maps are laid out for their dataflows only.
+    """The layers that read each kernel map of a network; a map is laid out only for their dataflows.
 
-    steps: per step the strided layers. back: per step the inverse layers over its map. same: per level and window the
-    layers that keep the coordinates.
+    steps: per step, its strided layers. back: per step, the inverse layers over its map. same: per level and window,
+    the submanifold layers.
     """
 
     steps: Sequence[Sequence[DataflowLayer]]
@@ -63,8 +63,8 @@ def prepare_levels(
     """Build the kernel maps of all levels of a network; returns the tensor to continue with, x itself when eager.
 
     steps: the relation from each level to the next coarser one, finest first. same: per level, from x's on, the
-    relations that keep its coordinates (submanifold windows). consumers: the layers over the maps: each map is laid
-    out for the dataflows of its layers; None: for the automatic dataflow, transposed maps of the steps included. On a
+    relations that keep its coordinates (submanifold windows). consumers: the layers that read each map, which is laid
+    out for their dataflows; None: for the automatic dataflow, transposed maps of the steps included. On a
     GPU this takes one host synchronisation if steps are strided windows without dilation, windows have at most 31
     kernel offsets and layers an automatic dataflow (coords.chain); otherwise two, for the voxel counts and for the
     layout sizes. Layers over these maps then need none.
@@ -95,7 +95,7 @@ def prepare_levels(
 def requested_maps(
     steps: Sequence[Relation], same: Sequence[Sequence[Relation]], consumers: MapConsumers | None = None
 ) -> RequestedMaps:
-    """The maps of `prepare_levels`. Raises ShapeError if `consumers` does not match them."""
+    """The RequestedMaps of `prepare_levels`. Raises ShapeError if `consumers` does not match the maps."""
     flows = None if consumers is None else _flows_over(steps, same, consumers)
     return _requested(tuple(steps), tuple(map(tuple, same)), flows)
 
@@ -110,7 +110,7 @@ class RequestedMaps:
     _chains: dict[Any, tuple[ChainRequest, int, bool]] = field(default_factory=dict)
 
     def prepare(self, geometry: Geometry, meanwhile: Callable[[], object] | None = None) -> None:
-        """Build all maps, unless these were built before. meanwhile: see build_chain; not called if no kernel runs."""
+        """Build all maps, unless built before. meanwhile: see build_chain; not called if another method builds them."""
         differentiable = torch.is_grad_enabled()
         if geometry.buffered is not None:
             self.build_in_buffers(geometry, differentiable)
@@ -125,8 +125,8 @@ class RequestedMaps:
         return zip(_maps(geometry, self.steps, self.same), flows)  # noqa: B905  (flows may go on)
 
     def build_chain(self, geometry: Geometry, meanwhile: Callable[[], object] | None = None) -> bool:
-        """Build all maps together in one transfer; False if kernels do not run or coords.chain does not support the
-        steps."""
+        """Build all maps, those that coords.chain supports in one transfer; False without Triton, in graph capture, or
+        if it does not support the steps."""
         if not has_triton(geometry.coords) or is_capturing(geometry.device):
             return False
         facts = geometry.dim, torch.is_grad_enabled(), TILE_HEIGHTS.rule()
@@ -149,7 +149,7 @@ class RequestedMaps:
             materialize(found, torch.is_grad_enabled())
 
     def build_in_buffers(self, geometry: Geometry, differentiable: bool) -> None:
-        """Build maps in buffers, on a GPU laid out while the next is built."""
+        """Build maps of padded buffers; on a GPU each is laid out while the next is built."""
         with on_side_stream(geometry) as publish:
             windows = tuple(tuple(window for window in each if is_supported(window)) for each in self.same)
             build_in_buffer(geometry, ChainRequest(geometry.dim, self.steps, windows, (), NO_TILES))
@@ -168,8 +168,8 @@ def keep_chain(
     wanted: int | None = None,
     meanwhile: Callable[[], object] | None = None,
 ) -> bool:
-    """Build the maps of a request together and keep them, the first `wanted` laid out for layers; False where
-    coords.chain does not support them. Raises as build_chain."""
+    """Build the maps of a request together, and cache the tile layouts of the first `wanted` (None: all) for layers;
+    False if coords.chain does not support them. Raises as build_chain."""
     found = None if refusal(geometry, request) is not None else build_chain(geometry, request, meanwhile)
     for one in (found or ())[:wanted]:
         keep_tiles(one)
@@ -184,8 +184,8 @@ def chain_of(
     differentiable: bool,
     rule: TileRule,
 ) -> tuple[ChainRequest, int, bool]:
-    """The request of a chain; how many of its tiled maps come first that layers of an automatic dataflow read, before
-    their transposes for gradients; True if it is all that layers read."""
+    """(request, wanted, complete): the chain request; how many of its tiled maps, before the transposes for gradients,
+    are read by layers with the automatic dataflow; True if the request covers all that layers read."""
     wanted = _by_need(
         [[(SAME, level, window) for window in windows] for level, windows in enumerate(same)],
         [(DOWN, level + 1, step) for level, step in enumerate(steps)],
@@ -195,7 +195,7 @@ def chain_of(
     pairs = [(place, automatic if flows is None else flows[n]) for n, place in enumerate(wanted)]
     fits = [place[0] != SAME or is_supported(place[2]) for place, _ in pairs]
     complete = all(fits) and all(over <= automatic for _, over in pairs)
-    # A window that is not its own transpose is the transpose of no map that is found.
+    # coords.chain builds no transposes of asymmetric windows.
     complete &= not differentiable or all(kind or relation.mirrored for (kind, _, relation), _ in pairs)
     asked = dict.fromkeys(place for (place, over), there in zip(pairs, fits, strict=True) if there and None in over)
     turned = {(UP, level - 1, step) if kind == DOWN else (DOWN, level + 1, step) for kind, level, step in asked if kind}
@@ -223,7 +223,7 @@ def _by_need(same: Sequence[Sequence[T]], down: Sequence[T], back: Sequence[T]) 
 
 
 def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence[Relation]]) -> Iterator[KernelMap]:
-    """The maps in that order, built lazily."""
+    """The maps in the order of _by_need, built lazily."""
     down: list[KernelMap] = []
     for level in range(max(len(same), len(steps))):
         for window in same[level] if level < len(same) else ():
@@ -248,9 +248,9 @@ def _listed(values: Any) -> Sequence[Any]:
 def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     """Build every kernel map that `model` uses on x's coordinates, without arithmetic; returns x.
 
-    The model runs once on meta features, so that later passes need not build maps. x's geometry keeps the maps, and
-    compiled code specialises on them: for coordinates that are used repeatedly. On other coordinates it builds maps
-    itself, for any sizes.
+    The model runs once on meta features. x's geometry keeps the maps, so that later passes need not build them, and
+    compiled code specialises on them: for coordinates that are used repeatedly. On other coordinates, compiled code
+    builds maps itself, for any sizes.
     Raises OptionError if model is not a torch.nn.Module.
     """
     if not isinstance(model, nn.Module):

@@ -61,7 +61,7 @@ def to_dense(
     shape, origin = tuple(shape), tuple(origin) if origin is not None else (0,) * x.spatial_dim
     if len(shape) != x.spatial_dim or len(origin) != x.spatial_dim:
         raise ShapeError(
-            f"spatial_shape {shape} and origin {origin} have one entry per axis, x has {x.spatial_dim} axes"
+            f"spatial_shape {shape} and origin {origin} must have one entry per axis, x has {x.spatial_dim} axes"
         )
     items = x.batch_size
     cells = items * math.prod(shape)
@@ -76,8 +76,8 @@ def to_dense(
 
 
 def _places_in_buffer(cloud: CoordBuffer, shape: Sequence[int], origin: Sequence[int], items: int) -> Tensor:
-    """As places_in, of rows in a buffer: those outside, and padding rows, are at an extra place at the end. Voxels
-    outside set RANGE in the status, and are refused where the scene runs without a buffer."""
+    """places_in for the rows of a buffer: padding rows and voxels outside get an extra place at the end. Voxels outside
+    also set RANGE in the status: the scene then runs without a buffer, which raises."""
     box = Bounds(tuple(origin), tuple(o + s - 1 for o, s in zip(origin, shape, strict=True)), items)
     valid, there = cloud.valid_mask(), box.contains(cloud.coords)
     set_status(cloud.status, RANGE, (valid & ~there).any())
@@ -90,9 +90,9 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
     Differentiable in the selected values. The result has spatial_shape and batch_size, in (batch, Morton) order.
     """
     if not dense.is_floating_point():
-        raise DtypeError(f"dense is floating point, found {dense.dtype}")
+        raise DtypeError(f"dense must be floating point, found {dense.dtype}")
     if not 3 <= dense.ndim <= 6:
-        raise ShapeError(f"dense is [B, C, *spatial] with 1 to 4 spatial axes, found shape {list(dense.shape)}")
+        raise ShapeError(f"dense must be [B, C, *spatial] with 1 to 4 spatial axes, found shape {list(dense.shape)}")
     batch, shape = dense.shape[0], tuple(dense.shape[2:])
     # Negated comparison, so that NaN counts as active.
     active = (~(dense.detach().abs() <= threshold)).any(dim=1).nonzero().int()
@@ -145,7 +145,7 @@ def union(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 
 
 def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, Tensor]]:
-    """The union of the coordinates, and the row in it of each row of x and of y."""
+    """(union of the coordinates, (row in the union of each row of x, the same for y))."""
     if torch.compiler.is_compiling():
         return traced_union(x.geometry, y.geometry)
     site = _joint_site([x, y], max(x.batch_size, y.batch_size))
@@ -154,7 +154,7 @@ def _united(x: SparseTensor, y: SparseTensor) -> tuple[Geometry, tuple[Tensor, T
 
 
 def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """Concatenate tensors along the batch: batch items are renumbered, feats and `inverse` concatenated in order."""
+    """Concatenate tensors along the batch; batch items are renumbered, feats and `inverse` concatenated in order."""
     first = _first(tensors, "collate")
     for each in tensors:
         each.geometry.require_host_size("collate")
@@ -198,9 +198,9 @@ def split(x: SparseTensor) -> list[SparseTensor]:
 def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     """The voxels where `mask` bool [N] is true, in (batch, Morton) order; differentiable in the features."""
     if mask.dtype != torch.bool:
-        raise DtypeError(f"mask is torch.bool, found {mask.dtype}")
+        raise DtypeError(f"mask must be torch.bool, found {mask.dtype}")
     if mask.shape != x.feats.shape[:1]:
-        raise ShapeError(f"mask is [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
+        raise ShapeError(f"mask must be [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
         raise DeviceError(f"mask is on {mask.device}, x is on {x.device}")
     x.geometry.require_host_size("prune")

@@ -34,7 +34,7 @@ _INPUTS = (
 
 @dataclass(frozen=True, eq=False)
 class Sparse:
-    """A sparse tensor in a format; made by `sparse`.
+    """A sparse tensor in a format of levels; created by `sparse`.
 
     Worked example, [[0, 7, 8, 9], [0, 0, 0, 0], [5, 0, 0, 0]] as "m:C k:G2":
 
@@ -206,7 +206,7 @@ def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -
         "sqrt" uses the square root of the mean row length. If rows cannot be split (ELL): the longest row.
 
     Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. A Sparse
-    with blocks keeps all entries of these; one without coordinate arrays, its nonzeros.
+    with blocks keeps all entries of its blocks; one without coordinate arrays, only its nonzeros.
     Raises ShapeError (number of axes, row longer than a fixed group), CoordinateError (too many cells), OptionError
     (type of tensor, strategy), StatementError (format text).
     """
@@ -287,7 +287,7 @@ def _of_compressed(tensor: Tensor) -> Entries:
     blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
     if pointers.ndim != 1 or values.ndim != (3 if blocked else 1):
         raise ShapeError(
-            f"a {tensor.layout} tensor has 2 axes, neither batched nor dense; found shape {list(tensor.shape)}"
+            f"a {tensor.layout} tensor must have 2 axes, neither batched nor dense; found shape {list(tensor.shape)}"
         )
     major = torch.arange(len(pointers) - 1, device=values.device)
     major = torch.repeat_interleave(major, pointers.diff(), output_size=len(minor))
@@ -435,7 +435,7 @@ def _coo(ndim: int) -> str:
 
 
 def _kind(x: Sparse) -> str:
-    """The torch layout that has the same arrays, else "coo"."""
+    """The torch layout with the same arrays, else "coo"."""
     levels = x.format.levels
     if x.ndim != 2 or [level.kind for level in levels[:2]] != ["U", "C"]:
         return "coo"
@@ -450,6 +450,6 @@ def _kind(x: Sparse) -> str:
 
 
 def _compressed(x: Sparse) -> tuple[Tensor, Tensor, Tensor]:
-    """Pointers, coordinates and values of a format that torch has too."""
+    """(pointers, coordinates, values) of a format that is a compressed torch layout."""
     (part,) = x.parts
     return x.segments(part), part.coords[x.format.levels[1].axes[0]], _values(x, part)

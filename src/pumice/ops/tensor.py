@@ -35,8 +35,8 @@ class SparseTensor:
     geometry: the geometry of another tensor, instead of all arguments but feats.
     dim: D of `coords`, from 1 to 4.
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (duplicates, out of range, too many voxels). Warns if
-    the batch column looks like a coordinate and there is no `batch_size`. On a GPU, where nothing is read for a new
-    tensor, errors and warnings of coordinates come with the first kernel map.
+    the batch column looks like a coordinate and there is no `batch_size`. On a GPU, where construction does not
+    synchronise, errors and warnings about coordinates come with the first kernel map.
     """
 
     # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
@@ -91,7 +91,7 @@ class SparseTensor:
         found = self.coords[:, 0].to(self.device, torch.int64)
         if self._geometry.buffered is None:
             return found
-        # Items beyond the batch are in the status; until it is read they must not index anything.
+        # The status reports batch indices that are too large; until it is read they must not index anything.
         return torch.where(self._geometry.cloud.valid_mask(), found.clamp(0, self.batch_size - 1), 0)
 
     @property
@@ -278,7 +278,7 @@ class SparseTensor:
 
 
 def _sum_of_like(x: SparseTensor, other: Any) -> SparseTensor | None:
-    """x + other of one geometry, shape and dtype, which needs no checks; None for others."""
+    """x + other without checks if both have one geometry, shape and dtype; else None."""
     if type(other) is not SparseTensor or other._geometry is not x._geometry or x._geometry.trains:
         return None
     a, b = x._feats, other._feats
@@ -296,14 +296,14 @@ _CALLED = {
     "replace_feature": "x.replace(feats)",
     "shape": "x.feats.shape or x.spatial_shape",
     "size": "x.feats.size() or x.spatial_shape",
-    # Asked by modules of torch.nn, such as BatchNorm1d.
+    # Called by torch.nn modules such as BatchNorm1d.
     "dim": "x.spatial_dim, or for torch.nn's modules x.map(module), pm.nn.Sequential(module) or pm.nn.BatchNorm",
 }
-"""Attribute names of spconv, MinkowskiEngine and torch, with ours."""
+"""Attribute names of spconv, MinkowskiEngine and torch, and what to use instead."""
 
 
 def not_sparse(x: object, taker: str) -> DtypeError:
-    """The error to raise if x is not a SparseTensor."""
+    """The error to raise if x is not a SparseTensor; taker: name of the function."""
     return DtypeError(f"{taker} takes a SparseTensor, found {type(x).__name__}; torch.nn's modules take features")
 
 
@@ -329,17 +329,17 @@ def _check_operand(x: SparseTensor, other: SparseTensor, sign: str) -> None:
             "geometries"
         )
     if other.channels != x.channels:
-        raise ShapeError(f"'{sign}' needs as many channels on both sides, found {x.channels} and {other.channels}")
+        raise ShapeError(f"'{sign}' needs equal numbers of channels, found {x.channels} and {other.channels}")
 
 
 def raw_feats(x: SparseTensor) -> Tensor:
-    """Features of x whose padding rows, and their gradients, are undefined in a captured training step. For readers of
-    valid rows only that pass no gradient of padding rows to a reduction."""
+    """Features of x whose padding rows, and their gradients, are undefined in a captured training step. For callers
+    that read valid rows only and do not reduce gradients over padding rows."""
     return x._feats
 
 
 def from_raw_feats(feats: Tensor, geometry: Geometry) -> SparseTensor:
-    """SparseTensor of features whose padding rows, and their gradients, are undefined in a captured training step:
+    """SparseTensor of features whose padding rows, and their gradients, are undefined in a captured training step: its
     backward must not reduce over rows. Functions that do reduce use `x.feats` and `x.replace`."""
     if not geometry.trains:
         return SparseTensor(feats, geometry)
@@ -357,7 +357,7 @@ def unchecked_tensor(feats: Tensor, geometry: Geometry, open_: bool = False) -> 
 
 
 def is_sparse(value: Any) -> bool:
-    """True if value is a SparseTensor; `is_leaf` of pytrees of dense and sparse tensors."""
+    """True if value is a SparseTensor; `is_leaf` for pytrees of dense and sparse tensors."""
     return isinstance(value, SparseTensor)
 
 
@@ -382,8 +382,8 @@ def row_wise(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTen
 
 
 def row_by_row(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
-    """Apply a row-wise `function` whose parameter gradients sum over rows. In a captured training step these sums
-    exclude padding rows: their features and gradients are zeroed."""
+    """Apply a row-wise `function` with parameters, whose gradients sum over rows. In a captured training step these
+    sums exclude padding rows: their features and gradients are zeroed."""
     if not x.geometry.trains:
         return x.replace(function(x.feats))
     rows, geometry = raw_feats(x), x.geometry
@@ -436,7 +436,7 @@ def mask_padding(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
 
 
 def arithmetic_feats(x: SparseTensor) -> Tensor:
-    """The features of x for arithmetic. Raises DtypeError for 8-bit features, which mean nothing without a scale."""
+    """The features of x for arithmetic. Raises DtypeError for 8-bit features, which are meaningless without a scale."""
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, "this function")
     if x.dtype in EIGHT_BITS:
@@ -446,7 +446,7 @@ def arithmetic_feats(x: SparseTensor) -> Tensor:
 
 def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
     if not isinstance(feats, Tensor) or not isinstance(coords, Tensor):
-        raise DtypeError(f"feats and coords are torch tensors, found {type(feats)} and {type(coords)}")
+        raise DtypeError(f"feats and coords must be torch tensors, found {type(feats)} and {type(coords)}")
     if feats.ndim == 2 and coords.ndim == 2 and feats.shape[0] != coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, coords have {coords.shape[0]}")
     if feats.device != coords.device:
@@ -456,9 +456,9 @@ def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:
     if not feats.is_floating_point() and feats.dtype != torch.int8:
-        raise DtypeError(f"feats are floating point, or int8 once quantized, found {feats.dtype}")
+        raise DtypeError(f"feats must be floating point, or int8 once quantized, found {feats.dtype}")
     if feats.ndim != 2:
-        raise ShapeError(f"feats are [N, C], found shape {list(feats.shape)}")
+        raise ShapeError(f"feats must be [N, C], found shape {list(feats.shape)}")
     if feats.shape[0] != geometry.coords.shape[0]:
         raise ShapeError(f"feats have {feats.shape[0]} rows, the coordinates have {geometry.coords.shape[0]}")
     # Meta features on real coordinates: `prepare` builds maps without arithmetic.

@@ -19,7 +19,7 @@ _MOST = 16
 
 
 class BoundedCache(dict[Hashable, Found]):
-    """Dict that holds at most `most` values of `keep`; the oldest goes first."""
+    """Dict in which `keep` stores at most `most` values, evicting the oldest."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ INTERNED: BoundedCache[object] = BoundedCache(1 << 14)
 
 
 def intern_key(facts: Hashable) -> Hashable:
-    """One object for equal facts, by whose identity they are compared from then on."""
+    """One object for equal facts (while cached), so that later lookups compare by identity."""
     return INTERNED.get(facts) or INTERNED.keep(facts, object())
 
 
 class PersistentBuffers:
-    """Buffers that a captured program rewrites on every replay; results derived in it may be cached during capture."""
+    """Buffers that a captured program rewrites on replay: results derived from them may be cached during capture."""
 
     def __init__(self) -> None:
         self._held: dict[int, weakref.ref[Tensor]] = {}

@@ -1,6 +1,6 @@
-"""A process that compiles Triton kernels into Triton's cache on disk. Run as a script, so that it imports no torch.
+"""Worker process that compiles Triton kernels into Triton's disk cache. Run as a script, so that it imports no torch.
 
-Each line of its input is a kernel as JSON (runtime.compile.job); it answers each with a line, empty or an error."""
+Each input line is a kernel as JSON (the `job` of runtime.compile); each output line is empty, or an error."""
 
 import importlib
 import json
@@ -15,9 +15,9 @@ from typing import Any
 
 
 def function(job: dict) -> object:
-    """The Triton function of a job, from its text or from its file."""
+    """The Triton function of a job, from its source text or its file."""
     if job["text"]:
-        # `inspect` finds the text there; no file, writable by others, is run. Entries without an mtime are not checked.
+        # `inspect` reads the text here: no file, writable by others, is run. Entries without an mtime are not checked.
         linecache.cache[job["file"]] = len(job["text"]), None, job["text"].splitlines(keepends=True), job["file"]
         module = ModuleType(job["module"])
         exec(compile(job["text"], job["file"], "exec"), vars(module))
@@ -27,7 +27,7 @@ def function(job: dict) -> object:
 
 
 def imported(name: str, folder: Path) -> ModuleType:
-    """The module of that name in a folder, imported without its packages: those import torch."""
+    """Import a module from a folder without running its packages, which import torch."""
     *packages, _ = name.split(".")
     for count in range(len(packages), 0, -1):
         package = sys.modules.setdefault(".".join(packages[:count]), ModuleType(packages[count - 1]))
@@ -36,7 +36,7 @@ def imported(name: str, folder: Path) -> ModuleType:
 
 
 def build(job: dict, known: object = None) -> Any:
-    """Compile a job into the cache, with a mark that tells where it is. known: its Triton function."""
+    """Compile a job's kernel into the cache; a mark file tells where it is. known: its Triton function, if loaded."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler import compile as compiled
@@ -54,7 +54,7 @@ def build(job: dict, known: object = None) -> Any:
 
 
 def write(path: Path, text: str) -> None:
-    """Whole or not at all: another process may write it too."""
+    """Write a file atomically: another process may write it too."""
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -62,8 +62,8 @@ def write(path: Path, text: str) -> None:
 
 
 def launcher(target: Any, made: Any) -> None:
-    """Compile what starts the kernel, in C, into the cache, as Triton does until 3.6; where this fails the process that
-    starts the kernel does."""
+    """Compile the C launcher of the kernel into the cache, as Triton does until 3.6. On failure the process that
+    launches the kernel compiles it."""
     backend, name = {"cuda": ("nvidia", "CudaLauncher"), "hip": ("amd", "HIPLauncher")}[target.backend]
     with suppress(Exception):
         module = importlib.import_module(f"triton.backends.{backend}.driver")
@@ -84,6 +84,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The folder of this file: its modules are none that Triton imports.
+    # Drop this file's folder: its modules could shadow modules that Triton imports.
     sys.path.pop(0)
     main()

@@ -51,7 +51,7 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """Integers without what gradient transforms of torch.func wrap around tensors that are made within them."""
+    """Unwrap an integer tensor that was created within gradient transforms of torch.func."""
     while not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):  # pyright: ignore[reportAttributeAccessIssue]
         x = torch._C._functorch.get_unwrapped(x)  # pyright: ignore[reportAttributeAccessIssue]
     return x
@@ -69,8 +69,8 @@ _RECORDED: ContextVar[list[object] | None] = ContextVar("recording_constants", d
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """lru_cache for read-only device tensors, which are made outside inference mode and transforms of torch.func; a
-    captured graph must hold those it reads (`recording_constants`)."""
+    """lru_cache for read-only device tensors, created outside inference mode and torch.func transforms. A captured
+    graph must hold those it reads (`recording_constants`)."""
 
     def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
         def make(*args: Given.args, **kwargs: Given.kwargs) -> Found:
@@ -89,7 +89,7 @@ def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], C
 
 
 def keep_for_graph(found: Found) -> Found:
-    """The tensor itself, which a graph that is being captured reads on every replay."""
+    """Record `found` as read by the graph under capture, if any; returns it."""
     if (read := _RECORDED.get()) is not None:
         read.append(found)
     return found
@@ -109,11 +109,11 @@ def recording_constants() -> Iterator[list[object]]:
 def record_graph(
     work: Callable[[], Found], stream: torch.cuda.Stream, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Found, list[object]]:
-    """(CUDA graph of what `work` does on a stream, its result, cached constants that the graph reads). pool: the memory
-    of graphs that share it.
+    """Capture the CUDA graph of `work` on a stream: (graph, result, cached constants that the graph reads). pool:
+    memory pool shared with other graphs.
 
     Other threads may launch kernels meanwhile, but not draw random numbers on the device. torch.cuda.graph would also
-    wait for the device and give back all cached memory, for tens of milliseconds."""
+    synchronise the device and free all cached memory, which takes tens of milliseconds."""
     graph = torch.cuda.CUDAGraph()
     with recording_constants() as constants, torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
@@ -132,7 +132,7 @@ def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current device."""
+    """Context in which a GPU is the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -156,9 +156,9 @@ def _vector(values: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 class CompiledKernel:
     """Kernel compiled by Triton for a device, launched with addresses instead of tensors.
 
-    Triton's launch path queries the driver for every tensor and builds profiler metadata: 10 us of host time. It is
-    used only while a launch hook is set. Its Python launcher also checks for scratch memory (1.4 us); kernels that need
-    none call its C launcher directly.
+    Triton's launch path, used here only while a launch hook is set, queries the driver for every tensor and builds
+    profiler metadata: 10 us of host time. Its Python launcher also checks for scratch memory (1.4 us); kernels that
+    need none call its C launcher directly.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -170,7 +170,7 @@ class CompiledKernel:
         self._launch, self._before, self._programs_at, self._stream_at, self._packs = found
 
     def __call__(self, programs: int, values: Sequence[Any], device: int) -> None:
-        """Run `programs` programs on the current device, which is `device`, and its current stream."""
+        """Launch `programs` programs on `device`, which must be the current device, and its current stream."""
         hook = self._runtime.launch_enter_hook
         # An empty hook chain counts as no hook.
         if hook is not None and getattr(hook, "calls", True):
@@ -185,8 +185,8 @@ class CompiledKernel:
 
 
 class _Launcher(NamedTuple):
-    """What launches a kernel. before: its arguments in front of the kernel's; programs_at, stream_at: places among them
-    of the number of programs and of the stream; packs: True if it takes the kernel's as one tuple."""
+    """A function that launches a kernel. before: its arguments before the kernel's own; programs_at, stream_at:
+    positions in `before` of the number of programs and the stream; packs: True if it takes the kernel's as a tuple."""
 
     launch: Callable[..., object]
     before: list[Any]
@@ -202,8 +202,8 @@ def _by_triton(compiled: Any) -> _Launcher:
 
 
 def _in_c(compiled: Any) -> _Launcher | None:
-    """Triton's C launcher: a dry run of its Python launcher records the arguments that it passes to C. None if it
-    allocates memory, or does anything else than passing them on."""
+    """Triton's C launcher: a dry run of its Python launcher records the arguments passed to C. None if that does more
+    than pass arguments on, such as allocating memory."""
     launch = getattr(compiled.run, "launch", None)
     if launch is None:
         return None
@@ -229,12 +229,12 @@ def _in_c(compiled: Any) -> _Launcher | None:
 
 @lru_cache(maxsize=64)
 def kernel(name: str, room: str = "coords") -> KernelLauncher:
-    """Launcher of the kernel `file.function` of a room."""
+    """Launcher of the kernel `name` = "file.function" of the subpackage `room`."""
     return KernelLauncher(jitted(name, room))
 
 
 def jitted(name: str, room: str) -> TritonKernel:
-    """The kernel `file.function` of a room."""
+    """The kernel `name` = "file.function" of the subpackage `room`."""
     file, _, function = name.partition(".")
     return TritonKernel.of(f"pumice.{room}.{file}", function)
 
@@ -272,8 +272,8 @@ _LAUNCHES: ContextVar[dict[BoundKernel, Callable[[], object]] | None] = ContextV
 
 @contextmanager
 def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]:
-    """Context in which kernels of launchers are not started; at its end, all of them are compiled in parallel. Yields
-    them with what compiles each."""
+    """Context in which KernelLaunchers only record kernels; on exit those not compiled yet are compiled in parallel.
+    Yields {kernel: task that compiles it}."""
     recorded: dict[BoundKernel, Callable[[], object]] = {}
     token = _LAUNCHES.set(recorded)
     try:
@@ -284,14 +284,14 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
 
 
 class BoundKernel:
-    """Kernel with bound constexprs, for tensors of fixed dtypes; a call only looks up their alignment."""
+    """Kernel with bound constexprs, for tensors of fixed dtypes; has a compiled variant per alignment of them."""
 
     def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
-        """As KernelLauncher."""
+        """As KernelLauncher.__call__; sets the current device if necessary."""
         if programs == 0:
             return
         # -1 on a CPU.
@@ -307,7 +307,7 @@ class BoundKernel:
         return bool(self._compiled)
 
     def compile(self, device: torch.device, dtypes: Sequence[torch.dtype], numbers: Sequence[float]) -> None:
-        """Compile for aligned tensors of these dtypes, without running; in a background thread by its process."""
+        """Compile for aligned tensors of these dtypes, without running; in a worker process if possible."""
         values = [*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes), *numbers, *self.constants]
         options = {"num_warps": self.warps}
         with on_device(device):

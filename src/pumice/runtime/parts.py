@@ -1,4 +1,4 @@
-"""Arrays that share an allocation: kernels take their addresses, tensors are made of those that somebody reads."""
+"""Arrays within one allocation: kernels take their addresses; tensors are created only on request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 _ALIGNED = 4
-"""Entries between the beginnings of arrays: 16 bytes of int32."""
+"""Elements: arrays begin at multiples of it, 16 bytes of int32."""
 
 
 class Part:
-    """A contiguous array within an allocation, from entry `start` on."""
+    """A contiguous array within the tensor `memory`, from element `start` on."""
 
     __slots__ = ("_address", "_tensor", "dtype", "memory", "shape", "start")
 
@@ -34,7 +34,7 @@ class Part:
         return self.memory.device
 
     def tensor(self) -> Tensor:
-        """The array as a tensor, the same in each call."""
+        """The array as a tensor, created once."""
         if self._tensor is None:
             shape, strides = self.shape, [1] * len(self.shape)
             for axis in range(len(shape) - 1, 0, -1):
@@ -44,7 +44,7 @@ class Part:
         return self._tensor
 
     def cut(self, start: int, shape: tuple[int, ...]) -> Part:
-        """Another array that begins `start` entries behind this one's beginning."""
+        """An array of the same memory that begins `start` elements after this one."""
         return Part(self.memory, self._address + start * self.memory.element_size(), self.start + start, shape)
 
 
@@ -52,12 +52,12 @@ Array = Tensor | Part
 
 
 def aligned(count: int) -> int:
-    """Entries that an array of `count` takes in an allocation."""
+    """`count` rounded up to a multiple of _ALIGNED."""
     return -(-count // _ALIGNED) * _ALIGNED
 
 
 def begins_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
-    """Where arrays of these shapes begin, one after the other and aligned to 16 bytes of int32; where they end."""
+    """(offsets of consecutive aligned arrays of these shapes, end of the last one), in elements."""
     begins, end = [], 0
     for shape in shapes:
         begins.append(end)
@@ -84,5 +84,5 @@ def _placed(memory: Tensor, shapes: Sequence[tuple[int, ...]], begins: Sequence[
 
 
 def tensor_of(array: Array | Any) -> Any:
-    """The tensor that an array is."""
+    """The tensor of a Part; anything else unchanged."""
     return array.tensor() if type(array) is Part else array

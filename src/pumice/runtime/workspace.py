@@ -31,11 +31,11 @@ class Workspace:
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of the counters and of the bytes."""
+        """(address of counters, address of scratch)."""
         return self.counters.data_ptr(), self.scratch.data_ptr()
 
     def holds(self, count: int, size: int) -> bool:
-        """True if there are that many counters and bytes."""
+        """True if there are at least `count` counters and `size` bytes."""
         return self.count >= count and self.size >= size
 
     @cached_property
@@ -53,7 +53,7 @@ def workspace(count: int, size: int, device: torch.device) -> Workspace:
     """Workspace of at least `count` counters and `size` bytes.
 
     Kernels of one stream run in order and share a workspace. A captured graph may run beside any kernel, so it
-    permanently owns the counters of its kernels, whose bytes are in its memory pool.
+    permanently owns its counters; its scratch bytes are in its memory pool.
     """
     if device.type != "cuda":
         return Workspace(torch.zeros(count, dtype=torch.int32, device=device), _bytes(size, device))
@@ -86,7 +86,7 @@ class _CounterPool:
         self._left, self._lock, self._device = _zeros(_POOL_SIZE, device), Lock(), device
 
     def take(self, count: int) -> Tensor:
-        """Take `count` counters; if the pool is exhausted, allocate new ones, zeroed by the graph itself."""
+        """Take `count` counters; if the pool is exhausted, allocate new ones, which the graph itself zeroes."""
         count = -(-count // _ALIGNED) * _ALIGNED
         with self._lock:
             if count > self._left.shape[0]:
@@ -125,5 +125,5 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if device.type == "meta" or not hasattr(os, "sysconf"):
-        return 2**63 - 1  # what torch can count
+        return 2**63 - 1  # the largest size in torch
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
