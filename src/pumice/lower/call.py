@@ -1,10 +1,10 @@
-"""The launch of a kernel over a kernel map, or over none (a linear map).
+"""Cached launches of single-kernel calls over a kernel map, or over none (a linear map).
 
-signature = call_signature(tensors, ...)   all that the launch depends on but numbers of rows and addresses
-call = found.calls.get(signature)          a call over this map with tensors like these, or
-     = MapCall(...).instantiate()          one over another map, for the sizes and the arrays of this one, or
-     = a plan (lower.plan) that is executed, whose kernel is kept as a template for both
-call(tensors)                              addresses into the arguments of a compiled kernel
+signature = call_signature(tensors, ...)   cache key: all that a launch depends on but row counts and addresses
+call = found.calls.get(signature)          the launch cached with this map, or
+     = MapCall(...).instantiate()          a template of a call over another map, bound to this map's sizes and arrays;
+                                           without either a plan (lower.plan) is executed, and its kernel cached as both
+call(tensors)                              fill in the addresses of tensors, and launch
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from pumice.runtime.workspace import Workspace, workspace
 
 
 def call_signature(tensors: Sequence[Tensor], dynamic: Sequence[bool], *facts: Hashable) -> Hashable:
-    """What a launch depends on: layouts, dtypes and devices of its tensors, and what is set for all calls. One object
-    for equal ones.
+    """The cache key of a launch, interned: layouts, dtypes and devices of the tensors, `facts`, and global settings.
 
-    dynamic: of which tensors the number of rows is left out: a map, or the caller, knows it.
+    dynamic: for each tensor, True if its number of rows may vary between calls, and is left out.
     """
     found: list[Hashable] = [facts, *global_settings()]
     wide, single = False, torch.float32
@@ -47,12 +46,12 @@ def call_signature(tensors: Sequence[Tensor], dynamic: Sequence[bool], *facts: H
     if wide:
         found.append(kernels.float32_precision())
     key = tuple(found)
-    # As cache.intern_key, without a call.
+    # cache.intern_key, inlined.
     return cache.INTERNED.get(key) or cache.INTERNED.keep(key, object())
 
 
 def global_settings() -> tuple[Hashable, ...]:
-    """What is set for all calls, but for how float32 is multiplied."""
+    """The global settings that launches depend on, except the precision of float32 products."""
     return deterministic(), kernels.ledger().generation, kernels.tuning_mode()
 
 
@@ -63,14 +62,14 @@ def product_signature(tensors: Sequence[Tensor], finish: EpilogueSignature) -> H
 
 @lru_cache(maxsize=256)
 def has_dynamic_rows(finish: EpilogueSignature) -> tuple[bool, ...]:
-    """Of which of (features, weight, operands of the epilogue...) the number of rows varies between calls."""
+    """For each of (features, weight, operands of the epilogue...): True if its number of rows varies between calls."""
     return (True, False, *[name == RESIDUAL for name in finish.names])
 
 
 def residual_matches(tensors: Sequence[Tensor], finish: EpilogueSignature, shape: tuple[int, ...]) -> bool:
-    """True if a residual, of whose rows no signature tells, has the shape of the result."""
+    """True if the residual, if any, has the shape of the result: signatures leave out its number of rows."""
     names = finish.names
-    # It is the last of all.
+    # A residual is the last tensor.
     return not names or names[-1] != RESIDUAL or tensors[-1].shape == shape
 
 
@@ -80,22 +79,22 @@ def rows_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def row_strides(tensors: Sequence[Tensor], dynamic: Sequence[bool]) -> list[int]:
-    """Entries between the rows of each tensor, 0 where all calls of a signature have the same number of them."""
+    """The row stride of each tensor in elements, 0 if its number of rows is fixed by the signature."""
     return [x.stride(0) if varies and x.ndim else 0 for x, varies in zip(tensors, dynamic, strict=True)]
 
 
 class ArgumentLayout:
-    """Where what a call takes belongs among the arguments of a kernel.
+    """Positions of the tensors of a call among the arguments of a kernel.
 
-    result: position of the result; workspace: of the counters and the partial sums, None without; segments: (position,
-    name) of arrays of segments; arrays: (position, array of the map); tensors: (position, tensor of the call).
-    segmented: the array of the map whose segments are taken, None without; -1: it is none of the map.
+    result: of the result; workspace: of (counters, partial sums), or None; segments: (position, name) of segment
+    arrays; arrays: (position, number of the map's array); tensors: (position, number of the call's tensor). segmented:
+    number of the map's array whose segments the programs take, None without segments, -1 if it is not of the map.
     """
 
     __slots__ = ("arrays", "result", "segmented", "segments", "tensors", "workspace")
 
     def __init__(self, kernel: GeneratedKernel, arrays: Mapping[str, int], tensors: Mapping[str, int]) -> None:
-        """arrays, tensors: which array of the map, or tensor of the call, each operand is."""
+        """arrays, tensors: number of the map's array, or of the call's tensor, by operand name."""
         own = {kind: place for place, kind, _ in kernel.slots}
         sums, counters = WORKSPACE
         self.result = own["result"]
@@ -108,12 +107,10 @@ class ArgumentLayout:
 
 
 class BoundCall(NamedTuple):
-    """A compiled kernel with the arguments of a call over a map, but for the addresses of the call's tensors, of its
-    result and of its workspace.
+    """A compiled kernel bound to a map: only the addresses of the call's tensors, result and workspace are missing.
 
-    values: the arguments; layout: where the missing ones belong; programs: how many run; shape: of the result; needs:
-    counters and bytes of workspace, None without; kept: what holds the memory of segments. The map's arrays are held by
-    the map.
+    values: the arguments; layout: positions of the missing ones; programs: grid size; shape: of the result; needs:
+    (counters, bytes) of workspace, or None; kept: keeps the segment arrays alive. The map keeps its own arrays alive.
     """
 
     executor: KernelExecutor
@@ -127,7 +124,7 @@ class BoundCall(NamedTuple):
     kept: Any
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The result; None where a tensor is not aligned to 16 bytes, or the device is not the current one."""
+        """Launch and return the result; None if a tensor is not 16-byte aligned or the device is not current."""
         device, executor = self.device, self.executor
         if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
             return None
@@ -139,14 +136,14 @@ class BoundCall(NamedTuple):
             bits |= address
         if bits & 15:
             return None
-        # Held until the kernel is under way.
+        # Keeps the memory until the launch.
         shared = None if self.needs is None else workspace(*self.needs, device)
         self.launch(addresses, result, shared)
         return out if out.dtype is executor.dtype else out.to(executor.dtype)
 
     def launch(self, addresses: Any, result: int, shared: Workspace | None) -> None:
-        """Start the kernel on the current device. addresses: of the call's tensors, aligned, by number; shared:
-        workspace of at least the size that the call needs."""
+        """Launch on the current device. addresses: of the call's tensors, 16-byte aligned, by number; shared: workspace
+        of at least the size `needs`."""
         values, layout = self.values.copy(), self.layout
         values[layout.result] = result
         for place, which in layout.tensors:
@@ -158,10 +155,9 @@ class BoundCall(NamedTuple):
 
 
 class CallTemplate:
-    """Calls of one signature over maps with arrays of one signature, of whatever sizes.
+    """A call of one signature over maps of one MapSignature, with the sizes and the map's arrays left open.
 
-    family: their kernels; other: the template of the same calls at sizes for which the result is accumulated, or is
-    not, unlike here.
+    family: its kernels; other: the template for sizes where split-K is used if it is not here, or the reverse.
     """
 
     __slots__ = ("_arrays", "_layouts", "_rows", "_strides", "_tensors", "_widest", "executor", "family", "other")
@@ -174,23 +170,23 @@ class CallTemplate:
         tensors: Mapping[str, int],
         strides: Sequence[int],
     ) -> None:
-        """arrays: which array of a map each bound operand is; tensors: which tensor of a call each other one is;
-        strides: between the rows of each tensor of a call, 0 where all calls have the same number of rows."""
+        """arrays: number of the map's array by name of a bound operand; tensors: number of the call's tensor by name of
+        another operand; strides: row_strides of the call's tensors."""
         self.family, self.executor, self._arrays, self._tensors = family, executor, arrays, tensors
         self.other: CallTemplate | None = None
         self._layouts: dict[GeneratedKernel, ArgumentLayout] = {}
-        # Sizes are taken from (rows of the result, of the map's arrays, of the call's tensors).
+        # By operand, the source of its row count: (0 result, 1 map's arrays, 2 call's tensors; number).
         self._rows = [(0, 0) if not n else (1, arrays[n]) if n in arrays else (2, tensors[n]) for n in family.names]
         self._strides, self._widest = tuple(strides), max(*strides, executor.row_stride, 1)
 
     def instantiate(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> BoundCall | None:
-        """The call over a map. rows: of each tensor; shape: of the result. None where there is nothing to run, where
-        addresses need 64 bits or are not aligned to 16 bytes, where Triton interprets kernels, and where the planner
-        has to choose."""
+        """The call bound to a map. rows: of each tensor; shape: of the result. None if the planner must run the call:
+        empty result, 64-bit or unaligned addresses, segments that need several kernels, interpreted kernels, or a tile
+        that has to be tuned."""
         if on.needs_int64 or not on.is_aligned:
             return None
         sizes = self._sizes(on, rows, shape)
-        # The product with the widest stride is a bound for all.
+        # A cheap upper bound before the exact test.
         if max(sizes) * self._widest >= INT32_LIMIT and self._needs_int64(rows, shape):
             return None
         family = self.family
@@ -225,12 +221,12 @@ class CallTemplate:
         return BoundCall(self.executor, compiled, layout, programs, values, needs, shape, device, kept)
 
     def compilation(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> Callable[[], object] | None:
-        """What compiles the kernel of `instantiate` with these; None if it is compiled."""
+        """A task that compiles the kernel of `instantiate` for these arguments; None if it is compiled."""
         sizes = self._sizes(on, rows, shape)
         return None if self.family.is_compiled(sizes) else partial(self.family.at, sizes, True)
 
     def _sizes(self, on: BoundMap, rows: Sequence[int], shape: tuple[int, ...]) -> list[int]:
-        """Numbers of rows in the order of the family's operands."""
+        """Row counts in the order of the family's operands."""
         every = shape[:1] or (1,), on.rows, rows
         return [every[of][n] for of, n in self._rows]
 
@@ -243,13 +239,13 @@ TEMPLATES: BoundedCache[CallTemplate] = BoundedCache(2048)
 
 
 def find_template(signature: Hashable, on: BoundMap) -> CallTemplate | None:
-    """The template of calls of a signature over maps like this."""
+    """The template of a signature for maps with this map's signature, or None."""
     return TEMPLATES.get((signature, on.signature))
 
 
 class MapCall(NamedTuple):
-    """A call over a map. on: the map's arrays; rows, strides: as rows_of and row_strides give them, the latter for a
-    call whose template is kept; shape: of the result."""
+    """Signature and sizes of a call over a map. on: the map's arrays; rows: rows_of the tensors; shape: of the result;
+    strides: row_strides of the tensors, needed by keep_template only."""
 
     signature: Hashable
     on: BoundMap
@@ -259,11 +255,11 @@ class MapCall(NamedTuple):
 
     @property
     def template(self) -> CallTemplate | None:
-        """The template of calls like it."""
+        """The stored template, or None."""
         return TEMPLATES.get((self.signature, self.on.signature))
 
     def template_like(self, kernel: BoundExecutor) -> CallTemplate | None:
-        """That of calls whose result is accumulated, or not, as a kernel does it."""
+        """The stored template that uses split-K exactly if `kernel` does, or None."""
         known, adds = self.template, kernel.executor.splits > 1
         every = () if known is None else (known, known.other)
         return next((one for one in every if one is not None and (one.executor.splits > 1) == adds), None)
@@ -271,8 +267,8 @@ class MapCall(NamedTuple):
     def keep_template(
         self, family: TileFamily, kernel: BoundExecutor, tensors: Mapping[str, int]
     ) -> CallTemplate | None:
-        """Keep the template of calls like it. family: the kernels that it starts; kernel: it with the map's arrays
-        bound; tensors: which of the call's tensors each other operand is."""
+        """Store a template of this call. family: its kernels; kernel: executor with the map's arrays bound; tensors:
+        number of the call's tensor by name of another operand. None if the kernel binds other tensors."""
         places, bound = {id(x): n for n, x in enumerate(self.on.arrays)}, kernel.bound_operands
         if self.on.needs_int64 or not all([id(x) in places for x in bound.values()]):
             return None
@@ -284,32 +280,32 @@ class MapCall(NamedTuple):
         return TEMPLATES.keep((self.signature, self.on.signature), template)
 
     def instantiate(self) -> BoundCall | None:
-        """The call, as one like it was; None if there is none, and see CallTemplate.instantiate."""
+        """The call by the stored template; None without one, or as in CallTemplate.instantiate."""
         template = self.template
         return None if template is None else template.instantiate(self.on, self.rows, self.shape)
 
 
 ARRAYS_READ: BoundedCache[tuple[int, ...] | None] = BoundedCache(1024)
-"""By signature and key of MapArrays: where the arrays are that the kernel of a call takes, which alone matter for its
-template; None: the call is several kernels."""
+"""By (signature, MapArrays.key): positions of the arrays that the call's kernel reads, on which alone its template
+depends; None if the call is several kernels."""
 
 
 def keep_arrays_read(signature: Hashable, arrays: MapArrays, kernel: BoundExecutor | None) -> BoundMap | None:
-    """The arrays that the kernel of a call takes, kept for calls over other maps. kernel: None for several."""
+    """Record which arrays the kernel of a call reads, and return these. kernel: None if the call is several kernels."""
     places = None if kernel is None else arrays.places(kernel.bound_operands.values())
     ARRAYS_READ.keep((signature, arrays.key), places)
     return None if places is None else arrays.bound(places)
 
 
 def find_arrays_read(signature: Hashable, arrays: MapArrays) -> BoundMap | None:
-    """The arrays that calls of a signature take, as one over another map did; None where that is not known, and for
-    several kernels."""
+    """The arrays that calls of a signature read, by the record of an earlier call; None without one, and for several
+    kernels."""
     places = ARRAYS_READ.get((signature, arrays.key))
     return None if places is None else arrays.bound(places)
 
 
 def product_call(tensors: Sequence[Tensor], finish: EpilogueSignature, on: BoundMap, rows: int) -> MapCall:
-    """A convolution or linear map with `rows` results. tensors: (features, weight, operands of the epilogue...)."""
+    """The MapCall of a product with `rows` result rows. tensors: (features, weight, operands of the epilogue...)."""
     dynamic = has_dynamic_rows(finish)
     shape = rows, tensors[1].shape[0]
     signature = call_signature(tensors, dynamic, finish)
@@ -317,8 +313,8 @@ def product_call(tensors: Sequence[Tensor], finish: EpilogueSignature, on: Bound
 
 
 def call_over(found: KernelMap | NoMap, signature: Hashable, rows: Sequence[int], columns: int) -> BoundCall | None:
-    """The call of a signature over a map, or one over another map instantiated for it and kept; None if there is none.
-    rows: of each tensor; columns: of the result."""
+    """The call cached with a map, or else instantiated from the signature's template and cached; None without a
+    template. rows: of each tensor; columns: of the result."""
     calls, buffered = found.calls, found.buffered
     if buffered is not None:
         # Another stream may have bound it.
@@ -334,15 +330,15 @@ def call_over(found: KernelMap | NoMap, signature: Hashable, rows: Sequence[int]
 
 
 def keep_call(found: KernelMap | NoMap, signature: Hashable, call: BoundCall) -> None:
-    """Keep a call with its map."""
+    """Cache a call with its map."""
     found.calls[signature] = call
     if found.buffered is not None:
         found.buffered.pending_events.register_derived((signature, found.flipped))
 
 
 def run_product(tensors: Sequence[Tensor], found: KernelMap | NoMap, finish: EpilogueSignature) -> Tensor | None:
-    """A convolution over a map, or a linear map, by a kernel of calls before; None where there is none, and where
-    shapes do not fit. tensors: features, weight, operands of the epilogue; a plain call (ops.autograd)."""
+    """The result of a convolution or linear map by a cached launch or template; None without one, or if shapes do not
+    match. tensors: features, weight, operands of the epilogue, of a plain call (ops.autograd.is_plain_call)."""
     x, columns = tensors[0], tensors[1].shape[0]
     shape = found.num_outputs, columns
     if x.ndim != 2 or x.shape[0] != found.num_inputs or not residual_matches(tensors, finish, shape):
@@ -360,8 +356,8 @@ Sizes = tuple[Mapping[str, Sequence[int]], tuple[int, ...]]
 
 
 class BoundExecutor:
-    """An executor with some operands bound: a step of a plan. Calls with other operands of layouts seen before are
-    launches. at: the sizes, if they differ from those of the (resizable) executor."""
+    """An executor with some operands bound, as a step of a plan. It caches a launch per layout of the other operands.
+    at: the sizes, if they differ from those of the (resizable) executor."""
 
     def __init__(self, executor: KernelExecutor, bound_operands: Mapping[str, Tensor], at: Sizes | None = None) -> None:
         self.executor, self.bound_operands, self._at = executor, bound_operands, at
@@ -381,7 +377,7 @@ class BoundExecutor:
         return BoundMap(arrays, MapSignature(None, [x.stride(0) if x.ndim else 0 for x in arrays]))
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result; operands: those that are not bound."""
+        """The result. operands: those that are not bound."""
         everything = {**self.bound_operands, **operands}
         if before is not None:
             return self._sized(everything, before)
@@ -395,8 +391,8 @@ class BoundExecutor:
         return y
 
     def family(self, operands: Mapping[str, Tensor], was_run: bool = True) -> TileFamily | None:
-        """The kernels of calls like one that was run, for all sizes; None for several kernels. was_run: False to make
-        them for a call that was not; None where the tile is to be tuned first, too."""
+        """The kernel family of a call that was run; None for several kernels. was_run: False to create the family of a
+        call that was not run; None also if its tile has to be tuned first."""
         key = self._key(operands)
         known = self.executor.templates.get((self._layouts, key))
         if known is None and not was_run:
@@ -415,7 +411,7 @@ class BoundExecutor:
         return self.executor.templates.keep((self._layouts, key), template)
 
     def _key(self, operands: Mapping[str, Tensor]) -> Hashable:
-        """Key of a launch on operands like these."""
+        """Cache key of a launch: layouts, dtypes, devices and settings."""
         kinds, in_fp32 = [], self._in_fp32
         for x in operands.values():
             kind = x.dtype
@@ -434,4 +430,4 @@ class BoundExecutor:
 
 
 _MAX_CALLS = 64
-"""Calls per executor with bound operands, one for each layout of the others and generation of tuned tiles."""
+"""Cached launches of a BoundExecutor, one per layout of the other operands and generation of tuned tiles."""

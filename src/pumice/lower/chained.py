@@ -1,11 +1,11 @@
-"""A product of several factors in two kernels: some factors are contracted first, then their result with the rest.
+"""A product of three or more factors in two kernels: the first contracts some, the second its result with the rest.
 
     Z[b,i[p],w] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]] * W[b,l[p],u,w]
 
     chained[b,p,u] = c[p,q] * X[b,j[p,q],u] * Y[b,k[p,q]]
     Z[b,i[p],w] = chained[b,p,u] * W[b,l[p],u,w]
 
-One kernel would read W once per q. Two pay off if an index is summed over some of the factors only.
+One kernel would read W once per q. Two kernels pay off if an index that is summed occurs in some factors only.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class TwoStepLowering:
         return self.second(self.run_first(operands), before)
 
     def run_first(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the first step; the operands of the second one."""
+        """Run the first step, and return the operands of the second one."""
         return {**operands, self.name: self.first(operands)}
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """The reason why the statement has no two steps, or None."""
+    """The reason why the statement does not run in two steps, or None."""
     if statement.ranges or len(statement.terms[0].factors) < 3:
         return "there are fewer than three factors, or declared ranges"
     if why := kernels.refusal(statement, bound, operands):
@@ -72,14 +72,13 @@ def of_chain(statement: Statement, bound: BoundStatement, operands: Mapping[str,
 
 
 def _steps_of(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Steps:
-    """The two steps of a statement that has them."""
     found = _steps(bound, _facts(operands))
     assert not isinstance(found, str)
     return found
 
 
 def _intermediate_dtype(operands: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the first result, which is not rounded to half precision."""
+    """The dtype of the first step's result, which is not rounded to half precision."""
     kinds = {t.dtype for t in operands.values() if t.dtype.is_floating_point}
     return torch.float64 if torch.float64 in kinds else torch.float32
 
@@ -100,7 +99,7 @@ def _steps(bound: BoundStatement, facts: Facts) -> Steps | str:
         return "the statement is one matrix product"
     ways = list(_candidate_steps(bound, operands))
     if form.product:
-        # A step must be a matrix product: the second one if there is an inner product, the first one if folded.
+        # Keep a matrix product: nested in the second step if the statement has a nested one, else the first step.
         ways = [way for way in ways if (_role(way[1]).within if form.within else _role(way[0]).product)]
     if not ways:
         return "no index is summed over some of the factors only"
@@ -117,7 +116,7 @@ def _accesses(statement: Statement) -> tuple[Access, ...]:
 
 
 def _plain(expression: Affine) -> bool:
-    """True for an index, or an index array at plain indices."""
+    """True for an index, or an index array at bare indices."""
     if expression.bare is not None:
         return True
     ((coefficient, atom), *more) = expression.terms or ((0, Index("")),)
@@ -127,7 +126,7 @@ def _plain(expression: Affine) -> bool:
 
 
 def _candidate_steps(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[Steps]:
-    """All pairs of steps whose first step reduces an index."""
+    """All supported pairs of steps whose first step sums over an index."""
     statement = bound.statement
     (term,) = statement.terms
     name = fresh("chained", names_of(statement))
@@ -151,7 +150,7 @@ def _candidate_steps(bound: BoundStatement, operands: Mapping[str, Tensor]) -> I
 
 
 def _with(statement: Statement, target: Access, term: Term) -> Statement:
-    """The statement with another target and term, and the facts about its remaining arrays."""
+    """The statement with another target and term, and the facts about the arrays left in it."""
     new = replace(statement, target=target, terms=(term,))
     names = {access.name for access in accesses_of(new)}
     return replace(new, facts=tuple(fact for fact in statement.facts if fact[0] in names))

@@ -1,24 +1,24 @@
-"""Convolutions and sums of gathered rows on a CPU through torch's own kernels.
+"""Convolutions and sums of gathered rows on a CPU by operators of torch.
 
     out[o, n] += x[i, c] * weight[n, k, c]        for every pair (o, k, i)
 
 Outputs are processed in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer
 of products, and `embedding_bag` sums the products of each output: data stays in the cache, sums have a fixed order, and
-there is no scatter. The identity offset of a submanifold map is multiplied without a gather. The plain twins are in
-reference.py.
+there is no scatter. The identity offset, the centre of a submanifold map, pairs row j with row j: it needs no gather.
+The plain references are in reference.py.
 
-Two lowerings match statements by their form. "gathered" runs by these engines
+Two lowerings match statements by their form. "gathered" runs, as above,
 
     T[S[p], g, n] += x[G[p], g, c] * w[K[p], g, c, n]           forward; the input gradient with S and G exchanged
     T[K[p], g, c, n] += x[G[p], g, c] * y[S[p], g, n]           weight gradient                             K sorted
 
-with axes in any order and g optional, such as sparse convolutions and relational graph convolutions. "bagged" runs
+with axes in any order and g optional: sparse convolutions, relational graph convolutions. "bagged" runs
 
     T[S[p,q], n...] += V[p,q] * W[p] * ... * B[G[p,q], n...]
 
-by `embedding_bag` alone, which weights and sums the rows of B without materialising them. S is an index array or an
-index, there are one or more positions, and V is optional. SpMM in any list format (COO, CSR, ELL, GroupCOO) is of this
-form, and so are its gradient and sums over neighbours.
+by `embedding_bag` alone, which weights and sums rows of B without materialising them. S is an index array or an index,
+there are one or more positions (p, q), and V is optional. SpMM in any list format (COO, CSR, ELL, GroupCOO), its
+gradient and sums over neighbours have this form.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from pumice.lower import graph, reference
 from pumice.runtime.cache import cached_per_tensor
 from pumice.schedule.cost import CpuSchedule
 
-_PAIRS = 3  # the first tables are the pairs themselves
+_PAIRS = 3  # tables are the three arrays of Pairs, then the chunks
 
 
 class Chunk(NamedTuple):
-    """Output rows first..last and their pairs, without those of the identity offset.
+    """Output rows first:last and their pairs in tiles of one kernel offset each, without the identity offset.
 
-    Each tile holds pairs of one kernel offset, taps [tiles], padded with input 0; no slot refers to padding.
-    gather [tiles * tile]: the inputs, tile after tile, or interleaved: the first of every tile, the second of every
-    tile, ... Output first + j is the sum of the products slots[starts[j]:starts[j + 1]].
+    taps [tiles]: offset of each tile. gather [tiles * tile]: the inputs, tile after tile or interleaved (the first of
+    every tile, the second of every tile, ...), padded with 0. Output first + j is the sum of the products
+    slots[starts[j]:starts[j + 1]], none of them padding.
     """
 
     first: int
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(pairs: Pairs, rows: int, inputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """The chunks of pairs between `inputs` and output `rows`: (gather, taps, slots, starts, layout).
+    """The chunks of pairs: (gather, taps, slots, starts, layout). rows, inputs: numbers of output and input rows.
 
     layout int64: [identity offset or -1, tiles are interleaved, rows, tiles and pairs of each chunk].
     """
@@ -132,8 +132,8 @@ class ProductEngine(NamedTuple):
 
     axes                               permutation of weight [C_out, K, C_in] that the engine reads, K first
     dense(x, filter)                   the product of every row with one filter
-    multiply(rows, filters, buffer)    the product of every row with the filter of its tile, in order
-    interleaved                        the rows of the tiles are interleaved
+    multiply(rows, filters, buffer)    the product of every row with the filter of its tile
+    interleaved                        rows of the tiles are interleaved
     buffered                           multiply writes into its buffer [at least len(rows), C_out]
     """
 
@@ -153,7 +153,7 @@ def _batched(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _strided(rows: Tensor, filters: Tensor, buffer: Tensor) -> Tensor:
-    """The same for interleaved rows."""
+    """As _batched, for interleaved rows."""
     tiles, c_in, c_out = filters.shape
     return torch.bmm(rows.view(-1, tiles, c_in).transpose(0, 1), filters).transpose(0, 1).reshape(-1, c_out)
 
@@ -178,7 +178,7 @@ def _outer_gemm(x: Tensor, grad: Tensor, out: Tensor) -> None:
 
 @no_type_check
 def _outer_convolution(x: Tensor, grad: Tensor, out: Tensor) -> None:
-    """The same as the gradient of a 1x1 convolution: the pairs are the pixels of one channels-last image."""
+    """As _outer_gemm, by the gradient of a 1x1 convolution: pairs are the pixels of one channels-last image."""
     count, (c_in, c_out) = len(x), out.shape
     image = x.view(1, count, 1, c_in).permute(0, 3, 1, 2)
     image_grad = grad.view(1, count, 1, c_out).permute(0, 3, 1, 2)
@@ -220,7 +220,7 @@ def _identity_tap(pairs: Pairs, rows: int, inputs: int) -> int:
 
 
 def _chunk(pairs: Pairs, identity: int, num_outputs: int, schedule: CpuSchedule) -> tuple[Tensor, ...]:
-    """(gather, taps, slots, starts, layout) of all chunks, which have about equally many pairs."""
+    """As `chunks`, for a known identity offset (or -1); the chunks have about equally many pairs."""
     inputs, outputs, taps = _gathered_pairs(pairs, identity)
     count, tile, interleaved = len(pairs.sizes), schedule.tile, ENGINES[schedule.engine].interleaved
     met = torch.bincount(outputs, minlength=num_outputs)
@@ -277,7 +277,7 @@ def _computable(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
-# Accesses with one axis indexed by an index array, as rows
+# Accesses whose rows are gathered or scattered by one index array
 def _operand_refusal(names: Iterable[str], operands: Mapping[str, Tensor]) -> str | None:
     """The reason why these operands are refused (names: the factors), or None."""
     if any(t.device.type != "cpu" for t in operands.values()):
@@ -289,7 +289,7 @@ def _operand_refusal(names: Iterable[str], operands: Mapping[str, Tensor]) -> st
 
 
 def _array_of(access: Access) -> Access | None:
-    """The only index array of an access, if it has distinct bare indices and so have the other axes; else None."""
+    """The index array of an access, if it is the only one and all axes have distinct bare indices; else None."""
     arrays = [e for e in access.indices if e.bare is None]
     bare = _bare_of(access)
     if len(arrays) != 1 or len(set(bare)) != len(bare):
@@ -309,12 +309,10 @@ def _alone(expression: Affine, bare: tuple[str, ...]) -> Access | None:
 
 
 def _bare_of(access: Access) -> tuple[str, ...]:
-    """The bare indices of an access."""
     return tuple(e.bare for e in access.indices if e.bare is not None)
 
 
 def _array_axis(access: Access) -> int:
-    """The axis indexed by the index array."""
     return next(i for i, e in enumerate(access.indices) if e.bare is None)
 
 
@@ -325,13 +323,13 @@ def _arranged(tensor: Tensor, access: Access, order: Sequence[str]) -> Tensor:
 
 
 def _rows_of(tensor: Tensor, access: Access, names: Sequence[str]) -> Tensor:
-    """The tensor as [rows, other axes in this order, flattened]."""
+    """The tensor as [rows, other axes], these in the given order and flattened."""
     found = _arranged(tensor, access, ("", *names))
     return found.reshape(len(found), math.prod(found.shape[1:]))
 
 
 def _restored(flat: Tensor, order: Sequence[str], bound: BoundStatement) -> Tensor:
-    """Reshape a flat result, with axes in this order ("": that of the index array), to the target's layout."""
+    """The target from a flat result with axes in this order; "" is the axis of the index array."""
     want = [e.bare or "" for e in bound.statement.target.indices]
     sizes = dict(zip(want, bound.shape, strict=True))
     return flat.reshape([int(sizes[name]) for name in order]).permute([order.index(name) for name in want]).contiguous()
@@ -340,7 +338,7 @@ def _restored(flat: Tensor, order: Sequence[str], bound: BoundStatement) -> Tens
 # Products of gathered rows
 @dataclass(frozen=True)
 class GatherMatch:
-    """Parts of a statement. x: factor gathered by G; other: weights (forward) or factor gathered by S (gradient)."""
+    """A "gathered" statement. other: w or y; gather, scatter, taps: G, S, K; group, inner, outer: g, c, n."""
 
     x: Access
     other: Access
@@ -354,7 +352,7 @@ class GatherMatch:
 
 
 def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """The reason why this lowering does not apply, or None."""
+    """The reason why "gathered" does not apply, or None."""
     match = gather_match(statement)
     if isinstance(match, str):
         return match
@@ -405,7 +403,7 @@ def gather_match(statement: Statement) -> GatherMatch | str:
 
 
 def _all_in_bounds(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
-    """True if all values of the index arrays are in bounds, so that no mask is needed."""
+    """True if all values of the statement's index arrays are in bounds."""
     target = bound.statement.target
     scattered, tapped = (target, match.other) if match.weights else (match.other, target)
     for name, access in ((match.gather, match.x), (match.scatter, scattered), (match.taps, tapped)):
@@ -463,7 +461,7 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
 
 @cached_per_tensor
 def _tap_sizes(taps: Tensor, volume: int) -> Tensor:
-    """The number of positions per kernel offset."""
+    """The number of pairs per kernel offset, int64 [volume]."""
     return torch.bincount(taps, minlength=volume)
 
 
@@ -474,7 +472,7 @@ def _in_bounds(array: Tensor, extent: int) -> bool:
 
 
 def _prepared_pairs(pairs: Pairs, rows: int, inputs: int, channels: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The pairs and their cached chunks, which do not depend on the gradient fields of the schedule."""
+    """The pairs, then their cached chunks, which do not depend on gradient fields of the schedule."""
     schedule = replace(CpuSchedule.default(*channels, len(pairs.inputs)), gradient="gemm", gradient_pairs=1)
     return (*pairs, *_cached_chunks(pairs.outputs, pairs.inputs, pairs.sizes, rows, inputs, schedule))
 
@@ -489,11 +487,11 @@ def _cached_chunks(
 # Sums of gathered rows
 @dataclass(frozen=True)
 class BagMatch:
-    """The parts of a statement of the form above.
+    """A "bagged" statement.
 
-    rows: B, the factor whose rows are gathered; gather: its index array; positions: the indices of `gather`.
-    scatter: the target's index array, or the position that is the target's row itself.
-    weights: the factors over positions only. columns: the bare indices of the target and of B.
+    rows: B, the factor whose rows are gathered; gather: G, its index array; positions: the indices of G, p and q.
+    scatter: S, the target's index array, or the position that is the target's row itself.
+    weights: V, W, ..., factors over positions only. columns: the bare indices of B, which the target has, too.
     """
 
     rows: Access
@@ -505,7 +503,7 @@ class BagMatch:
 
 
 def bagged_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
-    """The reason why this lowering does not apply, or None."""
+    """The reason why "bagged" does not apply, or None."""
     match = bag_match(statement)
     if isinstance(match, str):
         return match
@@ -557,7 +555,7 @@ def bag_match(statement: Statement) -> BagMatch | str:
 
 
 def _scatter_of(target: Access, positions: tuple[str, ...], columns: tuple[str, ...]) -> Access | str | None:
-    """The target's row: an index array over positions, or a position; None if there is none."""
+    """The target's row, an index array over positions or a position; None if the target has another form."""
     bare = _bare_of(target)
     array = _array_of(target)
     if array is not None:
@@ -574,7 +572,7 @@ def _plain(access: Access) -> bool:
 
 
 def _bags_of(match: BagMatch, bound: BoundStatement, operands: Mapping[str, Tensor], extents: tuple[int, int]) -> Bags:
-    """The bags of these operands, cached per pair of index arrays."""
+    """The cached bags of these operands. extents: (rows of the target, rows of B)."""
     sizes = [bound.extent(name) for name in match.positions]
     gather = operands[match.gather.name]
     if isinstance(match.scatter, str):
@@ -603,9 +601,9 @@ def _weights_of(
 
 @dataclass(frozen=True, eq=False)
 class Bags:
-    """Valid entries, sorted by target row.
+    """Valid entries, sorted by target row, for embedding_bag.
 
-    order: their positions, or None if all are valid and sorted; rows: of the table; starts: of each target row.
+    order: their flat positions, None if all are valid and sorted; rows: of B; starts: first entry of each target row.
     """
 
     order: Tensor | None
@@ -617,19 +615,19 @@ class Bags:
 def _bags(
     gather: Tensor, scatter: Tensor, order: tuple[int, ...], shape: tuple[int, ...], extents: tuple[int, int]
 ) -> Bags:
-    """Bags for an index array as target row; its axes in that order broadcast with this shape."""
+    """Bags whose target rows are in `scatter`, which is permuted to `order`, then reshaped to broadcast to gather."""
     return _bags_between(gather, scatter.permute(order).reshape(shape), extents)
 
 
 @cached_per_tensor
 def _bags_by_position(gather: Tensor, axis: int, extents: tuple[int, int]) -> Bags:
-    """Bags for the position along an axis of the index array as target row."""
+    """Bags whose target rows are the positions along an axis of gather."""
     shape = [-1 if place == axis else 1 for place in range(gather.ndim)]
     return _bags_between(gather, torch.arange(gather.shape[axis]).view(shape), extents)
 
 
 def _bags_between(gather: Tensor, scatter: Tensor, extents: tuple[int, int]) -> Bags:
-    """Sort the entries by target row and drop those with an invalid row on either side."""
+    """Sort the entries by target row; drop those with a row of the target or of B out of bounds."""
     count, table = extents
     to = scatter.expand(gather.shape).reshape(-1).long().contiguous()
     rows = gather.reshape(-1).long().contiguous()

@@ -4,9 +4,9 @@
     dgrad     x[i, c]    = map[o, k, i] * y[o, n] * w[n, k, c]          the transposed map
     wgrad     w[n, k, c] = map[o, k, i] * x[i, c] * y[o, n]
 
-with a group axis next to n and c if there are several groups. An engine implements a movement: either products of
-torch's libraries or a statement over a form of the map, by a kernel on a GPU and by the planner's lowerings on a CPU
-(plan.py). There is no fallback to another dataflow: unsupported ones raise with the reason.
+with a group axis next to n and c if there are several groups. A dataflow's movement names the engine that executes it:
+either products of torch's libraries or a statement over a form of the map, by a kernel on a GPU and by the planner's
+lowerings on a CPU (plan.py). Unsupported dataflows raise with the reason; no other one replaces them.
 
 Library products gather, multiply and scatter:
 
@@ -15,10 +15,10 @@ vectorised      for each group of kernel offsets: gather, multiply, scatter-add 
 fused           one gather of all pairs, sorted by kernel offset, a product per group, and one scatter-add
 locality-aware  the same with a segment sum per output instead of the scatter, in a fixed order
 
-The last writes as TorchSparse's public code (2.1) does. That code also reads by input, each once into all its slots;
-here every slot reads its input. It accumulates halves in half precision and multiplies the centre offset of a
-submanifold map without a gather; here sums are in float32 at least, and the centre offset is gathered. As there,
-half-precision products on a GPU are stored in half precision.
+The last one sums outputs as TorchSparse's public code (2.1) does. That code also gathers by input, reading each once
+for all of its slots; here every slot reads its input. It accumulates halves in half precision and multiplies the centre
+offset of a submanifold map without a gather; here sums are in float32 at least, and the centre offset is gathered. As
+there, half-precision products on a GPU are stored in half precision.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, WGRAD, C
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
 GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
-"""The equation: a kernel map is a sparse operand; gradients are its derivatives."""
+"""The convolution as a statement whose sparse operand is the kernel map; gradients are its derivatives."""
 
 _COLUMNS = 1 << 28
 """Maximum bytes of columns held at a time."""
@@ -58,7 +58,7 @@ Forward = Callable[[Tensor, Tensor, "PairLayout", int, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One pass over a map. name: one of PASSES; its operands are (x, w), (y, w) or (x, y).
+    """One pass of a convolution over a map. name: one of PASSES, with operands (x, w), (y, w) or (x, y).
 
     x [inputs, G*C], w [G*N, K, C], y [outputs, G*N], each the tensor or its gradient.
     """
@@ -69,7 +69,7 @@ class Pass:
     groups: int
 
     def __call__(self, operands: Two, epilogue: Epilogue | None = None) -> Tensor:
-        """The third operand, in their dtype or the epilogue's. Raises OptionError for an unsupported dataflow."""
+        """The result, in the operands' dtype or the epilogue's. Raises OptionError for an unsupported dataflow."""
         check(self)
         engine = ENGINES.get(self.flow.movement)
         if engine is None:
@@ -78,7 +78,7 @@ class Pass:
 
     @property
     def oriented_map(self) -> KernelMap:
-        """The map oriented so that the result is on the output side."""
+        """The map whose outputs are the rows of the result: transposed for dgrad."""
         return self.found.transpose() if self.name == DGRAD else self.found
 
 
@@ -145,7 +145,7 @@ def columns_weight_gradient(x: Tensor, y: Tensor, found: KernelMap, groups: int)
 
 
 def _columns(x: Tensor, found: KernelMap, groups: int) -> Iterator[tuple[slice, Tensor]]:
-    """(slice of the outputs, its columns [rows, groups, K * C]); 0 where there is no input."""
+    """(slice of the outputs, their im2col columns [rows, groups, K * C]); 0 where there is no input."""
     table = found.cached("padded rows", _padded_rows)
     # A zero row instead of a mask: inf * 0 would be NaN.
     x = torch.cat([x, x.new_zeros(1, x.shape[1])])
@@ -165,7 +165,7 @@ def _padded_rows(found: KernelMap) -> Tensor:
 
 # Gather, multiply, scatter
 class SlotBlock(NamedTuple):
-    """Slots first to last: the same number for each of these kernel offsets."""
+    """Slots first:last, divided equally between the kernel offsets `taps`."""
 
     first: int
     last: int
@@ -174,11 +174,11 @@ class SlotBlock(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PairLayout:
-    """Slots in which the pairs of a map are multiplied, sorted by block and kernel offset.
+    """The pairs of a map in the slots of batched products, sorted by block and kernel offset.
 
     gather, scatter int64 [S]: input and output of each slot; padding slots have input 0 and output num_outputs.
     filling int64: the padding slots. order int64 [P]: the other slots, sorted by output, then by kernel offset;
-    starts int64 [rows]: first position of each output. chosen: kernel offsets of blocks of several, on the device.
+    starts int64 [rows]: first position of each output. chosen: offsets of each block on the device, None for one only.
     """
 
     blocks: tuple[SlotBlock, ...]
@@ -273,7 +273,7 @@ def weight_gradient(x: Tensor, y: Tensor, how: PairLayout, shape: tuple[int, int
 
 
 def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Tensor]:
-    """Inputs and outputs of the slots; 0 on both sides for padding slots."""
+    """(rows of x, rows of y) of the slots; 0 on both sides for padding slots."""
     left, right = x.index_select(0, how.gather[at]), y.index_select(0, how.scatter[at])
     if not len(how.filling):
         return left, right
@@ -281,7 +281,7 @@ def _sides(x: Tensor, y: Tensor, how: PairLayout, at: slice) -> tuple[Tensor, Te
 
 
 def _prepare_operands(x: Tensor, weight: Tensor, rows: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(features, filters [K, G, C, N], zeroed accumulator with an extra row for padding slots)."""
+    """(features, filters [K, G, C, N], zeros [rows + 1, G * N], the last row for padding slots)."""
     x = _in_compute_dtype(x)
     filters = reference.grouped(weight.to(x.dtype).contiguous(), groups)
     return x, filters, x.new_zeros(rows + 1, weight.shape[0], dtype=reference.accumulator(x.dtype))
@@ -338,13 +338,13 @@ _PRODUCTS = {
     FORWARD: "Y[s[g,q],h,n] = x[i[g,q],h,c] * w[h,n,k[g],c] ; s:distinct, s:onto",
     DGRAD: "Y[s[g,q],h,c] = grad[i[g,q],h,n] * w[h,n,k[g],c] ; s:distinct, s:onto",
 }
-"""The products of all pairs, pair s sorted by output, for channel groups h."""
+"""The product of each pair, at its rank s in the order of outputs; h: channel groups."""
 _SUMS = "O[o[p],n] = Y[p,n] ; o:sorted"
 
 
 @lru_cache(maxsize=16)
 def statement(name: str, groups: int) -> str:
-    """The statement of a pass: the equation, or its derivative."""
+    """The statement of a pass: the convolution, or its derivative."""
     whole = parse(CONV if groups == 1 else GROUPED_CONV)
     assert gradient_name(whole) == "grad"
     if name == FORWARD:
@@ -354,7 +354,7 @@ def statement(name: str, groups: int) -> str:
 
 
 def _form(map_pass: Pass) -> str:
-    """The form of the map that a pass reads: at most as many splits as kernel offsets; "grouped" for wgrad."""
+    """The form of the map that a pass reads, with at most as many splits as kernel offsets; "grouped" for wgrad."""
     form, volume = map_pass.flow.form, map_pass.found.volume
     if map_pass.name == WGRAD:
         return "grouped"
@@ -388,7 +388,7 @@ def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], dif
 
 
 def _run_as_einsum(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
-    """The statement of a pass over the form of its dataflow."""
+    """Execute a pass as a statement over its dataflow's form of the map."""
     split, finish = _in_groups(map_pass, given), _finish(epilogue)
     ready = map_pass.found.cached(_key(map_pass, given, finish), lambda _: _plan_of(map_pass, split, finish))
     found = plan.execute_plan(ready, split, None if epilogue is None else epilogue.split(map_pass.groups))
@@ -402,14 +402,14 @@ def _plan_of(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan
     operands, names = [*given, *arrays], "|".join((*_OPERANDS[map_pass.name], *tokens))
     text, shape = statement(map_pass.name, map_pass.groups), _shape(map_pass, given)
     lowering = "" if map_pass.flow.movement == "planned" else _lowering(given[0])
-    # No axis of a weight is a number of rows or entries.
+    # The first axis of a weight is no row count.
     steady = (len(operands),) if map_pass.name == WGRAD else (1,)
     piece = 0 if map_pass.name == WGRAD else map_pass.flow.piece
     return plan.bound_plan(operands, plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, piece))
 
 
 def _run_in_order(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
-    """Products of all pairs sorted by output, then a segment sum; wgrad by kernel offset."""
+    """Products of all pairs in the order of outputs, then a segment sum; wgrad by library products."""
     if map_pass.name == WGRAD:
         return _by_library(partial(_gathered, forward_by_group), map_pass, given, epilogue)
     split, finish = _in_groups(map_pass, given), _finish(epilogue)
@@ -427,14 +427,14 @@ def _plans_in_order(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tu
         text = text.replace(",h", "").replace("h,", "")
     names = "|".join((*_OPERANDS[map_pass.name], "i", "k", "s"))
     products = plan.plan_for(operands, names, text, (len(outputs), *width), lowering)
-    # Only its shape and dtype are used.
+    # Only the buffer's shape and dtype are used.
     buffer = given[0].new_empty((len(outputs), math.prod(width)), dtype=products.dtype)
     sums = plan.plan_for([buffer, outputs], "Y|o", _SUMS, (shape[0], math.prod(width)), lowering, finish)
     return plan.bind_operands(products, operands, (0, 1)), plan.bind_operands(sums, [buffer, outputs], (0,))
 
 
 def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Kernel offsets [G], inputs [G, Q] and places [G, Q] of pairs grouped by offset, and the output of each place [P].
+    """Offsets [G], inputs [G, Q] and places [G, Q] of pairs grouped by kernel offset, and the output of each place [P].
 
     A place is the rank of a pair sorted by output, then by kernel offset; padding is -1.
     """
@@ -450,13 +450,12 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _key(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
-    """Cache key of the plan of a call."""
     facts = tuple((x.shape, x.dtype, x.device) for x in given)
     return "dataflow", map_pass.name, map_pass.flow, map_pass.groups, plan.deterministic(), finish, facts
 
 
 def _lowering(x: Tensor) -> str:
-    """Require kernels where Triton runs: another lowering would be another dataflow."""
+    """The required lowering: kernels where Triton runs, as another one would be another dataflow."""
     return "triton" if x.is_cuda or kernels.interpreted() else ""
 
 
@@ -465,7 +464,7 @@ def _finish(epilogue: Epilogue | None) -> EpilogueSignature:
 
 
 def _in_groups(map_pass: Pass, given: Two) -> Two:
-    """The operands with an axis for channel groups if there are several."""
+    """The operands, with an axis for channel groups if there are several."""
     if map_pass.groups == 1:
         return given
     axes = {"x": 1, "grad": 1, "w": 0}
@@ -507,4 +506,4 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "planned": _run_as_einsum,
     }
 )
-"""The engines by movement."""
+"""The engine of each movement."""

@@ -3,8 +3,8 @@
     gather in the load, product (or dot) in registers, scatter in the store
 
 A program computes a tile of results, rows x columns, and iterates over the reductions in one flat loop. Index tensors
-keep the axes they depend on and are broadcast only where an address or a mask needs both: nothing is reshaped or
-transposed before the dot ("lazy broadcasting", Insum section 5). In plain torch: lower/graph.py.
+have only the axes they depend on, and are broadcast only where an address or a mask needs two: nothing is reshaped or
+transposed before the dot ("lazy broadcasting", Insum section 5). lower/graph.py does the same in plain torch.
 
 `Signature` is the specialisation key of the source; sizes are arguments, so all sizes share a kernel.
 """
@@ -31,30 +31,30 @@ FLOATS = {
 }
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
 SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
-"""Dtypes of values that tensor cores multiply without loss."""
+"""Dtypes whose products tensor cores compute exactly."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Specialisation key of a kernel's source, besides the statement.
+    """Specialisation key of a kernel's source, besides the statement and its roles.
 
     dtypes: of the operands and of the result (under ""), by name: fp8, fp16, bf16, fp32, fp64, i8, i32, i64.
     unit: (operand, axis) whose stride is 1.  int64_operands: those that need 64-bit addresses.
     int64_expressions: index expressions whose values need 64 bits.
     static: compile-time extents.  starts: first values of declared ranges.
     strides: compile-time (operand, axis, stride) of packed operands; they determine the width of loads.
-    even: the axes out of "Y", "R" and "X" that are divisible by their tile.
+    even: the tile axes out of "Y", "R" and "X" whose extent is divisible by the tile.
     single_iteration: one tile covers the reduction.
     split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
-    segment_threads: entries of one segment that a row processes in parallel, where the segment's index is the row.
+    segment_threads: rows of the tile that share one segment, if segments are the rows.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
     accumulate: the earlier result (BEFORE, in the layout of the result) is added.
-    prefetch_indices: indices that loads of the loop depend on are loaded two iterations ahead.
+    prefetch_indices: index arrays that are read in the loop are loaded two iterations ahead.
     stream_k: several programs may share a segment; the last one adds up the partial sums.
-    epilogue_subtiles: number of column slices in which the epilogue and the store run.
+    epilogue_subtiles: number of column slices that are finished and stored one after another.
     hoisted: loop-invariant address arithmetic is hoisted out of the loop.
-    padded: arrays over the points of a segment are padded with -1, so their number needs no check.
+    padded: index arrays over rows are padded with -1, so the number of valid rows is not checked.
     activation, eps: of the epilogue (lower.epilogue), whose tensors are operands of their names.
     """
 
@@ -104,7 +104,7 @@ class Source:
     text: str
     arguments: tuple[Argument, ...]
     specialised: tuple[int, ...] = ()
-    """Places of the sizes on whose divisibility by 16 a kernel is specialised."""
+    """Positions of the size arguments on whose divisibility by 16 the kernel is specialised."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Value:
     test: str = ""
 
     def at(self, axes: str) -> str:
-        """The expression, broadcastable to `axes`, with its test applied if it has one."""
+        """Code of the expression, broadcastable to `axes`, compared by `test` if there is one."""
         code = self.code
         if len(self.axes) == 1 and len(axes) == 2:
             code = f"{code}[:, None]" if axes[0] == self.axes else f"{code}[None, :]"
@@ -133,13 +133,13 @@ def emit(statement: Statement, roles: ContractionRoles, signature: Signature) ->
 
 
 def depth_of_entry(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """Points of the reduction per packed entry: the extent rounded up to a power of two."""
+    """Points of the reduction axis per packed entry: its extent rounded up to a power of two."""
     (name,) = roles.reduced
     return 1 << (extents[name] - 1).bit_length()
 
 
 def contiguous(statement: Statement, unit: frozenset[tuple[str, int]]) -> set[str]:
-    """The indices along axes of stride 1."""
+    """The indices that address an axis of stride 1."""
     accesses = (replace(statement.target, name=""), *accesses_of(*statement.terms, *statement.target.indices))
     found = set()
     for access in accesses:
@@ -164,7 +164,7 @@ def _times(coefficient: int, code: str) -> str:
 
 
 FARTHEST = 1 << 61
-"""Bound of the summands of an index expression; subtrahends are clamped to it, which keeps them out of bounds."""
+"""Largest summand of a 64-bit index expression; subtrahends are clamped to it, and so stay out of bounds."""
 
 
 def _in_64_bits(code: str, coefficient: int) -> str:
@@ -264,13 +264,13 @@ class _Emitter:
         )
 
     def _specialised(self, arguments: Sequence[Argument]) -> tuple[int, ...]:
-        """Sizes vary between calls and must not cause recompilation, except where a size masks contiguous elements:
-        divisibility by 16 then allows vector loads. A program has one value of each index of the batch."""
+        """Positions of extents that mask contiguous elements: loads are vectorised if these are divisible by 16. Batch
+        indices are scalars in a program, and other sizes must not cause recompilation."""
         along = contiguous(self.statement, self.signature.unit).difference(self.roles.batch)
         return tuple(n for n, a in enumerate(arguments) if a.kind == "extent" and a.name in along)
 
     def _programs(self) -> None:
-        """Compute which tile of results the program owns."""
+        """Emit the indices of the program's tile of results."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
         if self.signature.column_major_grid and not self.turned:
@@ -281,7 +281,7 @@ class _Emitter:
             head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
         lanes = self._lane_rows() or self._stacked_rows()
-        # If the rows lead the result, process the batch of a row together: it is close in memory.
+        # If the rows lead the result, the batch entries of a row are close in memory: process them together.
         together = not roles.product and roles.segment is None and _leads(roles)
         if not lanes and not together:
             self._axis("Y", roles.rows, "rest")
@@ -302,7 +302,7 @@ class _Emitter:
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
 
     def _stacked_rows(self) -> bool:
-        """If stacked: make the rows consecutive segments, whose entries one loop reduces; return True."""
+        """If stacked: emit rows that are consecutive segments, whose entries one loop reduces; return True."""
         segment, head = self.roles.segment, self.head
         if segment is None or not self.roles.stacked:
             return False
@@ -320,7 +320,7 @@ class _Emitter:
         return True
 
     def _lane_rows(self) -> bool:
-        """If the rows are segments: `segment_threads` rows of the tile take the entries of one in turn; return True."""
+        """If segments are the rows: emit rows, `segment_threads` of which share a segment's entries; return True."""
         segment = self.roles.segment
         if segment is None or not self.roles.laned:
             return False
@@ -343,7 +343,7 @@ class _Emitter:
         return True
 
     def _axis(self, axis: str, names: Sequence[str], program: str) -> None:
-        """Compute the program's points of the indices along an axis of the tile."""
+        """Emit the points of the indices along an axis of the tile."""
         total = self._volume(names)
         block, points = f"B{axis}", axis.lower()
         if program == "rest":
@@ -355,7 +355,7 @@ class _Emitter:
             self._points(axis, names, self.head)
 
     def _points(self, axis: str, names: Sequence[str], lines: list[str]) -> None:
-        """Compute each index from the point along the axis; the last index is the fastest."""
+        """Emit each index from the point along the axis; the last index is the fastest."""
         points = axis.lower()
         if axis not in self.signature.even:
             lines.append(f"in_{points} = {points} < {self._volume(names)}")
@@ -378,7 +378,7 @@ class _Emitter:
     # The loop
 
     def _split_factors(self) -> tuple[list[int], list[int]]:
-        """(factors inside the loop, factors that are multiplied once at the end), as positions."""
+        """(positions of the factors inside the loop, of those multiplied once after it)."""
         inner, outer = [], []
         for place, factor in enumerate(self.statement.terms[0].factors):
             if not isinstance(factor, Access):
@@ -411,7 +411,7 @@ class _Emitter:
             a, b = (self._rounded(side, compute) for side in sides)
             return f"tl.dot({a}, {b}, accumulator, {self._how(compute)})"
         (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
-        # Small terms have an accumulator of their own, so that NaNs are filtered once, after the loop.
+        # Remainders have their own accumulator, so that NaNs are filtered once, after the loop.
         self.body += [
             f"small = tl.dot({low_a}, {b}, small, input_precision='tf32')",
             f"small = tl.dot({a}, {low_b}, small, input_precision='tf32')",
@@ -437,7 +437,7 @@ class _Emitter:
     # A product within the left side
 
     def _left_product(self, within: NestedProduct, inner: Sequence[int], compute: str) -> Value:
-        """The left side as a matrix product whose reduction fits one tile."""
+        """The left side, itself a matrix product whose reduction fits one tile."""
         extent = self.static[within.shared]
         self.head.append(f"j = tl.arange(0, {self._depth_within()})")
         if extent == self._depth_within():
@@ -460,7 +460,7 @@ class _Emitter:
         return self._named("m", Value(f"tl.dot({a}, {b}, between, input_precision='tf32')", "YR"), self.body)
 
     def _rounded(self, code: str, compute: str) -> str:
-        """Round float32 to tf32, which tensor cores truncate (2.6x the error); not if packed: no pipelining."""
+        """Round float32 to tf32: tensor cores truncate (2.6x the error). Not if packed: it prevents pipelining."""
         if compute != "tl.float32" or self.roles.packed:
             return code
         whole = self._named("f", Value(code), self.body).code
@@ -473,7 +473,7 @@ class _Emitter:
         """Split float32 into its tf32 part and the remainder.
 
         This truncates; Triton's tf32x3 rounds, with twice as many instructions as the products have. The remainder of
-        an infinity is NaN; such small terms are filtered out.
+        an infinity is NaN; NaN sums of remainders are dropped.
         """
         whole = self._named("f", Value(code), self.body).code
         high = Value(f"({whole}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)")
@@ -500,13 +500,12 @@ class _Emitter:
         return self._named("m", Value(" + ".join(value.at(joined) for value in found), joined), self.body)
 
     def _load_owner(self) -> Value:
-        """The segment of each entry."""
         segment = self.roles.segment
         assert segment is not None
         return self._load(Access(segment.array, (index(segment.position),)), "R")
 
     def _one_by_one(self) -> list[str]:
-        """Recompute a stack row by row if a sum is not finite: the product has multiplied inf and NaN by 0."""
+        """Recompute a stack row by row if a sum is not finite: the product multiplied inf and NaN by 0."""
         owner, product = self.entry
         loads = [f"{name} = {_loading(where, mask, True)}{cast}" for name, where, mask, cast in self.ahead]
         turn = len(self.turn)
@@ -532,7 +531,7 @@ class _Emitter:
         return SMALL.get(next(iter(kinds)), "tl.float32") if len(kinds) == 1 else "tl.float32"
 
     def _multiplied(self, places: Sequence[int], axes: str) -> Value:
-        """The product of the factors, each loaded over its own axes."""
+        """Load each factor over its own axes, and multiply them."""
         loaded = [self._load(self._factor(place), axes) for place in places]
         if len(loaded) == 1 and self.roles.product:
             return loaded[0]
@@ -548,7 +547,7 @@ class _Emitter:
         return factor
 
     def _turn(self) -> None:
-        """Compute every reduction index from the iteration number."""
+        """Emit every reduction index from the iteration number."""
         roles, body = self.roles, self.body
         if roles.stacked:
             self._entries()
@@ -578,7 +577,7 @@ class _Emitter:
             self._define(self.position, "start + rest", "", body)
 
     def _reduced(self, names: Sequence[str]) -> None:
-        """Compute the points of the reduction; a single index as base plus ramp, to hoist address arithmetic."""
+        """Emit the points of the reduction; a single index as base plus ramp, to hoist address arithmetic."""
         if self.signature.single_iteration:
             self.head.append("r = tl.arange(0, BR)")
             self._points("R", names, self.head)
@@ -598,7 +597,7 @@ class _Emitter:
         self.values[name] = Value("ramp", "R")
 
     def _entries(self) -> None:
-        """Compute the entries of a stack of segments, BR per iteration."""
+        """Emit the entries of a stack of segments, BR per iteration."""
         position, *inner = self.roles.reduced
         self.body += ["r = turn * BR + tl.arange(0, BR)", "in_r = r < entries"]
         rest = "r"
@@ -608,7 +607,7 @@ class _Emitter:
         self._define(position, f"start + {rest}", "R", self.body)
 
     def _pack(self) -> None:
-        """Compute the next entries of the segment, as many as fit the reduction with all of their points."""
+        """Emit the segment's entries of an iteration, as many as fit in BR with all of their points."""
         (name,) = self.roles.reduced
         deep = depth_of_entry(self.roles, self.static)
         self.head += [f"PACK: tl.constexpr = BR // {deep}", f"r = tl.arange(0, BR) % {deep}"]
@@ -673,7 +672,7 @@ class _Emitter:
         self.body = []
 
     def _until(self, last: str) -> str:
-        """The end of the loop: no iterations if an index array says that the program has no results."""
+        """The end of the loop: 0 if a negative index shows that the program has no results."""
         if not self.roles.atomic:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
@@ -723,7 +722,7 @@ class _Emitter:
         return [*moved, *self._indices("turn + 2", "_next")]
 
     def _indices(self, turn: str, suffix: str) -> list[str]:
-        """Load the indices of another iteration, -1 past the end; its intermediate values have names of their own."""
+        """Load the indices of iteration `turn`, -1 past the end; intermediate variables are renamed."""
         own = {"turn", *(line.partition(" = ")[0] for line in self.turn)}
         pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(own)))})\b")
 
@@ -739,7 +738,7 @@ class _Emitter:
     # Loads
 
     def _load(self, access: Access, axes: str) -> Value:
-        """Load an access over the tile axes it depends on; out of bounds 0, or -1 for integers."""
+        """Load an access over the tile axes it depends on, once; out of bounds 0, or -1 for integers."""
         key = self._key(access)
         if key in self.values:
             return self.values[key]
@@ -785,7 +784,7 @@ class _Emitter:
     def _spread(
         self, access: Access, address: tuple[list[Value], list[Value]], lines: list[str]
     ) -> tuple[list[Value], list[Value]]:
-        """Spread addresses of packed entries (negative if masked) over their points: an index is loaded once each."""
+        """Repeat addresses of packed entries (negative if masked) for all points, so that each index is loaded once."""
         pointer, masks = address
         axes = {axis for value in (*pointer, *masks) for axis in value.axes}
         if "E" not in axes or (self.dtypes[access.name] in INTEGERS and "R" not in axes):
@@ -803,7 +802,7 @@ class _Emitter:
         return [*pointer, spread], [*masks, replace(spread, test=">= 0")]
 
     def _repeated(self, value: Value, divisor: int, lines: list[str]) -> Value:
-        """Repeat a value per entry for each of its points, declared constant to the compiler."""
+        """Repeat each entry's value for all of its points; tell the compiler that these are equal."""
         deep, axes = depth_of_entry(self.roles, self.static), value.axes.replace("E", "R")
         if deep == 1:
             return Value(value.code, axes)
@@ -817,7 +816,7 @@ class _Emitter:
         return self._named("o", Value(f"tl.multiple_of({code}, {[divisor] * len(axes)})", axes), lines)
 
     def _divisor(self, access: Access) -> int:
-        """A power of two that divides the entry's address offsets."""
+        """A power of two that divides the address offsets of entries."""
         axes = [n for n, expression in enumerate(access.indices) if self.position in indices_of(expression)]
         return math.gcd(16, *(self.strides.get((access.name, axis), 1) for axis in axes))
 
@@ -830,7 +829,7 @@ class _Emitter:
             for value in components:
                 parts.setdefault(value.axes, []).append(self._scaled(access.name, axis, value.code))
             masks.update((value.code, value) for value in conditions)
-        # Shared parts first, so that they are added once.
+        # Parts with fewer axes first, so that they are added once.
         ordered = sorted(parts.items(), key=lambda part: len(part[0]))
         return [Value(f"({' + '.join(codes)})", axes) for axes, codes in ordered], list(masks.values())
 
@@ -868,7 +867,7 @@ class _Emitter:
         return values, conditions
 
     def _counted(self) -> Value:
-        """Condition that a point of the segment is valid: all segments but the last are full."""
+        """The condition for valid rows of the tile; only the last segment has padding rows."""
         segment, (row,) = self.roles.segment, self.roles.rows
         assert segment is not None
         place = f"{self.values[segment.index].code} * {self._extent(row)} + {self.values[row].code} + shift"
@@ -900,7 +899,7 @@ class _Emitter:
         return expression.constant >= 0 and self._climbs(expression)
 
     def _climbs(self, expression: Affine) -> bool:
-        """The same for the expression without its constant."""
+        """As _rises, for the expression without its constant."""
         starts = (self.starts.get(atom.name, 0) for _, atom in expression.terms if isinstance(atom, Index))
         return min((0, *starts, *(coefficient for coefficient, _ in expression.terms))) >= 0
 
@@ -932,7 +931,7 @@ class _Emitter:
         self.values = {k: v for k, v in self.values.items() if "X" not in v.axes}
 
     def _store_slices(self, outer: Sequence[int]) -> None:
-        """Store slices of the columns one after another, split from the accumulator by repeated halving."""
+        """Finish and store column slices one after another, split from the accumulator by repeated halving."""
         parts, wide = ["accumulator"], self.signature.epilogue_subtiles
         for n in range(1, wide.bit_length()):
             halves = f"(BY, 2, BX // {1 << n})"
@@ -947,13 +946,13 @@ class _Emitter:
             self.head.append(f"x = first_x + {n} * (BX // {wide}) + tl.arange(0, BX // {wide})")
             self._points("X", self.roles.columns, self.head)
             self._store_part(outer, part, f"BX // {wide}")
-            # A compile-time condition; unnecessary if the tile is full.
+            # A compile-time condition skips slices of padding.
             sure = n == 0 or "X" in self.even or not columns.isdigit()
             head += self.head if sure else [f"if {n} * (BX // {wide}) < {columns}:", *(f"    {x}" for x in self.head)]
         self.head = head
 
     def _store_part(self, outer: Sequence[int], summed: str, width: str) -> None:
-        """Compute and store the result of a tile of that width from its sums, if it has any."""
+        """Compute and store `width` columns of the result. summed: code of the loop's sums, "" without a loop."""
         head, roles = self.head, self.roles
         values = [self._load(self._factor(place), "YX") for place in outer]
         factors = [f"({value.at('YX')}).to({self.accumulator})" for value in values]
@@ -991,7 +990,7 @@ class _Emitter:
             self.head.append(f"result += {found}.to({self.accumulator})")
 
     def _finish(self) -> None:
-        """Apply the epilogue; the result's axes behind the first are the channels."""
+        """Apply the epilogue; the channels are all axes of the result but the first."""
         indices = self.roles.target.indices
         factor, offset = self._affine() if self.affine is None else self.affine
         if factor is not None:
@@ -999,7 +998,7 @@ class _Emitter:
         if offset is not None:
             self.head.append(f"result = result + {offset.at('YX')}")
         if RESIDUAL in self.dtypes:
-            # Loads have the mask of the store.
+            # Loaded with the mask of the store.
             operand = self._operand(RESIDUAL)
             pointer, _ = self._address(Access(RESIDUAL, indices), operand, self.head)
             where = " + ".join([operand, *(value.at("YX") for value in pointer)])
@@ -1008,7 +1007,7 @@ class _Emitter:
             self.head.append(f"result = {ACTIVATIONS[self.signature.activation].code('result')}")
 
     def _affine(self) -> tuple[Value | None, Value | None]:
-        """(factor, offset) of each channel."""
+        """(factor, offset) of the epilogue per channel, None if absent."""
         found: dict[str, Value] = {}
         for name in (MEAN, VARIANCE, SCALE, SHIFT):
             if name in self.dtypes:
@@ -1039,7 +1038,7 @@ class _Emitter:
 
     @property
     def _shared(self) -> bool:
-        """True if several programs add to one entry."""
+        """True if several programs add to one entry, by atomics."""
         return self.roles.atomic or self.signature.splits
 
     def _write(self) -> None:
@@ -1062,7 +1061,7 @@ class _Emitter:
         key = (kind, name, axis)
         if key not in self.arguments:
             number = sum(a.kind == kind for a in self.arguments.values())
-            # Some kinds occur once; segment arrays once each.
+            # Other kinds occur once; segment arrays are called by their name.
             variable = f"{_LETTERS[kind]}{number}" if kind in _LETTERS else _SINGLE.get(kind, name)
             self.arguments[key] = Argument(kind, variable, name, axis)
         return self.arguments[key].variable
@@ -1088,7 +1087,7 @@ class _Emitter:
 SPLITS = "#"
 """Key of the number of splits among the extents; not a valid index name."""
 _NOWHERE = -(1 << 30)
-"""A negative address, divisible by 16."""
+"""Offset of masked elements: negative, divisible by 16."""
 STACKS = "##"
 """Key of the number of segments or stacks of segments among the extents."""
 
@@ -1104,7 +1103,7 @@ def _doc(statement: Statement) -> str:
 
 
 def grid(roles: ContractionRoles, extents: Mapping[str, int], tile: tuple[int, int], segments: int, lanes: int) -> int:
-    """The number of programs for tiles of (rows, columns) and that many segments (or stacks of them)."""
+    """The number of programs. tile: (rows, columns); segments: segments or stacks; lanes: rows per segment."""
     known = {SPLITS: 1, **extents, STACKS: segments}
     return math.prod(-(-math.prod(known[n] for n in names) // by) for names, by in grid_of(roles, tile, lanes))
 

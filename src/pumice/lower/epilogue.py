@@ -2,8 +2,8 @@
 
     y = activation((x - mean[n]) / sqrt(variance[n] + eps) * scale[n] + shift[n] + residual)
 
-Kernels apply it in registers, in float32, and round once. `applied` does the same in plain torch; with gradients the
-result was rounded to its dtype before.
+Kernels apply it in registers, in at least float32, and round once. `applied` does the same in plain torch; under
+autograd its input has already been rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation in torch (plain), and as Triton code given the code of its argument."""
+    """An activation. plain: in torch; code: its Triton code, given that of the argument."""
 
     plain: Callable[[Tensor], Tensor]
     code: Callable[[str], str]
@@ -33,7 +33,7 @@ class Activation:
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
         "": Activation(lambda x: x, lambda x: x),
-        # Propagates NaN as torch does.
+        # Propagates NaN, as torch does.
         "relu": Activation(functional.relu, lambda x: f"tl.where({x} < 0.0, 0.0, {x})"),
         "leaky_relu": Activation(functional.leaky_relu, lambda x: f"tl.where({x} < 0.0, 0.01 * {x}, {x})"),
         "silu": Activation(functional.silu, lambda x: f"{x} * tl.sigmoid({x})"),
@@ -53,7 +53,7 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class EpilogueSignature:
-    """Static part of an epilogue. row_padding: columns of memory left free behind each row of the result."""
+    """Static part of an epilogue. names: keys of its tensors (EPILOGUE); other fields: as in Epilogue."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
@@ -82,9 +82,9 @@ class Epilogue:
     """scale, shift, mean, variance: [C_out] or None; residual: shape of the result, or None. activation: one of
     ACTIVATIONS.
 
-    dtype: of the result, one of RESULTS; default: that without an epilogue. Casts to float8_e4m3fn clamp to +-448, its
-    largest value. eps: added to the variance. row_padding: columns of memory that a kernel may leave free behind each
-    row of a result [N, C_out]. Raises DtypeError or OptionError for invalid values.
+    dtype: of the result, one of RESULTS; default: as without an epilogue. Casts to float8_e4m3fn clamp to +-448, its
+    largest value. eps: added to the variance. row_padding: columns that a kernel may allocate behind each row of a
+    result [N, C_out] and leave unwritten. Raises DtypeError or OptionError for invalid values.
     """
 
     scale: Tensor | None = None
@@ -113,7 +113,7 @@ class Epilogue:
 
     @cached_property
     def signature(self) -> EpilogueSignature:
-        """The signature that a kernel is specialised on."""
+        """The signature on which kernels are specialised."""
         return _cached_signature(tuple(self.operands), self.activation, self.dtype, self.eps, self.row_padding)
 
     @staticmethod
@@ -124,7 +124,7 @@ class Epilogue:
         activation: str = "",
         row_padding: int = 0,
     ) -> Epilogue:
-        """Epilogue of a norm, vectors (mean, variance, scale, shift); unchecked, 3x faster than the constructor."""
+        """Epilogue of a norm, unchecked, 3x faster than the constructor. vectors: mean, variance, scale, shift."""
         mean, variance, scale, shift = vectors
         operands: dict[str, Any] = {MEAN: mean, VARIANCE: variance, SCALE: scale, SHIFT: shift}
         if residual is not None:
@@ -141,7 +141,7 @@ class Epilogue:
         return made
 
     def with_bias(self, bias: Tensor | None) -> Epilogue:
-        """The epilogue after adding a bias to the result first."""
+        """An epilogue that adds a bias to the result, then applies this one."""
         if bias is None:
             return self
         if self.mean is not None or self.variance is not None:
@@ -150,7 +150,7 @@ class Epilogue:
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
     def split(self, groups: int) -> Epilogue:
-        """The epilogue for results [..., groups, channels of a group]."""
+        """The epilogue for results [..., groups, channels of a group], without row padding."""
         if groups == 1:
             return self
         held = ((name, getattr(self, name)) for name in TENSORS)
@@ -175,7 +175,7 @@ def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.dev
 
 
 def applied(result: Tensor, epilogue: Epilogue, dtype: torch.dtype | None = None) -> Tensor:
-    """Apply to a result [..., C_out], in at least float32; cast to the epilogue's dtype, `dtype`, or the result's."""
+    """Apply an epilogue to a result [..., C_out] in at least float32; cast to its dtype, `dtype`, or the result's."""
     y = result.to(torch.promote_types(result.dtype, torch.float32))
     if epilogue.mean is not None:
         y = y - epilogue.mean

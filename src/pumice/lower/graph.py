@@ -3,7 +3,7 @@
 A graph depends on the statement and the dtypes. It reads sizes from the operands, so one graph serves all sizes, and
 uses torch operators only, which torch.compile may fuse.
 
-A factor that is absent at a point is 0; the other factors of the point are multiplied as they are.
+A factor whose access is out of bounds at a point is 0; the other factors of the point are multiplied as they are.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Setting(NamedTuple):
 
 
 class IndexedTensor(NamedTuple):
-    """A tensor with an axis for each index, in this order. Axes of a condition may have size 1 and broadcast."""
+    """A tensor with an axis for each index, in this order. In a mask an axis may have size 1, to be broadcast."""
 
     tensor: Any
     indices: tuple[str, ...]
@@ -98,7 +98,7 @@ def _whole(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.d
 
 
 class Piece(NamedTuple):
-    """An index processed in pieces of `length`, its axis in the target, and (name, axis) in the operands."""
+    """An index processed in pieces of `length`. axis: its axis of the target; axes: (operand, axis)."""
 
     index: str
     length: int
@@ -107,12 +107,12 @@ class Piece(NamedTuple):
 
 
 CACHED = 1 << 19
-"""Points per piece: some MiB of gathered values."""
+"""Points per piece, whose gathered values (some MiB) fit the cache."""
 
 
 @lru_cache(maxsize=4096)
 def _piece(bound: BoundStatement) -> Piece | None:
-    """The longest index of the target that is bare in every access, on one axis; None if nothing is gathered."""
+    """The longest target index that can be cut (see _axes_of); None without one or if nothing is gathered."""
     statement = bound.statement
     accesses = accesses_of(*statement.terms)
     gathers = any(e.arrays for access in accesses for e in access.indices)
@@ -129,7 +129,7 @@ def _piece(bound: BoundStatement) -> Piece | None:
 
 
 def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | None:
-    """The axis of each operand that is the index; None if it is used in an expression or on two axes of one."""
+    """(operand, axis) of each use of an index; None if it occurs in an expression, or on two axes of one operand."""
     found: dict[str, set[int]] = {}
     everywhere = (statement.target, *accesses_of(*statement.terms, *statement.target.indices))
     for access in everywhere:
@@ -149,7 +149,6 @@ def _axes_of(index: str, statement: Statement) -> tuple[tuple[str, int], ...] | 
 
 @lru_cache(maxsize=4096)
 def _part(bound: BoundStatement, piece: Piece, length: int) -> BoundStatement:
-    """The sizes of a piece."""
     shape = tuple(length if axis == piece.axis else n for axis, n in enumerate(bound.shape))
     return replace(bound, ranges={**bound.ranges, piece.index: Range(0, length)}, shape=shape)
 
@@ -165,7 +164,7 @@ def prepare(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.
 def _built(
     bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]:
-    """(graph, names of its operands, its last argument)."""
+    """(graph, names of its operands, its argument `sizes`)."""
     names = read_names(bound.statement) or tuple(operands)
     tensors = [operands[name] for name in names]
     dtypes = tuple((name, operands[name].dtype) for name in names)
@@ -178,7 +177,7 @@ _KNOWN: BoundedCache[tuple[fx.GraphModule, tuple[str, ...], tuple[int, ...]]] = 
 
 
 def sizes(bound: BoundStatement) -> tuple[int, ...]:
-    """The last argument of a graph: the stop of each index's range, then the target's shape."""
+    """The last argument of a graph: the end of each index's range, then the target's shape."""
     return (*(bound.ranges[name].stop for name in indices_of(bound.statement)), *bound.shape)
 
 
@@ -212,7 +211,7 @@ def graph(statement: Statement, names: tuple[str, ...], setting: Setting) -> fx.
 
 # Functions that graphs call besides torch's own operators.
 def points(start: int, stop: int, like: Tensor | None) -> Tensor:
-    """The values of an index."""
+    """The values of an index, int64 on like's device."""
     return torch.arange(start, stop, device=None if like is None else like.device)
 
 
@@ -221,7 +220,7 @@ def filled(shape: Sequence[int], value: float, dtype: torch.dtype, like: Tensor 
 
 
 def readable(x: Tensor, axes: Sequence[int]) -> Tensor:
-    """Pad axes of extent 0 to 1, so that masked reads are valid."""
+    """Pad axes of extent 0 to 1, so that masked reads have an element."""
     for axis in axes:
         if x.shape[axis] == 0:
             x = pad(x, [0, 0] * (x.ndim - axis - 1) + [0, 1])
@@ -229,7 +228,7 @@ def readable(x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
-    """The largest or smallest values along the axes."""
+    """The largest or smallest values along the axes; the identity of max or min if empty."""
     if 0 in x.shape:
         shape = [n for axis, n in enumerate(x.shape) if axis not in axes]
         return x.new_full(shape, identity_value(x.dtype, largest))
@@ -237,7 +236,7 @@ def extreme(x: Tensor, axes: Sequence[int], largest: bool) -> Tensor:
 
 
 class _Builder:
-    """Builder of the nodes of one statement."""
+    """Builds the graph of one statement; tensors are fx proxies."""
 
     def __init__(self, statement: Statement, setting: Setting, operands: Mapping[str, Any], sizes: Any) -> None:
         self.statement, self.setting, self.operands, self.sizes = statement, setting, operands, sizes
@@ -251,7 +250,7 @@ class _Builder:
         return self.sizes.tracer.create_proxy("call_function", function, arguments, {})
 
     def once(self, make: Callable[[Any], Any], key: Any) -> Any:
-        """make(key), memoised."""
+        """make(key), cached."""
         full = (make.__name__, key)
         if full not in self.made:
             self.made[full] = make(key)
@@ -292,7 +291,7 @@ class _Builder:
         return self.call(points, start, self.extent(name) + start if start else self.extent(name), self.like)
 
     def position(self, expression: Affine) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The value of an index expression, and a mask of valid values of its index arrays unless bounds imply it."""
+        """(value of an index expression; mask of valid array values, None if implied by bounds)."""
         names = indices_of(expression)
         total: Any = None
         about: Any = float(expression.constant)
@@ -322,7 +321,7 @@ class _Builder:
     def place(
         self, access: Access, axes: Sequence[int], lengths: Sequence[Any]
     ) -> tuple[list[IndexedTensor], IndexedTensor | None]:
-        """Positions along the axes, 0 if out of bounds, and the mask of valid ones."""
+        """(positions along the axes, 0 if out of bounds; mask of points in bounds, None for all)."""
         positions, conditions = [], []
         for axis, length in zip(axes, lengths, strict=True):
             position, there = self.once(self.position, access.indices[axis])
@@ -338,7 +337,7 @@ class _Builder:
 
     # Factors
     def read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The values of an access, 0 if out of bounds, and the mask of valid ones."""
+        """(values of an access, 0 if out of bounds; mask of points in bounds, None for all)."""
         return self.once(self._read, access)
 
     def _read(self, access: Access) -> tuple[IndexedTensor, IndexedTensor | None]:
@@ -380,7 +379,7 @@ class _Builder:
         return IndexedTensor(value, (*grid, *(str(names[axis]) for axis in kept)))
 
     def factor(self, factor: Factor, dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """A factor in `dtype`, 0 if absent, and the mask of present points."""
+        """(a factor in `dtype`, 0 if out of bounds; mask of points in bounds, None for all)."""
         if isinstance(factor, Access):
             part, there = self.read(factor)
             same = self.dtypes[factor.name] == dtype
@@ -409,7 +408,7 @@ class _Builder:
 
     # Terms
     def elementwise(self, terms: Sequence[Term], dtype: torch.dtype) -> tuple[IndexedTensor, IndexedTensor | None]:
-        """The sum of the terms at every point of their indices, and the mask where all factors are present."""
+        """(sum of the terms at every point of their indices; mask where all factors are in bounds, None for all)."""
         names = indices_of(*terms)
         conditions: list[IndexedTensor | None] = []
         total: Any = None
@@ -444,7 +443,6 @@ class _Builder:
         return IndexedTensor(value, found.indices)
 
     def product_dtype(self, term: Term) -> torch.dtype:
-        """The dtype of the product."""
         kinds = {self.dtypes[f.name] for f in term.factors if isinstance(f, Access)}
         kinds = {kind for kind in kinds if kind.is_floating_point}
         low = self.setting.low and self.dtype == torch.float32 and len(kinds) == 1
@@ -452,11 +450,11 @@ class _Builder:
 
     # The target
     def whole(self, part: IndexedTensor, names: Sequence[str]) -> Any:
-        """The tensor over all points of these indices."""
+        """The tensor expanded to all points of these indices."""
         return aligned(part, names).expand(*self.extents(names)) if names else part.tensor
 
     def scatter(self, part: IndexedTensor, how: str = "sum", fill: float = 0) -> Any:
-        """Scatter the values into a new target of `fill`; entries of invalid index-array values are dropped."""
+        """Scatter the values into a new target of `fill`; points whose position is out of bounds are dropped."""
         target = self.statement.target
         looked = looked_up(target, distinct=True)
         kept = [axis for axis in range(len(target.indices)) if axis not in looked]
@@ -481,7 +479,7 @@ class _Builder:
         return written.permute(*map(order.index, sorted(order))) if order != sorted(order) else written
 
     def _entries(self, rows: tuple[str, ...]) -> tuple[Any, Any]:
-        """(row of each point in the flattened looked-up axes of the target, count if invalid; count)."""
+        """(position of each point in the flattened looked-up axes, `count` if out of bounds; count)."""
         target = self.statement.target
         looked = looked_up(target, distinct=True)
         lengths = [self.length(axis) for axis in looked]
@@ -528,7 +526,7 @@ class _Builder:
         return total
 
     def _joined(self, old: Any) -> Any:
-        """max, min, mean over the full index grid; a point counts only if all factors are present."""
+        """max, min, mean over the full index grid; a point counts only if all factors are in bounds."""
         how = self.statement.reduction
         value, there = self.elementwise(self.statement.terms, self.dtype)
         kept = indices_of(self.statement.target)
@@ -563,7 +561,7 @@ def contracted(call: Callable[..., Any], parts: Sequence[IndexedTensor], wanted:
 
 
 def looked_up(access: Access, distinct: bool = False) -> tuple[int, ...]:
-    """The axes that need positions: not bare, or sharing an index with one; distinct: or with a repeated index."""
+    """The axes to gather or scatter along: not bare, or sharing an index with one; distinct: or a repeated index."""
     bare = [expression.bare for expression in access.indices]
     shared = set(indices_of(*(expression for expression in access.indices if not expression.bare)))
     if distinct:
@@ -595,7 +593,7 @@ def diagonal(part: IndexedTensor) -> IndexedTensor:
 
 
 def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
-    """The conjunction of the conditions; None if there are none."""
+    """The logical and of masks; None if there are none."""
     parts = list(dict.fromkeys(part for part in conditions if part is not None))
     names = tuple(dict.fromkeys(name for part in parts for name in part.indices))
     held: Any = None
@@ -605,7 +603,7 @@ def both(conditions: Sequence[IndexedTensor | None]) -> IndexedTensor | None:
 
 
 def _inside(bound: BoundStatement, operands: Mapping[str, Tensor]) -> frozenset[Access]:
-    """The accesses that are in bounds at every point, independently of index arrays."""
+    """The accesses without index arrays that are in bounds at every point."""
     target = bound.statement.target
     found = {target} if _is_in_bounds(target, bound.shape, bound) else set()
     accesses = accesses_of(*target.indices, *bound.statement.terms)

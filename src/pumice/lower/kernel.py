@@ -1,4 +1,4 @@
-"""Generated kernels at runtime: load their source, build arguments from tensors, choose tiles, launch."""
+"""Runtime of generated kernels: load the source, build arguments from tensors, choose and tune tiles, launch."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ _COMPILERS = 8
 _STATIC = 1024
 """Extents of reductions and columns up to this are compile-time constants; larger ones are arguments."""
 _STRIDES = 1 << 14
-"""The same limit for the strides of operands of packed tiles: channel and kernel-offset strides, not row strides."""
+"""Strides of operands of packed tiles up to this are constants, too: of channels and kernel offsets, not of rows."""
 _DEFAULT_OPTIONS = KernelOptions()
 _FEW = 64
-"""The same limit for the rows of a product whose left side is itself a product."""
+"""Extents of rows up to this are constants, too, in a product whose left side is itself a product."""
 
 
 def interpreted() -> bool:
@@ -135,7 +135,7 @@ def runner(
     precision: str = "",
     finish: EpilogueSignature = NO_EPILOGUE,
 ) -> KernelExecutor:
-    """The cached executor of `run` for these sizes."""
+    """The cached executor of `run`. finish: epilogue to fuse."""
     key = (bound, dtype, tile, precision, finish, torch.are_deterministic_algorithms_enabled())
     return _RUNNERS.get(key) or _RUNNERS.keep(key, KernelExecutor(bound, dtype, tile, precision, finish))
 
@@ -155,12 +155,11 @@ class KernelExecutor:
         self._form, self._used = _form(bound), (*_used(bound), *finish.names)
         self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._kernels: dict[Any, GeneratedKernel] = {}
-        # By layout, of lower.call.
+        # Of lower.call, by layout.
         self.templates: BoundedCache[Any] = BoundedCache(64)
         self._at(bound)
 
     def _at(self, bound: BoundStatement) -> None:
-        """Set what depends on the sizes of the statement."""
         self.bound = bound
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         self.splits = 1 if self._empty else self.splits_at(None)
@@ -173,22 +172,22 @@ class KernelExecutor:
 
     @property
     def roles(self) -> ContractionRoles:
-        """The roles of the indices, without what a tile makes of them."""
+        """The roles of the indices before a tile changes them."""
         return self._form
 
     def splits_at(self, key: SizeKey | None) -> int:
-        """Split-K factor at these sizes, default: those of the statement."""
+        """Split-K factor at the sizes of a key, default: the statement's."""
         return 1 if self._deterministic else splits_at(self.bound, key)
 
     @property
     def resizable(self) -> bool:
-        """True if `with_sizes` applies: no kernel is specialised on a number of rows."""
+        """True if `with_sizes` applies: no kernel is specialised on a leading extent (rows, entries)."""
         if self._empty or not resizable(self.bound):
             return False
         return _static(self.bound, self._form).keys().isdisjoint(leading_indices(self.bound))
 
     def with_sizes(self, shapes: Mapping[str, Sequence[int]], shape: tuple[int, ...]) -> KernelExecutor:
-        """A copy for operands of other sizes and a result of that shape, with the same kernels."""
+        """A copy for operands of other shapes, by name, and a result of that shape; it shares the kernels."""
         found = copy(self)
         found._at(resized(self.bound, shapes, shape))
         return found
@@ -199,7 +198,7 @@ class KernelExecutor:
         return self._whole and not self._form.folds
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result. before: sum of the earlier steps, to which this one adds; may be overwritten."""
+        """The result, with `before`, the sum of earlier steps, added; `before` may be overwritten."""
         out, before = self._result(operands, before)
         if before is not None:
             operands = {**operands, BEFORE: before}
@@ -208,7 +207,7 @@ class KernelExecutor:
         return out if out.dtype == self.dtype else out.to(self.dtype)
 
     def allocate_output(self, like: Tensor, shape: tuple[int, ...] | None = None, spare: bool = True) -> Tensor:
-        """Allocate the output on the device of `like`. spare: include the epilogue's free columns behind each row."""
+        """Allocate the output, zeroed if the kernel accumulates, on the device of `like`. spare: with row padding."""
         shape = self.bound.shape if shape is None else shape
         if spare and self.finish.row_padding:
             rows, columns = shape
@@ -229,16 +228,16 @@ class KernelExecutor:
 
     @property
     def row_stride(self) -> int:
-        """Entries between the rows of the result, its free columns included."""
+        """Row stride of the result in elements, with row padding."""
         return math.prod(self.bound.shape[1:]) + self.finish.row_padding
 
     def needs_int64(self, shape: tuple[int, ...]) -> bool:
-        """True if a result of this shape, including its free columns, needs 64-bit addressing."""
+        """True if a result of this shape, with row padding, needs 64-bit addressing."""
         return math.prod(shape) + (shape[0] if shape else 1) * self.finish.row_padding >= INT32_LIMIT
 
     def family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
-        """The kernels of calls like this one, which has been run, for all sizes (for these alone where a kernel is
-        specialised on them); None for several kernels, or during CUDA graph capture."""
+        """The kernel family of a call that was run: for all sizes, or for its own if kernels are specialised on them.
+        None for calls of no or several kernels, for accumulation, and during CUDA graph capture."""
         device = operands[self._used[0]].device
         if self._empty or self.bound.statement.accumulate or is_capturing(device):
             return None
@@ -253,7 +252,7 @@ class KernelExecutor:
         return TileFamily(self, launch.generated, self._like(operands), device)
 
     def make_family(self, operands: Mapping[str, Tensor]) -> TileFamily | None:
-        """`family` of a call that has not been run; None where its tile is to be tuned first, too."""
+        """The `family` of a call that was not run; None also if tiles are tuned now (TIMING)."""
         device, statement = operands[self._used[0]].device, self.bound.statement
         if self._empty or statement.accumulate or is_capturing(device) or tuning_mode() == TIMING:
             return None
@@ -262,15 +261,15 @@ class KernelExecutor:
         return TileFamily(self, generated, self._like(operands), device, False)
 
     def _like(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Operands and result without memory."""
+        """Operands and result ("") as meta tensors."""
         like = {name: without_memory(operands[name]) for name in self._used}
         return {**like, "": self.allocate_output(like[self._used[0]])}
 
     def choose(
         self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
     ) -> tuple[Tile, int] | None:
-        """Tile and split-K factor for sizes of this key; None if the tile is to be tuned first, or if the result would
-        be accumulated where this executor writes it (or the other way round)."""
+        """Tile and split-K factor for sizes of this key. None if the tile has to be tuned first, or if split-K would be
+        used here and not by this executor, or the reverse."""
         splits = self.splits_at(key)
         if (splits > 1) != (self.splits > 1):
             return None
@@ -281,7 +280,7 @@ class KernelExecutor:
         return tile_of(self.bound, like, precision, key, device), splits
 
     def _compute_all(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
-        """Compute the whole result; segments far longer than the others get a launch of their own."""
+        """Compute the whole result; outlier segments get a launch of their own."""
         key = self._launch_key(operands)
         tile = self._tiles.get(key) or self._tiles.setdefault(key, self._tile(operands))
         part = _segments(self.bound, operands, self._form, tile)
@@ -308,7 +307,7 @@ class KernelExecutor:
                 self._launches[key] = self._sized_launch(operands, out, part, key[1:], smaller)
 
     def compile(self, operands: Mapping[str, Tensor]) -> None:
-        """Compile without running, so that kernels compile in parallel; tiles that do not fit fail when run."""
+        """Compile without running, to compile kernels in parallel; errors of tiles that do not fit are left to runs."""
         if self._empty or interpreted():
             return
         out, before = self._result(operands, None)
@@ -336,7 +335,7 @@ class KernelExecutor:
         return out, None if before is None else before.contiguous()
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
-        """Key of a launch. It includes the generation of the tuned tiles, so new ones apply from the next call on."""
+        """Cache key of a launch; with the generation of tuned tiles, so that new ones apply from the next call on."""
         precision = self.precision or float32_precision()
         used = [operands[name] for name in self._used]
         before = operands.get(BEFORE)
@@ -361,7 +360,7 @@ class KernelExecutor:
         key: tuple[Any, ...],
         tile: Tile | None = None,
     ) -> SizedLaunch:
-        """A sized launch; the kernel is shared between sizes. key[0] is the tile."""
+        """The launch of a call; sizes share the kernel. key[0]: the tile by default."""
         given = {**operands, "": out}
         known = (key, self.splits, *_wide(self.bound, operands, out))
         kernel = self._kernels.get(known)
@@ -372,17 +371,17 @@ class KernelExecutor:
         return kernel.sized(given, part)
 
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> GeneratedKernel:
-        """The kernel with this tile for operands like these; key "" is the result."""
+        """The kernel with this tile for operands like these; given[""] is the result."""
         return generated_kernel(self.bound, given, tile, KernelOptions(precision, splits, self.finish))
 
 
 LEDGER, TIMING, DEFAULT = "ledger", "timing", "default"
-"""Tile sources: the tuned tile, else the default; autotuned now where none is stored; always the default."""
+"""Tuning modes: the tuned tile, else the default; autotune if no tuned tile is stored; always the default."""
 
 
 @contextmanager
 def use_tuning_mode(source: str) -> Iterator[None]:
-    """Context in which all kernels, gradients included, take their tiles from `source`."""
+    """Context that sets the tuning mode of all kernels, gradients included."""
     token = _TILES_FROM.set(source)
     try:
         yield
@@ -391,7 +390,7 @@ def use_tuning_mode(source: str) -> Iterator[None]:
 
 
 def tiles_of(source: str) -> AbstractContextManager[object]:
-    """`use_tuning_mode` for gradients, whose thread does not see the caller's context; free if nothing changes."""
+    """`use_tuning_mode` for the backward pass, whose thread has another context; free if the mode is already set."""
     return nullcontext() if source == tuning_mode() else use_tuning_mode(source)
 
 
@@ -420,7 +419,7 @@ def tune(
 ) -> dict[Tile, float]:
     """Time all candidate tiles, store the fastest in the cache of tuned tiles, return the seconds by tile.
 
-    measure(call, best) returns the seconds of a call; it need not be exact far above the best so far. Tiles that do not
+    measure(call, best) returns the seconds of a call; it may be inexact far above the best so far. Tiles that do not
     fit the device are skipped.
     """
     times: dict[Tile, float] = {}
@@ -445,13 +444,13 @@ def tune(
 
 
 def _compiled_on(stream: torch.cuda.Stream | None, attempt: KernelExecutor, operands: Mapping[str, Tensor]) -> None:
-    """Compile on the caller's stream, so that cached properties of the operands are computed after the operands."""
+    """Compile on the caller's stream: properties of the operands are computed there, after the operands."""
     with torch.cuda.stream(stream) if stream else nullcontext():
         attempt.compile(operands)
 
 
 def _resource_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of Triton for a tile that does not fit the device or its compiler; see also _is_unfit."""
+    """Exceptions of Triton for tiles that exceed the device or fail to compile, and others: see _is_unfit."""
     from triton.compiler.errors import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -459,7 +458,7 @@ def _resource_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_unfit(problem: Exception) -> bool:
-    """True if the tile does not fit; a RuntimeError counts only if the compiler raised it."""
+    """True if one of _resource_errors shows that a tile does not fit: of RuntimeErrors, only the compiler's."""
     return not isinstance(problem, RuntimeError) or "PassManager" in str(problem)
 
 
@@ -470,9 +469,9 @@ def tile_of(
     key: SizeKey | None = None,
     device: torch.device | None = None,
 ) -> Tile:
-    """The tile of `run`: the tuned one if it fits (else warns: the file may be shared), or the default.
+    """The tile of `run`: the tuned one, or the default. Warns if the tuned one does not fit: its file may be shared.
 
-    key, device: of other sizes than those of the operands, and of another device.
+    key, device: sizes and device to use instead of the operands'.
     """
     found = None
     if tuning_mode() != DEFAULT:
@@ -489,7 +488,7 @@ def tile_of(
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
     """Raise OptionError if no kernel can be generated for the statement with this tile."""
     form = _form_in(bound, tile)
-    # A packed tile takes several entries of few channels as one side.
+    # The reduction side of a packed tile holds several entries of few channels each.
     sides = min(tile.rows, tile.columns, 16 if tile.packed else tile.reduced)
     if form.product and sides < 16:
         raise OptionError(f"expected tile sides of a matrix product of at least 16, found {sides}")
@@ -499,7 +498,6 @@ def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile
 
 @lru_cache(maxsize=256)
 def _warn_unfit(statement: str, tile: Tile, reason: str) -> None:
-    """Warn once."""
     warnings.warn(f"the tuned {tile} of {statement} is ignored: {reason}", RuntimeWarning, stacklevel=3)
 
 
@@ -529,7 +527,7 @@ Of = TypeVar("Of")
 
 
 def _cached_per_statement(find: Callable[[BoundStatement], Of]) -> Callable[[BoundStatement], Of]:
-    """Cache a function of a bound statement; all statements resized from one share its result."""
+    """Cache a function of a bound statement; statements resized from another one share its result."""
     known = lru_cache(maxsize=4096)(find)
     return wraps(find)(lambda bound: known(bound.like or bound))
 
@@ -541,7 +539,7 @@ def _form(bound: BoundStatement) -> ContractionRoles:
 
 @_cached_per_statement
 def _packed_form(bound: BoundStatement) -> ContractionRoles | None:
-    """Roles for packed tiles; None unless the extents of an entry are compile-time constants."""
+    """Roles for packed tiles; None if impossible or if an entry's extents are no compile-time constants."""
     found = packed(_form(bound), bound.statement, bound.extents)
     return found if found and _static(bound, found).keys() >= set(found.reduced) else None
 
@@ -569,7 +567,7 @@ def prepare(
 def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
-    """The kernel with this tile for operands like these; key "" is the result."""
+    """The kernel with this tile for operands like these; operands[""] is the result."""
     source, form = _generate(bound, operands, tile, options)
     names = (*_used(bound), *options.finish.names, "", *[BEFORE] * (BEFORE in operands))
     roles, call = (_form(bound), form), (bound, operands, names)
@@ -579,7 +577,7 @@ def generated_kernel(
 def _generate(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> tuple[Source, ContractionRoles]:
-    """The source of `generated_kernel`, and the roles of the indices for the tile."""
+    """(source of `generated_kernel`, roles of the indices for the tile)."""
     form, out = _form_in(bound, tile), operands[""]
     signature = _signature(bound, operands, form, out.dtype, tile)
     thrice = form.within is not None and options.precision == "tf32x3" and _computes_fp32(signature)
@@ -660,7 +658,7 @@ def _start(launch: SizedLaunch, values: list[Any], device: int) -> None:
         bare = values.copy()
         for place, address in addresses:
             bare[place] = address
-        # `values` keeps the tensors alive until the launch: another thread could be given their memory before.
+        # `values` keeps the tensors alive until the launch: their memory could go to another thread.
         compiled(launch.programs, bare, device)
         return
     made = generated.kernel[(launch.programs,)](*values, **generated.triton_options)
@@ -676,11 +674,11 @@ def _signature(
     fixed = _static(bound, form)
     unit = frozenset((name, axis) for name, t in used.items() for axis, s in enumerate(t.stride()) if s == 1)
     extents = bound.extents
-    # Divisibility of an axis by the tile is specialised on where its extent is known and masks would split loads, but
-    # not for rows or entries, which vary between launches.
+    # Specialise on axes divisible by the tile if the extent is static or masks contiguous loads; never for leading
+    # indices, which vary between launches.
     settled = {*fixed, *contiguous(bound.statement, unit)} - {*leading_indices(bound)}
     own = form.segment.index if form.segment else None
-    # The number of entries of a stack is never known.
+    # Stacks differ in their number of entries.
     stacked_entries = form.reduced if form.stacked else ()
     even = "".join(
         axis
@@ -717,7 +715,7 @@ def _signature(
 
 
 def _strides(used: Mapping[str, Tensor]) -> tuple[tuple[str, int, int], ...]:
-    """Strides of values that do not depend on the number of rows: (operand, axis, stride)."""
+    """Compile-time (operand, axis, stride) of values: strides up to _STRIDES."""
     values = [(name, t) for name, t in sorted(used.items()) if name not in ("", *EPILOGUE) and _is_value(t.dtype)]
     return tuple((name, axis, s) for name, t in values for axis, s in enumerate(t.stride()) if 1 < s <= _STRIDES)
 
@@ -728,7 +726,7 @@ def _computes_fp32(signature: Signature) -> bool:
 
 
 def _whole(form: ContractionRoles, extents: Mapping[str, int], tile: Tile, settled: set[str]) -> bool:
-    """True if one tile covers the reduction; only for products within a product, which reload it per iteration."""
+    """True if one tile covers the reduction of a nested product, which would be reloaded in each iteration."""
     known = form.within is not None and settled.issuperset(form.reduced)
     return known and math.prod(extents[n] for n in form.reduced) <= tile.reduced
 
@@ -740,7 +738,7 @@ def _static(bound: BoundStatement, form: ContractionRoles) -> dict[str, int]:
     found = {n: extents[n] for n in names if n in extents and extents[n] <= _STATIC and n not in leading}
     if form.within is None:
         return found
-    # A product within the left side has few rows, of known number.
+    # With a nested product, few rows are static, too.
     few = [n for n in form.rows if extents[n] <= _FEW]
     return found | {n: extents[n] for n in (form.within.shared, *form.within.summed, *few)}
 
@@ -753,7 +751,7 @@ def _size_key(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contr
 
 
 def splits_at(bound: BoundStatement, key: SizeKey | None) -> int:
-    """Split-K factor at these sizes, default: those of the statement."""
+    """Split-K factor at the sizes of a key, default: the statement's."""
     key = key or size_key(0, 0, [bound.extents[name] for name in leading_indices(bound)])
     return tiles.splits(_form(bound), _extents_at(bound, key))
 
@@ -761,7 +759,7 @@ def splits_at(bound: BoundStatement, key: SizeKey | None) -> int:
 def _problem(
     bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles, key: SizeKey | None = None
 ) -> Problem:
-    """The problem that a tile is chosen for. key: default: of these operands."""
+    """Input of the tile heuristics. key: sizes, default: those of the operands."""
     segments, mean, _ = key = key or _size_key(bound, operands, form)
     statement = bound.statement
     turning = {*form.loops, *form.reduced}
@@ -775,7 +773,7 @@ def _problem(
 
 
 def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> int:
-    """Upper bound of the entries of a segment: the extent of an axis indexed once per entry, as kernel offsets are."""
+    """Upper bound of a segment's entries: the extent of an axis indexed by an array over entries (kernel offsets)."""
     entry = set() if form.segment is None else {form.segment.position}
     places = [
         operands[access.name].shape[axis]
@@ -787,7 +785,7 @@ def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contra
 
 
 def _extents_at(bound: BoundStatement, key: SizeKey) -> dict[str, int]:
-    """The extents of a statement, those of leading indices by their size classes."""
+    """The extents of a statement, with the key's size classes for leading indices."""
     return {**bound.extents, **dict(zip(leading_indices(bound), key[2], strict=True))}
 
 
@@ -829,7 +827,7 @@ def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: Contractio
 
 
 def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) -> tuple[Any, ...]:
-    """Key of a kernel beside tile, dtypes and strides: the result's dtype, expressions and tensors needing 64 bits."""
+    """Part of a kernel's cache key: dtype of the result, expressions and tensors that need 64 bits."""
     return (
         out.dtype,
         _far(bound, operands, _form(bound)),
@@ -838,7 +836,7 @@ def _wide(bound: BoundStatement, operands: Mapping[str, Tensor], out: Tensor) ->
 
 
 def _reach(tensor: Tensor) -> int:
-    """Distance of the last element from the first."""
+    """Offset of the last element in elements."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size)
 
 
@@ -857,7 +855,7 @@ def _writes_every_entry(bound: BoundStatement, form: ContractionRoles) -> bool:
 def _takes_every_value(
     expression: Affine, extent: int, bound: BoundStatement, form: ContractionRoles, onto: set[str]
 ) -> bool:
-    """True if an expression takes every value of an axis: mixed-radix digits without gaps, or an onto array."""
+    """True if an expression takes every value of an axis: mixed-radix digits without gaps, or all of an onto array."""
     own = form.segment.index if form.segment else None
     if expression.arrays:
         ((coefficient, atom), *rest) = expression.terms
@@ -945,6 +943,6 @@ def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10)
 
 
 _TIMING_SLEEP_CYCLES = 400_000
-"""Cycles, about 0.2 ms."""
+"""GPU clock cycles, about 0.2 ms."""
 
 _RUNNERS: BoundedCache[KernelExecutor] = BoundedCache(4096)

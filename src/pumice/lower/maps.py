@@ -2,10 +2,10 @@
 
 pairs        lists of pairs per kernel offset (weight-stationary)
 compacted    tiles of outputs with the offsets that occur in each (output-stationary), rows sorted by their offset masks
-unsorted     the same with rows in their order
-split2, split3, split4   the same in as many parts, each with rows sorted by its share of the kernel offsets
+unsorted     compacted, with rows in their original order
+split2, split3, split4   compacted, in parts: each has a range of kernel offsets and rows sorted by their masks
 table        the input of every output and kernel offset, -1 if none: all offsets are computed
-..._t        the same for the transposed map
+..._t        the form of the transposed map
 grouped      groups of pairs of one kernel offset
 """
 
@@ -49,7 +49,7 @@ _TABLE = "map[o, k, met[o,k]] = 1"
 _TABLE_T = "map[met[i,k], k, i] = 1"
 _TILE_ARRAYS = ("rows", "tile", "k", "met")
 _SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""Number of parts into which forms of tiles split the kernel offsets; 0: rows are not sorted."""
+"""Parts into which each tiled form splits the kernel offsets; 0: rows are not sorted."""
 
 _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("pairs",), ("pairs",)),
@@ -58,11 +58,11 @@ _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Forms passed to the planner by device type: (inference, training)."""
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
-"""Kernel offsets and outputs up to which sorting rows does not pay off (MinkUNet's 2 x 2 x 2, 18k voxels, H200)."""
+"""Rows stay unsorted at up to so many kernel offsets and below so many outputs (2 x 2 x 2, 18k voxels, H200)."""
 _FEW_ROWS = 50_000
-"""Outputs below which tiles are smaller."""
+"""Maps with fewer outputs have small tiles."""
 _USUAL_ROWS = 4096
-"""Outputs of a map with tiles of fewer rows."""
+"""Outputs assumed for small tiles when kernels are compiled ahead of use."""
 _UNSORTED = {"compacted": "unsorted", "compacted_t": "unsorted_t"}
 
 
@@ -79,7 +79,7 @@ Sizes = Sequence[tuple[KernelMap, int, SortSpec | None]]
 class MapForm:
     """A form and the function that builds its arrays, part by part. sizes: arguments of coords.read_pending_sizes.
 
-    axes: for forms that traced code builds by an operator (lower.layouts): axes of each int32 array, a letter per size.
+    axes: for forms that torch.ops.pumice.form builds under torch.compile: axes of each int32 array, a letter per size.
     """
 
     storage_form: StorageForm
@@ -110,10 +110,10 @@ def _grouped(found: KernelMap) -> Sequence[Arrays]:
 
 
 def planner_operands(found: KernelMap, differentiable: bool) -> tuple[tuple[str, ...], list[Tensor]]:
-    """(tokens, arrays) of a map in its device's default forms; under torch.compile in the existing forms, if any."""
+    """(tokens, arrays) of a map in its default forms; under torch.compile in those already built, if any."""
     if torch.compiler.is_compiling():
         liked = _preferred_forms(found, differentiable)
-        # Without duplicates: a form that needs no sorting is its own alternative.
+        # Without duplicates: "grouped" has no unsorted variant.
         either = dict.fromkeys(name for each in liked for name in (each, _UNSORTED.get(each, each)))
         return _all_forms(found, tuple(name for name in either if found.has(("form", name))) or liked)
     return found.cached(("default forms", differentiable), lambda m: _all_forms(m, names_of(m, differentiable)))
@@ -130,7 +130,7 @@ def form_operands(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Te
 
 
 def keep_tiles(one: TiledMap) -> None:
-    """Keep what a map is laid out in as its forms, without asking for its sizes."""
+    """Cache the arrays of a map built with others (coords.chain) as its forms; tensors are created when read."""
     found, turned, groups = one.found, one.turned, one.groups
     name = _keep_form(found, one.tiled, "")
     found.keep("laid out", (name, one.tiled))
@@ -143,9 +143,9 @@ def keep_tiles(one: TiledMap) -> None:
 
 
 def _keep_form(found: KernelMap, tiled: Tiled | Turned, side: str) -> str:
-    """Keep tiles as a form of a map; its name. side: "_t" for tiles of the transpose."""
+    """Cache tiles as a form of a map, and return the form's name. side: "_t" for tiles of the transpose."""
     name = ("compacted" if tiled.sorted else "unsorted") + side
-    # Not of the map, which would hold itself.
+    # Does not hold the map: no reference cycle.
     found.keep(("form", name), Deferred(partial(_form_of_tiles, tiled, name)))
     return name
 
@@ -160,7 +160,7 @@ def _form_of_groups(groups: GroupedPairs) -> tuple[tuple[str, ...], list[Tensor]
 
 
 def laid_out(found: KernelMap) -> tuple[tuple[str, ...], Tiled] | None:
-    """(tokens, tiles) of a map's default form for inference, if it was laid out with others; else None."""
+    """(tokens, tiles) of the default inference form of a map built with others (coords.chain), else None."""
     kept = found.get_cached("laid out")
     return None if kept is None else (_TILE_TOKENS[kept[0]], kept[1])
 
@@ -173,7 +173,7 @@ _GROUP_TOKENS = tuple(f"map@grouped@0@{local}" for local in "oki")
 
 
 def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
-    """The default forms of a map for the planner."""
+    """The default forms of a map, from which the planner chooses."""
     names = _preferred_forms(found, differentiable)
     return names if found.volume > _FEW_TAPS else tuple(preferred_form(found, name) for name in names)
 
@@ -184,19 +184,19 @@ def _preferred_forms(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
 
 
 def preferred_form(found: KernelMap, name: str) -> str:
-    """The form of that name, or its unsorted variant if sorting costs more than it saves."""
+    """The name of the form, or of its unsorted variant if sorting costs more than it saves."""
     outputs = {"compacted": found.num_outputs, "compacted_t": found.num_inputs}.get(name, _SORTED)
     return _UNSORTED[name] if found.volume <= _FEW_TAPS and outputs < _SORTED else name
 
 
 @lru_cache(maxsize=256)
 def read_alike(tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """The tokens of a map's forms, the same where kernels read their arrays in the same way: sorted or not."""
+    """The tokens without the distinction of sorted and unsorted tiles, which the same kernels read."""
     return tuple(token.replace("@unsorted", "@compacted") for token in tokens)
 
 
 class UsualTiles(NamedTuple):
-    """Tiles as maps of a scene have them. outputs: of a map; block: rows of a tile; mean: entries of a tile."""
+    """Assumed sizes of a map, to compile its kernels ahead. block: rows per tile; mean: entries per tile."""
 
     outputs: int
     block: int
@@ -204,22 +204,22 @@ class UsualTiles(NamedTuple):
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Those of their arrays."""
+        """Tokens of the tile arrays."""
         return _TILE_TOKENS["compacted"]
 
     def arrays(self, device: torch.device) -> list[Tensor]:
-        """Their arrays, without contents."""
+        """Uninitialised tile arrays."""
         tiles = -(-self.outputs // self.block)
         entries = tiles * self.mean
         return _without_contents(device, (tiles, self.block), (entries,), (entries,), (entries, self.block))
 
     def arrays_of_passes(self, volume: int, symmetric: bool, device: torch.device) -> MapArrays:
-        """Those of all forms that training takes, of a map of so many kernel offsets that is, or is not, its own
-        transpose but for the order of these."""
+        """Uninitialised arrays of all training forms. volume: kernel offsets; symmetric: the map equals its transpose
+        up to the order of the offsets."""
         forward, group = self.arrays(device), _GROUPS_OF[0][1]
         back = self.arrays(device)
         if symmetric:
-            # As KernelMap.split.
+            # The same arrays but the offsets, as in KernelMap.split.
             back = [forward[0], forward[1], back[2], forward[3]]
         groups = volume + self.outputs * self.mean // group
         grouped = _without_contents(device, (groups, group), (groups,), (groups, group))
@@ -234,7 +234,7 @@ _TOKENS_OF_PASSES = (*_TILE_TOKENS["compacted"], *_TILE_TOKENS["compacted_t"], *
 
 
 def other_tiles(found: KernelMap) -> UsualTiles:
-    """Tiles of the other height than those of a map, with as many entries each."""
+    """Typical tiles of the other height than the map's, with as many entries per tile."""
     laid, rule = laid_out(found), tile_rule()
     arrays = planner_operands(found, False)[1] if laid is None else laid[1].tiles()
     (tiles, height), entries = arrays[0].shape, arrays[1].shape[0]
@@ -243,14 +243,14 @@ def other_tiles(found: KernelMap) -> UsualTiles:
 
 
 def usual_tiles(volume: int, rows: int) -> Iterator[UsualTiles]:
-    """Tiles of the maps of so many kernel offsets on the levels of a scene of `rows` voxels: of each height."""
+    """Typical tiles of each height that occurs on the levels of a scene of `rows` voxels. volume: kernel offsets."""
     yield _usual_tiles(volume, min(rows, _USUAL_ROWS))
     if rows >= _FEW_ROWS:
         yield _usual_tiles(volume, _FEW_ROWS)
 
 
 def tiles_of_larger_scenes(volume: int, rows: int) -> Iterator[UsualTiles]:
-    """The same of larger scenes, for which kernels differ from those for `rows` voxels."""
+    """Typical tiles of a height that occurs only in larger scenes than one of `rows` voxels."""
     if rows < _FEW_ROWS:
         yield _usual_tiles(volume, _FEW_ROWS)
 
@@ -284,7 +284,7 @@ def _materialize_on_side_streams(wanted: Iterable[tuple[KernelMap, str]]) -> Non
     turns: dict[int, torch.cuda.Stream] = {}
     for found, name in wanted:
         if found.has(("form", name)):
-            # An idle stream would have to be waited for as well.
+            # Takes no stream: an idle one would be waited for, too.
             continue
         stream = turns.get(id(found.table))
         if stream is None:
@@ -303,7 +303,7 @@ def _materialize_on_side_streams(wanted: Iterable[tuple[KernelMap, str]]) -> Non
 
 
 def read_sizes(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
-    """(pairs per kernel offset, (tile, offset) entries of each part by form); with one host synchronisation."""
+    """(pairs per kernel offset, by form the (tile, offset) entries of each part); one host synchronisation."""
     pending: dict[str, Sizes] = {name: FORMS[name].sizes(found) for name in names}
     own = found.transpose() if found.flipped else found
     read_pending_sizes([(own, 0, None), *(size for sizes in pending.values() for size in sizes)])
@@ -316,7 +316,7 @@ def read_sizes(found: KernelMap, names: Iterable[str] = ()) -> tuple[tuple[int, 
 
 
 def tile_forms(found: KernelMap) -> tuple[str, ...]:
-    """The forms of tiles with no more parts than the map has kernel offsets."""
+    """The tiled forms with at most as many parts as the map has kernel offsets."""
     return tuple(name for name, splits in _SPLITS.items() if splits <= max(1, found.volume))
 
 
@@ -325,7 +325,7 @@ def _missing(found: KernelMap) -> Sequence[int]:
 
 
 def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
-    """(tokens, arrays) of a map in one form."""
+    """Build (tokens, arrays) of a map in one form."""
     form = FORMS[name]
     parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
     named = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
@@ -336,35 +336,35 @@ def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tenso
 
 
 def _traced(found: KernelMap, name: str) -> Sequence[Arrays]:
-    """The arrays of a form, built by an operator."""
+    """The arrays of a form, built by a custom operator."""
     inputs, axes = (found.num_outputs if found.flipped else found.num_inputs), FORMS[name].axes
     arrays = torch.ops.pumice.form(found.table, inputs, found.flipped, *relation_fields(found.relation), name)
     return [dict(zip(axes, arrays[at:], strict=False)) for at in range(0, len(arrays), len(axes))]
 
 
 def tile_rows_for(outputs: int) -> int:
-    """Rows of a tile for that many outputs: fewer if there were too few tiles to fill a GPU.
+    """Rows per tile for this many outputs: small tiles where large ones are too few to fill a GPU.
 
-    Time with 64 rows by that with 128 (H100, fp16, scans), with 256, 96 and 128 channels: 42,000 outputs 0.70, 0.85 and
-    0.98; 136,000 outputs 1.40, 1.06 and 1.33. A U-Net: 0.90 at 42,000 voxels, 1.03 at 70,000, 1.08 at 100,000.
+    Time with 64 rows relative to 128 (H100, fp16, scans; 256, 96 and 128 channels): 42,000 outputs 0.70, 0.85 and 0.98;
+    136,000 outputs 1.40, 1.06 and 1.33. A U-Net: 0.90 at 42,000 voxels, 1.03 at 70,000, 1.08 at 100,000.
     """
     return tile_rule().block(outputs)
 
 
 def tile_rule() -> TileRule:
-    """How the default forms of maps are tiled, by their sizes."""
+    """The usual sizes of tiles and groups, by the size of a map."""
     return TileRule(_FEW_ROWS, _FEW_TAPS, _SORTED, (SHARED_CHUNK,), _GROUPS_OF)
 
 
 class TileHeights:
-    """The heights of tiles whose kernels are being compiled in the background: maps that are found meanwhile take the
-    other one, whose kernels are there."""
+    """Counts background compilations per tile height. While one height is being compiled, new maps get tiles of the
+    other height, whose kernels are ready."""
 
     def __init__(self) -> None:
         self._lock, self._pending = Lock(), Counter[int]()
 
     def compile(self, height: int, task: Callable[[], object]) -> None:
-        """Run what compiles a kernel for tiles of a height in the background."""
+        """Run a task that compiles a kernel for tiles of this height in the background."""
         with self._lock:
             self._pending[height] += 1
         BACKGROUND.submit(partial(self._run, height, task))
@@ -377,7 +377,7 @@ class TileHeights:
                 self._pending[height] -= 1
 
     def rule(self) -> TileRule:
-        """How maps are tiled now."""
+        """The tile rule for new maps."""
         usual = tile_rule()
         small, large = (self._pending[height] > 0 for height in (SMALL, LARGE))
         if small == large:
@@ -386,13 +386,13 @@ class TileHeights:
 
 
 _ANY = 1 << 30
-"""More outputs than a map has."""
+"""More outputs than any map has."""
 TILE_HEIGHTS = TileHeights()
 
 _GROUPS_OF = ((4_000_000, 1024), (math.inf, 2048))
-"""(upper bound of the number of pairs, pairs per group): few lengths, each of which is a kernel to compile.
+"""(upper bound of the number of pairs, pairs per group): few group sizes, since each has a kernel of its own.
 
-On an H200, gradients of weights in fp16, us, by the length of groups:
+Weight gradients in us by pairs per group (fp16, H200):
 pairs, channels       1024   2048   4096   8192
 0.5 million, 128        57     76     90     94
 1.2 million, 96        100    105    125    176
@@ -403,7 +403,7 @@ pairs, channels       1024   2048   4096   8192
 
 
 def group_of(found: KernelMap) -> int:
-    """Pairs per group, by the number of pairs (one host synchronisation), or the capacity if between buffers."""
+    """Pairs per group, by the number of pairs (one host synchronisation), or by the capacity of a buffered map."""
     own = found.transpose() if found.flipped else found
     pairs = sum(read_sizes(found)[0]) if own.buffered is None else pair_capacity(own, own.buffered)
     return tile_rule().group(pairs)
@@ -411,7 +411,7 @@ def group_of(found: KernelMap) -> int:
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:
     if found.flipped and found.symmetric:
-        # A symmetric map has the tiles of its transpose.
+        # The transpose's tiles serve both (KernelMap.split).
         found = found.transpose()
     return [(found, tile_rows_for(found.num_outputs), how) for how in SortSpec.splits(found.volume, splits)]
 
@@ -421,7 +421,6 @@ def _group_sizes(found: KernelMap) -> Sizes:
 
 
 def _tiled(splits: int, flipped: bool) -> MapForm:
-    """Tiles of a map, or of its transpose."""
 
     def side(found: KernelMap) -> KernelMap:
         return found.transpose() if flipped else found
@@ -443,11 +442,11 @@ FORMS: Mapping[str, MapForm] = {
 }
 
 
-# What calls over a map take
+# Arrays of a map as arguments of calls
 
 
 class MapSignature(NamedTuple):
-    """What the arrays of maps have in common that one template serves. key: all but numbers of rows, interned;
+    """Layout of a map's arrays without row counts; maps of equal keys share call templates. key: interned;
     row_strides: of each array."""
 
     key: Hashable
@@ -457,14 +456,14 @@ class MapSignature(NamedTuple):
     def of(tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> MapSignature:
         """tokens: of the arrays; volume: kernel offsets of the map."""
         places = [id(x) for x in arrays]
-        # Of an array that is there twice, as in a map that is its own transpose, a template knows one place.
+        # A template knows one position of an array that occurs twice, as in symmetric maps.
         each = tuple([(x.shape[1:], x.stride(), x.dtype, x.device, places.index(id(x))) for x in arrays])
         return MapSignature(intern_key((read_alike(tokens), volume, each)), [x.stride(0) for x in arrays])
 
 
 class BoundMap:
-    """The arrays of a map that calls over it take. signature: key of a MapSignature; rows, addresses: of the arrays;
-    needs_int64: True if one is so long that addressing needs 64 bits; is_aligned: True if all are, to 16 bytes."""
+    """The arrays of a map that a call reads. signature: MapSignature.key; rows, addresses: of each array; needs_int64:
+    True if an array needs 64-bit addressing; is_aligned: True if all are aligned to 16 bytes."""
 
     __slots__ = ("_arrays", "_segments", "addresses", "is_aligned", "needs_int64", "rows", "signature")
 
@@ -486,8 +485,8 @@ class BoundMap:
         return self._arrays
 
     def segments(self, number: int, count: int, rule: SegmentRule) -> SegmentArgs | None:
-        """The segments of array `number`, of the values 0 to count - 1; None where they take several kernels, where the
-        array is none of the map's (-1), and where they would have to be found while a graph is captured."""
+        """The segments of array `number` for the values 0 to count - 1. None if they need several kernels, the array
+        does not belong to the map (-1), or they would have to be computed during CUDA graph capture."""
         key = number, count, rule
         found = self._segments.get(key)
         if found is None:
@@ -498,7 +497,7 @@ class BoundMap:
         return found if found.one_kernel else None
 
     def _known_segments(self, number: int, rule: SegmentRule) -> SegmentArgs | None:
-        """Segments that were found with the map."""
+        """Segments computed together with the map, or None."""
         return None
 
     def _find_segments(self, number: int, count: int, rule: SegmentRule) -> SegmentArgs | None:
@@ -509,8 +508,8 @@ class BoundMap:
 
 
 class BoundLayout(BoundMap):
-    """Those of a layout that was made with others (coords.chain_tiles), without a tensor for each. make: makes these;
-    pieces: by the number of an array, those of its runs."""
+    """A BoundMap whose arrays lie in a buffer shared by several maps (coords.chain_tiles). make: creates tensors, only
+    if read; pieces: by array number and maximum length, the pieces of its runs."""
 
     __slots__ = ("_make", "_pieces")
 
@@ -521,7 +520,7 @@ class BoundLayout(BoundMap):
         pieces: Mapping[int, Mapping[int, PieceLists]],
         signature: MapSignature,
     ) -> None:
-        """places: lengths and addresses of the arrays."""
+        """places: (lengths, addresses) of the arrays."""
         self._make, self._pieces, self._segments = make, pieces, {}
         self._set(signature, *places)
 
@@ -544,7 +543,7 @@ _PIECES = ("rows", "starts", "stops", "firsts", "pieces")
 
 
 class NoMap:
-    """In place of the map of a linear map, which has as many results as rows of features."""
+    """Placeholder for the kernel map of a linear map, which has one output per input row."""
 
     __slots__ = ("_known", "calls", "num_inputs", "num_outputs")
     buffered, flipped = None, False
@@ -565,12 +564,12 @@ _NO_MAP = BoundMap((), MapSignature(None, ()))
 
 
 def no_map(rows: int) -> NoMap:
-    """That of so many rows."""
+    """The cached placeholder for this many rows."""
     return NO_MAPS.get(rows) or NO_MAPS.keep(rows, NoMap(rows))
 
 
 def bound_map(found: KernelMap | NoMap) -> BoundMap:
-    """The arrays of a map that calls without gradients take, cached with it."""
+    """The arrays of a map's inference forms, cached with the map."""
     if isinstance(found, NoMap):
         return _NO_MAP
     known = found.get_cached("bound")
@@ -595,33 +594,33 @@ def _bind_tiles(found: KernelMap, tokens: tuple[str, ...], tiled: Tiled) -> Boun
 def _signature_of_layout(
     tokens: tuple[str, ...], columns: tuple[int, ...], volume: int, device: torch.device
 ) -> MapSignature:
-    """That of all arrays of so many columns, 0 for lists, of maps of so many kernel offsets."""
+    """MapSignature of contiguous int32 arrays. columns: of each array, 0 for 1-D arrays; volume: kernel offsets."""
     arrays = [torch.empty((1, n) if n else (1,), dtype=torch.int32, device=device) for n in columns]
     return MapSignature.of(tokens, volume, arrays)
 
 
 class MapArrays:
-    """The arrays of a map, of which calls that autograd records take some each. key: equal where the same ones are at
-    the same places; kind: where they have as many columns, too."""
+    """The arrays of a map's default forms; a call under autograd reads some of them. key: equal for maps with the same
+    forms and repeated arrays; kind: equal if trailing shapes are, too."""
 
     def __init__(self, tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> None:
         self.arrays, self.tokens, self._volume = arrays, tokens, volume
         places = [id(x) for x in arrays]
-        # One of a map that is its own transpose is there twice.
+        # An array may occur twice, as in symmetric maps.
         self.key = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
         self.kind = intern_key((self.key, tuple([x.shape[1:] for x in arrays])))
         self._bound: dict[tuple[int, ...], BoundMap] = {}
 
     @staticmethod
     def of(found: KernelMap | NoMap, differentiable: bool = True) -> MapArrays:
-        """Those of a map, cached with it."""
+        """The arrays of a map, cached with the map."""
         if isinstance(found, NoMap):
             return NO_ARRAYS
         name = "arrays", differentiable
         return found.get_cached(name) or found.cached(name, lambda m: _arrays_of(m, differentiable))
 
     def bound(self, places: tuple[int, ...]) -> BoundMap:
-        """Those at some places, for calls that take no others."""
+        """The arrays at these positions, bound for calls that read only these."""
         known = self._bound.get(places)
         if known is None:
             tokens, arrays = tuple([self.tokens[n] for n in places]), [self.arrays[n] for n in places]
@@ -629,18 +628,18 @@ class MapArrays:
         return known
 
     def places(self, arrays: Iterable[Tensor]) -> tuple[int, ...]:
-        """Where these are among them."""
+        """The sorted positions of these arrays."""
         places = {id(x): n for n, x in reversed([*enumerate(self.arrays)])}
         return tuple(sorted([places[id(x)] for x in arrays]))
 
 
 NO_ARRAYS = MapArrays((), 0, ())
-"""Those of a linear map."""
+"""The (absent) arrays of a linear map."""
 
 
 class LaidArrays(MapArrays):
-    """Those of all forms that training takes, of a map that was laid out with others: of its tiles, of those of its
-    transpose, and of its groups of pairs; without a tensor for each."""
+    """MapArrays of a map built with others (coords.chain): tiles, tiles of the transpose, groups of pairs. Tensors are
+    created only if read."""
 
     def __init__(
         self,
@@ -648,7 +647,7 @@ class LaidArrays(MapArrays):
         found: KernelMap,
         layouts: tuple[Tiled, Tiled | Turned, GroupedPairs],
     ) -> None:
-        """tokens: of both tiles."""
+        """tokens: of the map's tiles, of its transpose's tiles."""
         own, turned, groups = self._layouts = layouts
         self.tokens, self._volume, self._bound = (*tokens[0], *tokens[1], *_GROUP_TOKENS), found.volume, {}
         self._device = found.device
@@ -659,11 +658,11 @@ class LaidArrays(MapArrays):
 
     @property
     def arrays(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As tensors."""
+        """The arrays as tensors."""
         return _tensors_of(self._layouts)
 
     def bound(self, places: tuple[int, ...]) -> BoundMap:
-        """See MapArrays."""
+        """As MapArrays.bound."""
         known = self._bound.get(places)
         if known is None:
             tokens, columns = tuple([self.tokens[n] for n in places]), tuple([self._columns[n] for n in places])
@@ -680,7 +679,7 @@ class LaidArrays(MapArrays):
 def _tensors_of(
     layouts: tuple[Tiled, Tiled | Turned, GroupedPairs], places: Sequence[int] = range(len(_TOKENS_OF_PASSES))
 ) -> list[Tensor]:
-    """Those of the arrays of LaidArrays at some places."""
+    """The arrays of LaidArrays at these positions, as tensors."""
     own, turned, groups = layouts
     every = [*own.tiles(), *turned.tiles(), *_form_of_groups(groups)[1]]
     return [every[n] for n in places]
@@ -690,7 +689,7 @@ def _tensors_of(
 def _keys_of_layouts(
     tokens: tuple[str, ...], volume: int, turned: bool, columns: tuple[int, ...]
 ) -> tuple[Hashable, Hashable]:
-    """Key and kind of LaidArrays. turned: of a map that is its own transpose, whose tiles are there twice but for the
+    """(key, kind) of LaidArrays. turned: the map is symmetric, so that its transpose shares all tile arrays but the
     kernel offsets."""
     places = (0, 1, 2, 3, 0, 1, 6, 3, 8, 9, 10) if turned else tuple(range(len(tokens)))
     key = intern_key((read_alike(tokens), volume, places))

@@ -40,7 +40,7 @@ Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None
 
 @dataclass(frozen=True)
 class Lowering:
-    """An implementation of a step: reason for refusal or None, the result, and the work for the cost model."""
+    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model."""
 
     refusal: Refusal
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -127,7 +127,7 @@ def rewritten(text: str, names: str, forms: tuple[tuple[str, str], ...]) -> Lowe
 
 
 def sizes(text: str, names: str, shapes: Sequence[Sequence[int]], shape: Sequence[int] | None) -> BoundStatement:
-    """The sizes of a call, sparse operands with their logical (dense) shape."""
+    """The statement of a call with its sizes; sparse operands have their dense shape."""
     given = read(names)
     known = dict(given.shapes)
     known.update((name, tuple(shapes[given.places[name, "", 0, ""]])) for name in given.dense)
@@ -162,25 +162,25 @@ class Plan:
 
     @property
     def kernel(self) -> BoundExecutor | None:
-        """The one kernel that the plan is; None where it is more."""
+        """The only step, if that is a bound kernel of the plan's dtype, else None."""
         run = self.steps[0].run if len(self.steps) == 1 else None
         return run if isinstance(run, BoundExecutor) and run.executor.dtype == self.dtype else None
 
     def keep_call(
         self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
     ) -> BoundCall | None:
-        """Keep the template of a call that ran, for others of its signature over whatever map; the call,
-        bound. None where it is not one kernel.
+        """Store the template of a call that ran, for calls of its signature over any map; return the bound call, or
+        None if the plan is not one kernel.
 
-        tensors: the call's, with those of the epilogue last; numbers: which of them each runtime operand is."""
+        tensors: of the call, the epilogue's last; numbers: position of each runtime operand among them."""
         template = self._keep_template(call, (tensors, numbers), finish, True)
         return None if template is None else call.instantiate()
 
     def compilation(
         self, call: MapCall, tensors: Sequence[Tensor], numbers: Sequence[int], finish: EpilogueSignature = NO_EPILOGUE
     ) -> Callable[[], object] | None:
-        """Keep the template of a call that has not run, and return what compiles its kernel; None where there
-        is one, where the call is not one kernel, and where its tile is to be tuned first."""
+        """Store the template of a call that has not run, and return a task that compiles its kernel. None if there is
+        a template or compiled kernel, the plan is not one kernel, or its tile has to be tuned first."""
         if self.kernel is None or call.template_like(self.kernel) is not None:
             return None
         template = self._keep_template(call, (tensors, numbers), finish, False)
@@ -199,7 +199,7 @@ class Plan:
 
 
 def execute(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None, lowering: str) -> Tensor:
-    """The result of a call. shape: of the target; None: inferred, with strict checks of the sizes."""
+    """Plan and run a call. shape: of the target; None: inferred, with strict checks of the sizes."""
     return execute_plan(plan_for(operands, names, text, shape, lowering), operands)
 
 
@@ -212,7 +212,7 @@ def plan_for(
     finish: EpilogueSignature = NO_EPILOGUE,
     kept: torch.dtype | None = None,
 ) -> Plan:
-    """The cached plan of a call. finish: signature of the epilogue; kept: dtype of the result, by default promoted."""
+    """The cached plan of a call. finish: of the epilogue; kept: result dtype, default: promoted from the values."""
     key = (
         text,
         names,
@@ -239,8 +239,8 @@ class PlanRequest:
     """Planning request for a call with a bound map.
 
     static_rows: operand positions whose first axis has a fixed size; position len(operands) stands for the result.
-    runtime_operands: positions of the operands passed per call, in its order. stream_k_chunk: that of the tiles, 0: as
-    tuned. result_dtype: as in plan_for.
+    runtime_operands: positions of the operands passed per call, in its order. stream_k_chunk: for tiles that have none,
+    or 0. result_dtype: `kept` of plan_for.
     """
 
     names: str
@@ -259,7 +259,7 @@ Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
 
 
 def kind_of(operand: Tensor, static_rows: bool = False) -> Kind:
-    """Kind of an operand. static_rows: its first axis has a fixed size."""
+    """The Kind of an operand. static_rows: its first axis has a fixed size."""
     shape = operand.shape
     return shape if static_rows else (size_class(shape[0]), *shape[1:]), operand.dtype, operand.device
 
@@ -292,7 +292,7 @@ def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
 
 
 def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
-    """The plan with long segments split between programs (stream-K) in its kernels."""
+    """The plan with stream-K kernels. piece: maximum entries of a segment per program; 0: unchanged."""
     if not piece:
         return plan
     parts = []
@@ -306,7 +306,7 @@ def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
 
 
 def _with_epilogue(plan: Plan, finish: EpilogueSignature, device: torch.device) -> Plan:
-    """The plan with the epilogue fused into the last kernel, if that supports one."""
+    """The plan with the epilogue fused into the last step, if that is a kernel that supports one."""
     last = plan.steps[-1] if plan.steps else None
     if last is None or not isinstance(last.run, kernels.KernelExecutor) or not last.run.applies_epilogue:
         return plan
@@ -321,8 +321,8 @@ def _with_epilogue(plan: Plan, finish: EpilogueSignature, device: torch.device) 
 def bind_operands(
     plan: Plan, operands: Sequence[Tensor], runtime_operands: Sequence[int], shape: tuple[int, ...] | None = None
 ) -> Plan:
-    """Bind all operands but those at `runtime_operands`, which calls pass in this order. shape: of the result, where
-    the plan, of resizable kernels, was made for other sizes.
+    """Bind all operands but those at `runtime_operands`, which calls pass in this order. shape: of the result, if the
+    plan consists of resizable kernels and was made for other sizes.
 
     Bound operands must not be written to afterwards, and cannot include the target's old values.
     """
@@ -347,7 +347,7 @@ def _bound_run(run: Run, bound: Mapping[str, Tensor], at: Sizes | None) -> Run:
 
 
 def execute_plan(plan: Plan, operands: Sequence[Tensor], epilogue: Epilogue | None = None) -> Tensor:
-    """Execute a plan and apply the epilogue."""
+    """Execute a plan with its epilogue, fused or not."""
     if epilogue is None:
         return _run_steps(plan, operands, {})
     inside = epilogue.operands if plan.applies_epilogue else {}
@@ -356,7 +356,7 @@ def execute_plan(plan: Plan, operands: Sequence[Tensor], epilogue: Epilogue | No
 
 
 def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
-    """Sum of the parts; more: additional operands of the last one."""
+    """The sum of the steps. more: epilogue operands of the last one."""
     out: Tensor | None = None
     for number, part in enumerate(plan.steps, 1):
         if part.places or not operands:
@@ -379,7 +379,7 @@ def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
 def tune(
     operands: Sequence[Tensor], names: str, text: str, lowering: str
 ) -> list[tuple[Statement, dict[kernels.Tile, float]]]:
-    """Autotune the tiles of every step that is a kernel; seconds by tile of each step."""
+    """Autotune the tiles of all kernels of a plan: (statement, seconds by tile) of each."""
     ready = _prepared(operands, names, text, None, lowering)
     found = []
     for part in ready.steps:
@@ -431,18 +431,18 @@ def _prepared(
 def _require_memory(
     operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Raise ShapeError if the target does not fit in the device; on a CPU index_add and scatter_reduce copy it."""
+    """Raise ShapeError if the target exceeds device memory; on a CPU index_add and scatter_reduce copy it."""
     device = operands[0].device if operands else torch.device("cpu")
     copied = device.type == "cpu" and graph.looked_up(statement_of(text, names).target, distinct=True)
     require_memory(shape, dtype, device, f"the target of `{text}`", 2 if copied else 1)
 
 
 def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
-    """The cheapest option of a lowering, or of all if a merely preferred one is refused."""
+    """The cheapest candidate with this lowering; with any if it is only PREFERRED and refused."""
     wanted = lowering.removesuffix(PREFERRED)
     name = wanted.partition("/")[0]
     key = (names, text, name, deterministic(), *((_bucket(t.shape), t.dtype, t.device.type) for t in operands))
-    # The cached choice is for a bucket of sizes and may be refused for these.
+    # The choice was cached for a bucket of sizes and may be refused for these.
     if (known := _CHOSEN.get(key)) is not None and not _refused(known, operands, names, text, shape):
         return known
     try:
@@ -485,7 +485,7 @@ def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dty
 
 
 def value_tensors(operands: Sequence[Tensor], names: str, text: str) -> list[Tensor]:
-    """The tensors whose values enter the result, without index arrays."""
+    """The tensors whose values enter the result; index arrays are left out."""
     given, statement = read(names), statement_of(text, names)
     values = loops.value_names(statement)
     found = [operands[given.places[name, "", 0, ""]] for name in values if name in given.dense]
@@ -507,12 +507,12 @@ def array_places(names: str, text: str, forms: tuple[tuple[str, str], ...]) -> d
 
 
 def arrays(operands: Sequence[Tensor], names: str, text: str, option: Candidate) -> dict[str, Tensor]:
-    """The tensors of a call by their names in the steps of an option."""
+    """The tensors of a call by their names in the steps of a candidate."""
     return {name: operands[place] for name, place in array_places(names, text, option.forms).items()}
 
 
 def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...], lowering: str) -> Candidate:
-    """The cheapest option. Raises OptionError with every reason if there is none."""
+    """The cheapest candidate. Raises OptionError with every reason if all are refused."""
     found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
     if not found or found[0].refused:
         reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
@@ -521,7 +521,7 @@ def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
 
 
 def _refused(option: Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
-    """True if the lowering of a step refuses these operands."""
+    """True if a step's lowering refuses these operands."""
     tensors = arrays(operands, names, text, option)
     steps = zip(option.steps, option.lowerings, strict=True)
     return any(LOWERINGS[name].refusal(step, step_bound(step, tensors, shape), tensors) for step, name in steps)
@@ -568,12 +568,12 @@ def step_options(
 
 
 def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
-    """The sizes of a step."""
+    """A step with its sizes."""
     return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
 
 
 def device_of(operands: Sequence[Tensor]) -> Device:
-    """The device that the cost of a call on these operands is estimated for."""
+    """The device model for cost estimates of a call on these operands."""
     return DEVICES["cuda" if operands and operands[0].is_cuda else "cpu"]
 
 
@@ -588,7 +588,7 @@ def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], sha
 
 
 def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
-    """The text with declarations of ranges that follow from windows only, which the steps could not infer."""
+    """The text, with declarations added for ranges that the single steps could not infer (those set by windows)."""
     statement = statement_of(text, names)
     lost = dict(statement.ranges)
     for step in single_terms(statement):
@@ -601,18 +601,18 @@ def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
 
 
 PREFERRED = "?"
-"""Suffix of a lowering that falls back to another one if refused: gradients are other statements than the forward."""
+"""Suffix of a lowering that may be replaced if refused: it may not support the statements of gradients."""
 
 deterministic = torch.are_deterministic_algorithms_enabled
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:
-    """Sizes rounded to powers of two, as key of a choice."""
+    """Sizes rounded to powers of two, for cache keys."""
     return tuple(int(n).bit_length() for n in shape)
 
 
 def _on_gpu(refusal: Refusal) -> Refusal:
-    """`refusal`, of a lowering by kernels: operands that are not on a GPU are refused too."""
+    """`refusal` that also refuses operands off the GPU, unless Triton interprets kernels."""
 
     def refused(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
         if any(t.device.type != "cuda" for t in operands.values()) and not kernels.interpreted():
@@ -636,5 +636,5 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
 _BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)
-"""By size class, with whether they hold for all sizes of the class."""
+"""(plan, True if all its kernels are resizable, so that it serves its whole size class)."""
 _CHOSEN: BoundedCache[Candidate] = BoundedCache(4096)

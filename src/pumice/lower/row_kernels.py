@@ -1,4 +1,4 @@
-"""Kernels of norm.py and rows.py, which hold the plain-torch twins. Imported lazily: needs Triton."""
+"""Triton kernels of norm.py and rows.py; plain torch versions are there. Imported lazily: needs Triton."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _place(C: tl.constexpr, LANES: tl.constexpr):
-    """The row block of a program, and its channels."""
+    """(block of rows, channels [1, LANES]) of a program."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     number = tl.program_id(0)
     return number // sides, (number % sides) * LANES + tl.arange(0, LANES)[None, :]
@@ -15,7 +15,7 @@ def _place(C: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _affine(values, weight, bias, c, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """Normalised values, scaled and shifted."""
+    """values * weight + bias per channel."""
     if WEIGHT:
         values *= tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
     if BIAS:
@@ -31,7 +31,7 @@ def _room(halves):
 
 @triton.jit
 def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
-    """True in the last program of these channels to store its partial sums, which resets the counter."""
+    """True in the last program of these channels that stored its partial sums; it resets the counter."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     where = waiting + tl.program_id(0) % sides
     # All threads must have stored before one of them increments the counter.
@@ -44,7 +44,7 @@ def _last(waiting, parts, C: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _around(mean, spread, seen):
-    """Merge rows of (mean, sum of squares around it, number of values) into (mean, sum of squares)."""
+    """Merge rows of (mean, sum of squared deviations, count) into one (mean, sum of squared deviations)."""
     total = tl.maximum(tl.sum(seen, axis=0)[None, :], 1.0)
     centre = tl.sum(mean * (seen / total), axis=0)[None, :]
     apart = mean - centre
@@ -58,16 +58,16 @@ def moments(
     EPS: tl.constexpr, MEAN: tl.constexpr, KNOWN: tl.constexpr, FOLLOWS: tl.constexpr, TRACKED: tl.constexpr,
     OFFSET: tl.constexpr
 ):  # fmt: skip
-    """pair [2, C]: mean and 1 / sqrt(variance + eps) of all rows.
+    """pair [2, C]: mean and 1 / sqrt(variance + eps) of valid rows; running ones (KNOWN, else 0 and 1) below two rows.
 
-    With FOLLOWS the running statistics are updated by momentum, or by 1 / tracked for a cumulative MEAN; with OFFSET
-    the running mean includes the offset. Each part (every parts-th block of rows) stores its mean and sum of squares in
+    With FOLLOWS these are updated by momentum, or by 1 / tracked for a cumulative MEAN; with OFFSET the running mean
+    includes the offset. Each part (every parts-th block of rows) stores its mean and sum of squared deviations in
     halves [2, parts, C]; the last program merges them in a fixed order.
     """
     halves = _room(halves)
     part, c = _place(C, LANES)
     rows = tl.load(count)
-    # A running mean per entry of the block: no reduction over rows within the loop, which would stall the loads.
+    # A running mean per element of the block: a reduction over rows in the loop would stall the loads.
     mean = tl.zeros([ROWS, LANES], tl.float32)
     spread = tl.zeros([ROWS, LANES], tl.float32)
     seen = tl.zeros([ROWS, 1], tl.float32)
@@ -120,8 +120,8 @@ def moments(
 def _joined_moments(
     halves, rows, parts, c, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
-    """(mean of all rows, sum of squares around it)."""
-    # Rows of a part: whole blocks, and the remainder in one of them.
+    """(mean, sum of squared deviations) of valid rows, merged from the parts."""
+    # A part has whole blocks of rows; one part also has the partial block.
     blocks, left = rows // ROWS, rows % ROWS
     step = parts.to(tl.int32)
     mean = tl.zeros([SLOTS, LANES], tl.float32)
@@ -146,7 +146,7 @@ def normalise(
     x, count, pair, weight, bias, residual, y, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """y = (x - mean) * scale * weight + bias, mean and scale in pair [2, C]; ADDS: + residual; RELU: max(y, 0)."""
+    """Valid rows y = (x - mean) * scale * weight + bias, (mean, scale) in pair; ADDS: + residual; RELU: max(y, 0)."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
     rows = tl.load(count)
@@ -182,7 +182,7 @@ def _relu_grad(
     values, centred, y, weight, bias, c, live, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     ADDS: tl.constexpr, RELU: tl.constexpr
 ):  # fmt: skip
-    """Gradient before the ReLU; with ADDS the result is loaded from the addresses y, else recomputed."""
+    """Gradient before the ReLU, whose result is loaded from addresses y with ADDS, else recomputed."""
     if RELU:
         if ADDS:
             result = tl.load(y, mask=live, other=0).to(tl.float32)
@@ -198,8 +198,8 @@ def products(
     ROWS: tl.constexpr, LANES: tl.constexpr, SLOTS: tl.constexpr, STAGES: tl.constexpr, WEIGHT: tl.constexpr,
     BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr, UNIT: tl.constexpr
 ):  # fmt: skip
-    """sums [2, C]: of grad and of grad * (x - mean) * scale; partial sums in halves. stride: between rows of grad, a
-    multiple of UNIT."""
+    """sums [2, C]: of grad (before the ReLU) and of grad * (x - mean) * scale; partial sums in halves. stride: row
+    stride of grad, a multiple of UNIT."""
     halves, stride = _room(halves), tl.multiple_of(stride, UNIT)
     part, c = _place(C, LANES)
     rows = tl.load(count)
@@ -238,8 +238,8 @@ def gradient(
     LANES: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, RELU: tl.constexpr,
     UNIT: tl.constexpr
 ):  # fmt: skip
-    """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), grad masked by the ReLU; with
-    ADDS and RELU dresidual is that grad. stride: between rows of grad, a multiple of UNIT."""
+    """dx = scale * weight * (grad - (sums[0] + (x - mean) * scale * sums[1]) / rows), grad before the ReLU, which with
+    ADDS and RELU is stored in dresidual. stride: row stride of grad, a multiple of UNIT."""
     stride = tl.multiple_of(stride, UNIT)
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None]
@@ -264,7 +264,7 @@ def gradient(
 
 @triton.jit(do_not_specialize=["total", "channels"])
 def zero_padding_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK: tl.constexpr):
-    """values[r, :] = 0 for padding rows r >= count, `total` values in all."""
+    """values[r, :] = 0 for padding rows r >= count; total: elements of values."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     living = tl.load(count) * channels
     at, nothing = first + tl.arange(0, BLOCK), tl.zeros((BLOCK,), values.dtype.element_ty)
@@ -277,7 +277,7 @@ def zero_padding_rows(values, count, total: tl.int64, channels: tl.int64, BLOCK:
 
 @triton.jit
 def _pool_place(C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """The rows of a program, and its channels."""
+    """(rows [ROWS], channels [1, LANES]) of a program."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     number = tl.program_id(0)
     rows = (number // sides) * ROWS + tl.arange(0, ROWS)
@@ -297,7 +297,7 @@ def max_pool(
     for tap in range(VOLUME):
         met = tl.load(rows + o * VOLUME + tap, mask=o < outputs, other=-1).to(tl.int64)[:, None]
         value = tl.load(x + met * C + c, mask=(met >= 0) & within, other=0.0).to(tl.float32)
-        # NaN propagates, the last of several.
+        # NaN propagates; of several, taps has the last.
         better = (met >= 0) & ((value > top) | (value != value) | (first < 0))
         top = tl.where(better, value, top)
         first = tl.where(better, tap, first)

@@ -2,7 +2,7 @@
 
     y[o, c] = max over kernel offsets k with an input of x[rows[o, k], c]          0 if there is no input
 
-The gradient goes to the first kernel offset that attains the maximum; NaN propagates.
+The gradient goes to the first kernel offset that attains the maximum. NaN propagates, the last of several.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pumice.coords import KernelMap
 from pumice.runtime.launch import has_triton, kernel
 
 _ENTRIES = 512
-"""Results per program."""
+"""Result elements per program."""
 _CHANNELS = 64
 """Maximum channels per program."""
 _BLOCK = 4096
-"""Values per program that zeroes; nearly all programs have nothing to do and exit."""
+"""Elements per program of zero_padding_rows; nearly all programs have nothing to zero and exit."""
 
 
 def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
-    """y [num_outputs, C] in the dtype of x [num_inputs, C]; differentiable, any number of times."""
+    """Max pooling: x [num_inputs, C] -> y [num_outputs, C] in x's dtype; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _MaxPool.apply(x, found)
     return forward(x.contiguous(), found.rows(), False)[0]
@@ -47,7 +47,7 @@ class _MaxPool(torch.autograd.Function):
 
 
 def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
-    """(y, kernel offset of each maximum, -1 if none; int8 or int16). kept=False: without the kernel offsets."""
+    """(y; kernel offset of each maximum, -1 if none, int8 or int16, not computed by kernels unless `kept`)."""
     if not _by_kernels(x):
         return forward_torch(x, rows)
     (outputs, volume), channels = rows.shape, x.shape[1]
@@ -60,7 +60,7 @@ def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
 
 
 def forward_torch(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Twin of forward in plain torch."""
+    """As forward, in plain torch."""
     top = x.new_full((rows.shape[0], x.shape[1]), -torch.inf)
     first = torch.full(top.shape, -1, dtype=_of_taps(rows.shape[1]), device=x.device)
     for tap, met in enumerate(rows.unbind(1)):
@@ -71,7 +71,7 @@ def forward_torch(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
-    """The gradient of x, summed in float32 in the order of the kernel offsets."""
+    """The gradient of x in grad's dtype, summed in at least float32."""
     if not _by_kernels(grad):
         return _spread(grad, found.rows(), taps, found.num_inputs)
     rows, channels = found.transpose().rows(), grad.shape[1]
@@ -83,7 +83,7 @@ def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
 
 
 def _spread(grad: Tensor, rows: Tensor, taps: Tensor, inputs: int) -> Tensor:
-    """Twin of gradient in plain torch; differentiable in grad."""
+    """As gradient, in plain torch; differentiable in grad."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     source = rows.gather(1, taps.long().clamp(min=0)).long().clamp(min=0)
     channels = torch.arange(grad.shape[1], device=grad.device).expand_as(source)
@@ -119,6 +119,6 @@ def zero_padding_rows(values: Tensor, count: Tensor) -> None:
 
 
 def zero_padding_rows_torch(values: Tensor, count: Tensor) -> None:
-    """Twin of zero_padding_rows in plain torch."""
+    """As zero_padding_rows, in plain torch."""
     # .data instead of detach(): the version counter of saved tensors must not change.
     values.data.masked_fill_(torch.arange(values.shape[0], device=values.device)[:, None] >= count, 0)

@@ -13,24 +13,24 @@ from pumice.coords.segments import WHOLE, Pieces, bounds_of, cached_pieces, segm
 from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 
 _LONG_ARRAY = 1 << 17
-"""Minimum entries to look for outlier segments: below, the host synchronisation costs more than it saves."""
+"""Minimum array length to look for outliers: below, the host synchronisation costs more than it saves."""
 
 _FAR = 4
-"""A segment longer than about this multiple of the mean is an outlier."""
+"""Segments longer than about this multiple of the mean are outliers."""
 
 _LONG = 1536
-"""The same limit for segments of stacks, in entries."""
+"""Entries up to which a stacked segment is never an outlier."""
 
 _WINDOW = 512
-"""Segments that are sorted by length among themselves, where each lane of a program has its own."""
+"""Segments per window that is sorted by length, if each lane of a program has its own segment."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
     """Entries starts[j] <= p < stops[j] have the value rows[j]; in a stack the values rows[j] <= value < ends[j].
 
-    int32 [n] each. outliers: segments, which are excluded here, or None.
-    firsts, pieces: for lists of pieces, the first piece of the segment and its number of pieces; 0 for padding.
+    int32 [n] each. outliers: long segments left out here, or None. firsts, pieces: in a list of pieces, index of the
+    segment's first piece, and its number of pieces, 0 for padding.
     """
 
     rows: Tensor
@@ -42,21 +42,20 @@ class Segments:
     pieces: Tensor | None = None
 
     def select(self, which: slice | Tensor) -> Segments:
-        """The selected segments."""
         arrays = (self.rows, self.starts, self.stops, self.ends)
         return Segments(*(None if x is None else x[which].clone() for x in arrays))  # pyright: ignore[reportArgumentType]
 
 
 class SegmentRule(NamedTuple):
-    """How the programs of a kernel take segments. chunk: in pieces of so many entries at most; stack: so many together;
-    per_lane: one in each lane (0, False: they do not)."""
+    """How a kernel's programs take segments. chunk: maximum entries of a piece, 0: not cut; stack: maximum segments per
+    program, 0: not stacked; per_lane: each lane of a program has its own."""
 
     chunk: int
     stack: int
     per_lane: bool
 
     def find(self, array: Tensor, count: int) -> Segments:
-        """The segments of a sorted array of the values 0 to count - 1."""
+        """The segments, pieces or stacks of a sorted array for the values 0 to count - 1."""
         if self.chunk:
             return pieces(array, count, self.chunk)
         return stacks(array, count, self.stack) if self.stack else segments(array, count, _WINDOW * self.per_lane)
@@ -66,8 +65,8 @@ _ARRAYS = ("rows", "starts", "stops", "ends", "firsts", "pieces")
 
 
 class SegmentArgs(NamedTuple):
-    """Segments as arguments of a kernel. addresses: of their arrays, by name; kept: what holds these; one_kernel: False
-    where some are among the outliers, which take a kernel of their own, or an array is not aligned to 16 bytes."""
+    """Segments as kernel arguments. count: of segments; addresses: of the arrays by name; kept: keeps these alive;
+    one_kernel: False if outliers need a second kernel, or an array is not aligned to 16 bytes."""
 
     count: int
     addresses: Mapping[str, int]
@@ -83,11 +82,11 @@ class SegmentArgs(NamedTuple):
 
 @cached_per_tensor
 def segments(array: Tensor, count: int, window: int = 0) -> Segments:
-    """The segments of a sorted array for the values 0 to count - 1, including empty ones. It may begin with -1.
+    """The segments of a sorted array for the values 0 to count - 1, including empty ones. Leading -1s are skipped.
 
-    Sorted by length, longest first, to avoid a tail. With a window, only segments far above the mean come first; the
-    others are sorted by length within windows of that many, which keeps locality, and outliers of a long array are put
-    in `outliers`, with one host synchronisation.
+    The longest come first, so that no long one starts last. With a window only segments far above the mean come first;
+    for locality, the others are sorted by length within windows of so many segments. Outliers of a long array are moved
+    to `outliers`, with one host synchronisation.
     """
     if not window:
         found = cached_pieces(array, count, WHOLE)
@@ -126,9 +125,9 @@ def _of_pieces(found: Pieces) -> Segments:
 
 @cached_per_tensor
 def stacks(array: Tensor, count: int, height: int) -> Segments:
-    """Stacks of up to `height` consecutive segments for the values 0 to count - 1, most entries first.
+    """Stacks of up to `height` consecutive segments for the values 0 to count - 1, stacks with most entries first.
 
-    Outliers of a long array, which would delay their stack, are put in `outliers`, with one host synchronisation.
+    Outliers of a long array, which would delay their stack, are moved to `outliers`, with one host synchronisation.
     """
     bounds = bounds_of(array, count)
     places = torch.arange(count, device=array.device, dtype=torch.int32)
@@ -144,7 +143,7 @@ def stacks(array: Tensor, count: int, height: int) -> Segments:
 
 
 def _between(firsts: Tensor, bounds: Tensor) -> Segments:
-    """The stacks that begin at these segments."""
+    """The stacks with these first segments. bounds: of all segments."""
     ends = torch.cat([firsts[1:], firsts.new_full((1,), len(bounds) - 1)])[: len(firsts)]
     return Segments(firsts, bounds[firsts], bounds[ends], ends)
 
@@ -154,13 +153,13 @@ def _longest_first(found: Segments) -> Segments:
 
 
 def _readable(array: Tensor) -> bool:
-    """True if the array has values, and reading them on the host is allowed."""
+    """True if the host may read the array's values now."""
     if type(array) is not Tensor or array.is_meta or array in PERSISTENT:
         return False
     return not (array.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _rank(lengths: Tensor, most: int, window: int) -> Tensor:
-    """Sort key of each segment: long ones first, then window by window."""
+    """Sort key of segments: longer than `most` first, then by window, longest first."""
     places = torch.arange(len(lengths), device=lengths.device) // window
     return torch.where(lengths > most, -lengths, places * (most + 1) + most - lengths)

@@ -39,7 +39,7 @@ def graph_work(statement: Statement, bound: BoundStatement, operands: Mapping[st
 
 
 def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """One kernel: a factor is read per tile along the axis it lacks, or without a matrix product per iteration."""
+    """One kernel: a factor is read once per tile along the axis it lacks; without a matrix product, per iteration."""
     extents = bound.extents
     form = contraction_roles(statement, extents)
     moved = 4 * bound.points(indices_of(statement.target)) * (3 if form.atomic else 1)
@@ -55,7 +55,7 @@ def kernel_work(statement: Statement, bound: BoundStatement, operands: Mapping[s
         if not form.product and turning & set(indices_of(factor)):
             again = bound.points((set(form.loops) | set(form.batch)) & set(extents) - set(indices_of(factor)))
         if form.within and place in form.within.left:
-            # Read element by element, and so are its index arrays.
+            # These factors and their index arrays are read element by element.
             again = _tables(bound, form) / max(own, 1)
             size += sum(operands[array.name].element_size() for array in arrays_of(factor))
         cached += own * size * again
@@ -76,12 +76,12 @@ def _launches(form: ContractionRoles, operands: Mapping[str, Tensor]) -> int:
 
 
 _SHORTEST = 40_000
-"""Minimum cost of a product's program that ends in atomics, in cache bytes: 241,732 took 1.16 ms on an H200 (weight
-gradient, 4 to 32 channels, 2 million rows, one iteration each)."""
+"""Minimum cost, in cache bytes, of a product's program that ends in atomics: 241,732 programs took 1.16 ms on an H200
+(weight gradient, 4 to 32 channels, 2 million rows, one iteration each)."""
 
 
 def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
-    """Values read of a factor of an inner product: full tiles, in every program."""
+    """Values read of a factor of a nested product: full tiles, in every program."""
     within, least = form.within, 16
     assert within is not None
     others = bound.points((*form.batch, *form.loops, *within.summed))
@@ -89,7 +89,7 @@ def _tables(bound: BoundStatement, form: ContractionRoles) -> float:
 
 
 def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRoles) -> float:
-    """Multiply-adds of a kernel, including those of an inner product."""
+    """Multiply-adds of a kernel, including those of a nested product."""
     names = indices_of(statement)
     if form.within is None:
         return bound.points(names)
@@ -100,7 +100,7 @@ def _multiplied(statement: Statement, bound: BoundStatement, form: ContractionRo
 
 
 def gathered_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Gather, multiply, scatter in chunks that stay in the cache."""
+    """Gather, multiply, sum in chunks that stay in the cache: no traffic is counted."""
     return Work(2 * bound.points(indices_of(statement)), launches=8, matrix=True)
 
 
