@@ -1,4 +1,4 @@
-"""Codes of integer coordinates along space-filling curves: Morton (storage order), and Hilbert; `serialize`."""
+"""Codes of integer coordinates along space-filling curves: Morton, which is the storage order, and Hilbert."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pumice.runtime.launch import cached_device_constant, to_device_async
 
 Places = tuple[tuple[int, ...], ...]
 
-WORD_BITS = 63  # a word of a code keeps clear of the sign bit
+WORD_BITS = 63  # Bits of a code word: an int64 without its sign
 _TABLE_ENTRIES = 2**22
 
 
 @dataclass(frozen=True)
 class CodeLayout:
-    """Bit layout of the Morton code of a box.
+    """Bit layout of Morton codes of the coordinates in a box.
 
         code(c) = sum over axes a and bits i of  (bit i of c[a] + bias[a]) << places[a][i]
                 = sum over axes a of  tables[starts[a] + c[a] + bias[a]]
 
-    places: position of each bit per axis, lowest bit first; () for an axis of one value.
-    bias: added per axis: for values of both signs a power of two, the axis's top bit; else it removes the high bits
-        that all values share, so that codes are short far from the origin, too.
+    places: per axis, positions in the code of the axis's bits, lowest first; () for an axis of one value.
+    bias: per axis, added to make values non-negative: a power of two, the top bit, on an axis of both signs; else minus
+        the high bits that all values share, so that codes are short far from 0, too.
 
     Example: x from 0 to 3 and y from -1 to 0 have places ((0, 1), (2,)) and bias (0, 1)."""
 
@@ -44,7 +44,7 @@ class CodeLayout:
 
     @property
     def bits(self) -> int:
-        """Bits of all axes; the batch index goes above them."""
+        """Number of bits of all axes; the batch index goes above them."""
         return sum(map(len, self.places))
 
     @property
@@ -53,11 +53,11 @@ class CodeLayout:
         return tuple(accumulate((1 << len(p) for p in self.places[:-1]), initial=0))
 
     def tables(self, device: torch.device | str) -> Tensor:
-        """int64 [sum over axes a of 2**len(places[a])]: contribution of each value of each axis to the code.
+        """int64 [sum over axes a of 2**len(places[a])]: contribution to the code of each value of each axis.
 
         tables[starts[a] + v] = sum over bits i of  (bit i of v) << places[a][i]     for v in [0, 2**len(places[a]))
 
-        Cached: do not modify. Raises CoordinateError for an axis of over 2**22 values or a code of over 63 bits."""
+        Cached: do not modify. Raises CoordinateError for an axis of more than 22 bits or a code of more than 63."""
         longest = max(map(len, self.places))
         if 1 << longest > _TABLE_ENTRIES:
             raise CoordinateError(f"an axis has a table of {1 << longest} entries, at most {_TABLE_ENTRIES} fit")
@@ -69,7 +69,7 @@ class CodeLayout:
 def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
     """int64 [N]: stable argsort of `coords` by (batch, Morton code of `c + 2**31` per axis, axis 0 highest).
 
-    Order is preserved by `floor(c / 2)`: the parents of a sorted list are sorted."""
+    `floor(c / 2)` preserves this order: the next coarser level of sorted coordinates is sorted."""
     words = _morton_words(coords, bounds)
     order = torch.argsort(words[-1], stable=True)
     for word in reversed(words[:-1]):
@@ -78,7 +78,7 @@ def morton_argsort(coords: Tensor, bounds: Bounds) -> Tensor:
 
 
 def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """(distinct rows of `coords` in (batch, Morton) order [M, 1+D]; index of each row among them, int64 [N])."""
+    """(distinct rows of `coords` in (batch, Morton) order, [M, 1+D]; inverse indices, int64 [N])."""
     if coords.shape[0] == 0:
         return coords, torch.zeros(0, dtype=torch.int64, device=coords.device)
     order = morton_argsort(coords, bounds)
@@ -92,14 +92,14 @@ def morton_unique(coords: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def serial_places(dim: int, depth: int, words: int) -> Places:
-    """Bit positions of (batch, axes...): axes interleaved, axis 0 the highest of each group, batch on top."""
+    """Bit positions of (batch, axes...) in a serialized code: axes interleaved, axis 0 highest; batch on top."""
     top = dim * depth
     batch = tuple(range(top, min(top + 31, words * WORD_BITS)))
     return batch, *_bit_places((depth,) * dim, (False,) * dim)
 
 
 def interleave(values: Sequence[Tensor], places: Places, words: int) -> list[Tensor]:
-    """The code with bit i of values[a] int [N] at places[a][i]: int64 [N] words of 63 bits, lowest first."""
+    """Code words, int64 [N] of 63 bits, lowest word first, with bit i of values[a] int [N] at bit places[a][i]."""
     code = [torch.zeros_like(values[0], dtype=torch.int64) for _ in range(words)]
     for value, axis_places in zip(values, places, strict=True):
         _spread(value.long(), axis_places, code)
@@ -118,10 +118,10 @@ def deinterleave(words: Sequence[Tensor], places: Places) -> list[Tensor]:
 
 
 def hilbert_of_axes(axes: Sequence[Tensor], depth: int) -> list[Tensor]:
-    """Coordinates int [N] of `depth` bits per axis to their Hilbert index, de-interleaved: one value per axis.
+    """Hilbert index of coordinates, int [N] of `depth` bits per axis, de-interleaved into one value per axis.
 
-    Interleaving the result, axis 0 the highest of each group, gives the index. From the coarsest bit down each octant
-    is rotated to the first; then the Gray code of the bits is decoded.
+    Interleaving these values, axis 0 highest, gives the index. From the coarsest bit down, each octant is rotated onto
+    the first; then the Gray code of the bits is decoded.
 
     Source: J. Skilling, Programming the Hilbert curve, AIP Conference Proceedings 707, 2004."""
     turned = list(axes)
@@ -145,7 +145,7 @@ def axes_of_hilbert(dealt: Sequence[Tensor], depth: int) -> list[Tensor]:
 
 
 def _turn(axes: list[Tensor], axis: int, bit: int) -> None:
-    """Flip bits of axis 0 below `bit` where `axis` has that bit, else swap them with those of `axis`; an involution."""
+    """Flip the bits of axes[0] below `bit` where axes[axis] has `bit`, else swap them with axes[axis]. Self-inverse."""
     below = (1 << bit) - 1
     flip = -((axes[axis] >> bit) & 1) & below
     swap = (axes[0] ^ axes[axis]) & (below ^ flip)
@@ -154,14 +154,14 @@ def _turn(axes: list[Tensor], axis: int, bit: int) -> None:
 
 
 def _parity_above(value: Tensor) -> Tensor:
-    """Bit k: parity of the bits of `value` above k; for values below 2**32."""
+    """Bit k of the result: parity of the bits of `value` above k; for values below 2**32."""
     for step in (1, 2, 4, 8, 16):
         value = value ^ (value >> step)
     return value >> 1
 
 
 def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
-    """The Morton code as int64 words, most significant first; nearly always one."""
+    """The (batch, Morton) code as int64 words, most significant first; nearly always one."""
     layout = CodeLayout.of(bounds)
     batch = coords[:, 0].long()
     words = [torch.zeros_like(batch) for _ in range(max(-(-layout.bits // WORD_BITS), 1))]
@@ -175,7 +175,7 @@ def _morton_words(coords: Tensor, bounds: Bounds) -> list[Tensor]:
 
 
 def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
-    """(number of differing bits below the sign, bias, True if signs differ) of an axis."""
+    """(number of bits without the sign bit, bias, True if there is a sign bit) of an axis."""
     if low < 0 <= high:
         magnitude = max(high, -low - 1).bit_length()
         return magnitude, 1 << magnitude, True
@@ -185,8 +185,8 @@ def _axis_bits(low: int, high: int) -> tuple[int, int, bool]:
 
 @lru_cache(maxsize=256)
 def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places:
-    """Position of each bit of each axis in the interleaved code, lowest first. Sign bits are above all others, as in
-    32-bit coordinates; the bits between magnitude and sign carry no information."""
+    """Position of each bit of each axis in the interleaved code, lowest first. Sign bits are above all others, so that
+    the order is that of interleaved 32-bit coordinates."""
     places: list[list[int]] = [[] for _ in magnitudes]
     used = 0
     axes = range(len(magnitudes))[::-1]
@@ -201,7 +201,7 @@ def _bit_places(magnitudes: tuple[int, ...], signed: tuple[bool, ...]) -> Places
 
 
 def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None:
-    """Add bit i of `value` int64 [N] to `words` at places[i], bytewise."""
+    """Add bit i of `value` int64 [N] to `words` at bit places[i], byte by byte."""
     for byte in range(0, len(places), 8):
         digit = (value >> byte) & 255
         for index, table in _byte_tables(places[byte : byte + 8], value.device):
@@ -210,7 +210,7 @@ def _spread(value: Tensor, places: tuple[int, ...], words: list[Tensor]) -> None
 
 @cached_device_constant(1024)
 def _byte_tables(places: tuple[int, ...], device: torch.device) -> tuple[tuple[int, Tensor], ...]:
-    """(word index, table of the 256 values of a byte with their bits moved to `places`) for each word affected."""
+    """(word index, int64 [256]: each value of a byte with its bits moved to `places`) for each word affected."""
     digits = torch.arange(256, dtype=torch.int64, device=device)
     return tuple((index, _move_bits(digits, moves)) for index, moves in _moves(places).items())
 
@@ -224,7 +224,7 @@ def _tables(places: Places, device: torch.device) -> Tensor:
 
 
 def _moves(places: tuple[int, ...]) -> dict[int, list[tuple[int, int]]]:
-    """(bit of the value, bit of the word) by index of the word."""
+    """(bit of the value, bit of the word) pairs by word index."""
     moves: dict[int, list[tuple[int, int]]] = {}
     for bit, place in enumerate(places):
         word, shift = divmod(place, WORD_BITS)
@@ -241,7 +241,7 @@ def _move_bits(values: Tensor, moves: Iterable[tuple[int, int]]) -> Tensor:
 
 
 # Serialization
-# Default bits per axis by words of the code and by D: at least 15 bits are left for the batch.
+# Default bits per axis, by number of code words and D - 1: at least 15 bits are left for the batch.
 _DEPTHS = {1: (31, 24, 16, 12), 2: (31, 31, 31, 27)}
 _MAX_DEPTH = 31
 
@@ -255,7 +255,7 @@ class HasCoords(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """A space-filling curve: the transform of coordinates int [N] per axis before bit interleaving, and its inverse."""
+    """A space-filling curve. deal: transform of coordinates, int [N] per axis, before interleaving; undo: inverse."""
 
     deal: Callable[[Sequence[Tensor], int], list[Tensor]]
     undo: Callable[[Sequence[Tensor], int], list[Tensor]]
@@ -273,7 +273,7 @@ CURVES: dict[str, Curve] = {
 
 @dataclass(frozen=True)
 class _CurveForm:
-    """Layout of a code: D axes of `depth` bits each, the batch above them, in words of 63 bits."""
+    """Layout of a serialized code: D axes of `depth` bits each, the batch above them, in words of 63 bits."""
 
     dim: int
     depth: int
@@ -315,25 +315,25 @@ def serialize(
     wide: bool = False,
     check: bool = True,
 ) -> Tensor:
-    """Position of each coordinate along a space-filling curve; argsort it to follow the curve.
+    """Code of each coordinate: its position along a space-filling curve, to be sorted by.
 
         code = batch << (D * depth) | curve(c)        0 <= c < 2**depth on every axis, 0 <= curve(c) < 2**(D * depth)
 
     Parameters
     ----------
     coords: int32 [N, 1+D] = (batch, axes...), D from 1 to 4, non-negative; or a SparseTensor or Geometry.
-    order: "morton" (interleaved bits, axis 0 the highest of each group) or "hilbert" (neighbours on the curve are
-        neighbours in space; codes of different depths are not comparable).
+    order: "morton" (interleaved bits, axis 0 highest) or "hilbert" (neighbours on the curve are neighbours in space;
+        codes of different depths are not comparable).
     depth: bits per axis, 1 to 31; D * depth plus the bits of the largest batch index must fit in 63. Default:
 
             D                     1   2   3   4
-            depth                31  24  16  12     with 32, 15, 15, 15 bits for the batch
-            depth, if wide       31  31  31  27     with 31, 31, 31, 18
+            depth                31  24  16  12     31, 15, 15, 15 bits are left for the batch
+            depth, if wide       31  31  31  27     31, 31, 31, 18
 
-    wide: codes of two words, 126 bits.
+    wide: use codes of two words, 126 bits.
     check: False skips the range check and its host synchronisation; bits that do not fit are then dropped.
 
-    Returns int64 [N], or if wide [N, 2] = (high, low) words of 63 bits, in lexicographic order.
+    Returns int64 [N]; if wide, int64 [N, 2] = (high, low) words of 63 bits, in lexicographic order.
 
     Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
 
@@ -357,10 +357,10 @@ def deserialize(
     Parameters
     ----------
     codes: int64 [N], or [N, 2] from serialize(wide=True).
-    dim, order, depth: D, and the arguments of serialize(); the default depth is that of the codes' width.
+    dim: D. order, depth: as given to serialize(); the default depth depends on D and the width of the codes.
     check: False skips the range check and its host synchronisation.
 
-    Raises CoordinateError (codes beyond D axes and an int32 batch), OptionError, ShapeError, DtypeError."""
+    Raises CoordinateError (codes with more bits than the layout has), OptionError, ShapeError, DtypeError."""
     curve = _curve_of(order)
     if codes.dtype != torch.int64:
         raise DtypeError(f"codes are torch.int64, found {codes.dtype}")
@@ -386,7 +386,7 @@ def _check_range(bounds: Bounds, form: _CurveForm) -> None:
     low, high, last = min(bounds.low), max(bounds.high), max(bounds.batch - 1, 0)
     if low < 0 or high >> form.depth:
         raise CoordinateError(
-            f"coordinates of {form.depth} bits are 0 to {2**form.depth - 1}, found {low if low < 0 else high}"
+            f"coordinates of {form.depth} bits range from 0 to {2**form.depth - 1}, found {low if low < 0 else high}"
         )
     if last.bit_length() > form.spare:
         raise CoordinateError(
@@ -404,5 +404,5 @@ def _check_codes(words: Sequence[Tensor], form: _CurveForm) -> None:
         held = min(max(bits - index * WORD_BITS, 0), WORD_BITS)
         if low < 0 or high >> held:
             raise CoordinateError(
-                f"words of codes of {form} and the batch are 0 to {2**held - 1}, found {low if low < 0 else high}"
+                f"code words of {form} and the batch range from 0 to {2**held - 1}, found {low if low < 0 else high}"
             )

@@ -1,4 +1,4 @@
-"""Coordinates without features, the neighbour search over them, and the cache of their kernel maps."""
+"""Geometry: a set of voxel coordinates with its neighbour search structure and its cache of kernel maps."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from pumice.runtime.streams import PendingEvents
 
 @dataclass(eq=False)
 class TraceOrigin:
-    """Origin of a geometry made under torch.compile or torch.export: `steps` derive it from the geometry `root`, which
-    existed before tracing (None: from coordinates made in the traced function).
+    """Origin of a geometry made under torch.compile or torch.export: the relations `steps` derive it from `root`, a
+    geometry that existed before tracing (None: the coordinates were made in the traced function).
 
-    trace: identifies the trace. given: the input geometry that this one replaces. box: int64 [1 + 2D] on the CPU, see
-    coords.traced_ops; None until first used."""
+    trace: identifies the trace. given: the input geometry that this one replaces. box: bounding box, int64 [1 + 2D] on
+    the CPU, see coords.traced_ops; None until first used."""
 
     trace: str
     root: Geometry | None = None
@@ -44,15 +44,15 @@ class TraceOrigin:
 class Geometry:
     """Distinct integer coordinates (batch, axes...), int32 [N, 1+D], D from 1 to 4, and their cached kernel maps.
 
-    Immutable, compared by identity: tensors derived from each other share a geometry and its maps. Coordinates may be
-    negative unless `spatial_shape` bounds them."""
+    Immutable and compared by identity: SparseTensors on the same coordinates share one geometry and its maps.
+    Coordinates may be negative unless `spatial_shape` bounds them."""
 
     def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords = unwrapped(coords)
         self._site = site
         self._inverse = None if inverse is None else unwrapped(inverse)
-        # Filled by coords.build: maps by (relation, target), with their outputs unless those are this geometry itself
-        # (a reference cycle would keep device memory alive until a garbage collection), and coarser levels.
+        # Filled by coords.build. Maps by (relation, target), with their output geometry or None for this geometry (a
+        # reference cycle would keep device memory until garbage collection); levels: outputs by outputs.level_key.
         self._maps: dict[Any, tuple[KernelMap, Geometry | None]] = {}
         self.levels: dict[Any, Geometry] = {}
         self._parent: weakref.ref[Geometry] | None = None
@@ -60,29 +60,29 @@ class Geometry:
         self._lookup: Lookup | None = None
         self._schedule: MapSchedule | None = None
         self._settled = settled
-        # False: a bounding box that becomes known is checked.
+        # False until `learn` checks the bounding box.
         self._seen = True
-        # None: writes are allowed (buffers), or cannot be told (while tracing; inference tensors have no counter).
+        # Version counter, to detect in-place writes. None: not checked (buffers, traced and inference tensors).
         self._version = None if torch.compiler.is_compiling() or coords.is_inference() else coords._version
-        # True if compiled code may rely on the maps (coords.tracing).
+        # Set by pumice.ops.prepare: compiled code may use the cached maps.
         self.prepared = False
-        # Keys of the sets of maps that pumice.ops.prepare has already built here.
+        # Requests whose maps pumice.ops.prepare has built.
         self.prepared_requests: set[Hashable] = set()
-        # Set by pumice.ops.layer_maps: what layers asked of a network's coordinates, and the level of these.
+        # Set by pumice.ops.layer_maps: (maps that the network's layers requested, level of this geometry) or None.
         self.asked: Any = None
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None
         self._valid_mask: Tensor | None = None
-        # True if duplicates and coordinates outside the bounds are in the status word of a buffer.
+        # True if the status word of a buffer already reports duplicates and out-of-bounds coordinates.
         self.searched = False
-        # In a captured network: events of side streams for "coords" and for all that is "found" from them.
+        # In a captured network: events after which "coords" and search results ("found") may be read.
         self.pending_events = PendingEvents(coords.device)
 
     @staticmethod
     def in_buffer(
         cloud: CoordBuffer, site: GridSpec, buffered: BufferedState, inverse: Tensor | None = None
     ) -> Geometry:
-        """The valid rows of a buffer. Its length is the buffer's capacity; errors are only reported in its status."""
+        """A geometry of a buffer's valid rows. len() is the capacity; errors only set bits of the buffer's status."""
         geometry = Geometry(cloud.coords, site, inverse)
         geometry._cloud, geometry._buffered, geometry._version = cloud, buffered, None
         return geometry
@@ -95,17 +95,17 @@ class Geometry:
         batch_size: int | None = None,
         dim: int | None = None,
     ) -> Geometry:
-        """A geometry from a user's coordinates, after checks. dim: D; None: the number of columns less one.
+        """A geometry with a checked copy of a user's coordinates. dim: D; None: the number of columns less one.
 
-        On a GPU there is no host synchronisation: duplicates and coordinates out of bounds are raised when kernel maps
-        are found, with the read of their sizes (`settle`), or where the bounding box is read (`site`).
+        On a GPU, if D > 1, there is no host synchronisation: errors for duplicates and out-of-bounds coordinates are
+        raised later, when sizes of kernel maps (`settle`) or the bounding box (`site`) are read.
 
         Raises DtypeError (not int32), ShapeError (not [N, 1+D] with D from 1 to 4, or lengths that do not match),
         CoordinateError (duplicates, negative batch index, outside `spatial_shape` or `batch_size`, 2**31 rows or more).
         Warns if the batch column looks like a coordinate, unless `batch_size` is given.
         """
         coords, strides, shape = described(coords, stride, spatial_shape, dim)
-        # A copy: later writes to the caller's tensor must not invalidate cached maps.
+        # Copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
         items = -1 if batch_size is None else int(batch_size)
@@ -121,14 +121,14 @@ class Geometry:
 
     @property
     def maps(self) -> dict[Any, tuple[KernelMap, Geometry | None]]:
-        """The cached maps with their outputs, by (relation, target). Raises as `require_unwritten`."""
-        # Compared here too: every layer passes by.
+        """Cached (kernel map, output geometry) by (relation, target). Raises as `require_unwritten`."""
+        # Inlined, as every layer reads this.
         if not is_dynamo_compiling() and self._version is not None and self._version != self._coords._version:
             self.require_unwritten()
         return self._maps
 
     def require_unwritten(self) -> None:
-        """Raise CoordinateError if the coordinates were written to in place, which the cached maps do not follow."""
+        """Raise CoordinateError if the coordinates were written to in place: cached maps would be stale."""
         if self._version is None or torch.compiler.is_compiling() or self._version == self._coords._version:
             return
         raise CoordinateError(
@@ -137,24 +137,24 @@ class Geometry:
         )
 
     def keep(self, relation: Relation, target: Geometry | None, kept: tuple[KernelMap, Geometry | None]) -> None:
-        """Cache a map with its outputs; outputs that it made remember this geometry as their parent."""
+        """Cache (kernel map, outputs); outputs made without a target get this geometry as `parent`."""
         self._maps[relation, target] = kept
         if target is None and kept[1] is not None:
             kept[1]._parent = weakref.ref(self)
 
     @property
     def parent(self) -> Geometry | None:
-        """The geometry that a convolution or a pool made this one from, while it is alive; else None."""
+        """The input geometry of the convolution or pooling that made these coordinates, if alive; else None."""
         return None if self._parent is None else self._parent()
 
     @property
     def start(self) -> Geometry:
-        """Root of the trail: itself, unless made under torch.compile or torch.export."""
+        """The root of the trail; the geometry itself without one."""
         return self if self.trail is None or self.trail.root is None else self.trail.root
 
     @property
     def steps(self) -> tuple[Any, ...]:
-        """Steps of the trail."""
+        """Relations from `start` to this geometry."""
         return () if self.trail is None else self.trail.steps
 
     @property
@@ -166,14 +166,14 @@ class Geometry:
 
     @property
     def site(self) -> GridSpec:
-        """The metadata; on a GPU, where nobody has found the bounding box yet, it is read. Raises as `learn`."""
+        """The metadata; an unknown bounding box is read from the device. Raises as `learn`."""
         if self._site.bounds.batch < 0:
-            # Unknown while tracing, too.
+            # Not read yet, or tracing.
             self.learn(Bounds.of(self._coords))
         return self._site
 
     def learn(self, bounds: Bounds) -> None:
-        """Keep the bounding box. Raises CoordinateError if it exceeds the user's spatial_shape or batch_size; warns if
+        """Store the bounding box. Raises CoordinateError if it exceeds the user's spatial_shape or batch_size; warns if
         the batch column looks like a coordinate, unless batch_size was given."""
         items = self._site.batch_size
         if not self._seen:
@@ -185,12 +185,12 @@ class Geometry:
 
     @property
     def outline(self) -> GridSpec:
-        """The site as known without reading the coordinates; its bounds may be unknown."""
+        """The metadata without reading the device: bounds may be UNKNOWN, batch_size -1."""
         return self._site
 
     @property
     def settled(self) -> bool:
-        """True if the coordinates were checked."""
+        """True if duplicates and bounds were checked, or need no check."""
         return self._settled
 
     @property
@@ -218,12 +218,12 @@ class Geometry:
 
     @property
     def inverse(self) -> Tensor | None:
-        """int64 [P]: voxel row of each voxelised point, -1 for a point outside; None if not made from points."""
+        """int64 [P]: voxel row of each voxelised point, -1 for dropped points; None if not made from points."""
         return self._inverse
 
     @property
     def buffered(self) -> BufferedState | None:
-        """State of coordinates in a buffer of fixed capacity (a captured network); else None."""
+        """State of coordinates in a buffer of fixed capacity (in a captured network), else None."""
         return self._buffered
 
     @property
@@ -240,7 +240,7 @@ class Geometry:
         return self._valid_mask
 
     def require_host_size(self, what: str) -> None:
-        """Raise GeometryError, on behalf of `what`, if the number of voxels is known on the device only."""
+        """Raise GeometryError if only the device knows the number of voxels. what: the caller, for the message."""
         if self._buffered is not None:
             raise GeometryError(f"{what}: the number of voxels is not available on the host in a captured network")
 
@@ -262,12 +262,12 @@ class Geometry:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Maps are rebuilt on demand, which keeps copies small.
+        # Maps are not pickled, but rebuilt on demand.
         self.settle()
         return _rebuild, (with_own_storage(self._coords), *_plain(self.site), self._inverse)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Geometry:
-        """The same coordinates on `device`, with all cached maps and levels."""
+        """The geometry on `device`, with all cached maps and levels."""
         if torch.device(device) == self.device:
             return self
         return _move(self, device, non_blocking, {})
@@ -278,7 +278,7 @@ class Geometry:
 
     @property
     def cloud(self) -> CoordBuffer:
-        """The coordinates as kernels take them."""
+        """The coordinates as a buffer, for kernels."""
         self._wait_for("coords")
         if self._cloud is None:
             with outside_inference_mode():
@@ -286,7 +286,7 @@ class Geometry:
         return self._cloud
 
     def _wait_for(self, what: str) -> None:
-        """See PendingEvents; used in captured networks only."""
+        """Make the current stream wait for "coords" or "found"."""
         if self.pending_events:
             self.pending_events.wait_for(what)
 
@@ -298,7 +298,7 @@ class Geometry:
                 found.buffered.pending_events.wait_for_status()
 
     def wait_for_all(self) -> None:
-        """At the end of a program: order later reads after all side streams, also those of maps that no layer read."""
+        """Make the current stream wait for all side streams at the end of a program, also for maps no layer read."""
         self.pending_events.wait_for_all()
         for found, _ in self.maps.values():
             if found.buffered is not None:
@@ -307,7 +307,7 @@ class Geometry:
     def lookup(self, schedule: MapSchedule | None = None) -> Lookup:
         """The cached search structure from coordinates to rows.
 
-        schedule: overrides the cost model's choice, from now on. Raises OptionError if it is not available."""
+        schedule: replaces the cost model's choice, for later calls too. Raises OptionError if it is not available."""
         self._wait_for("found")
         self.require_unwritten()
         if self._lookup is None or schedule not in (None, self._schedule):
@@ -319,12 +319,12 @@ class Geometry:
         return self._lookup
 
     def search(self) -> None:
-        """Make duplicates and coordinates outside the bounds of a buffer known to its status, if no map did."""
+        """Report duplicates and out-of-bounds coordinates in the status word, unless building a map has done so."""
         if not self.searched:
             self.lookup()
 
     def explain(self) -> str:
-        """The search structures, the cost model's estimate of each, and the one chosen."""
+        """Text: the search structures, their estimated costs, and the one chosen."""
         return explain(self.cloud)
 
     def find(self, coords: Tensor) -> Tensor:
@@ -332,20 +332,20 @@ class Geometry:
         return find(self.lookup(), coords, self.bounds).long()
 
     def assign_points(self, cells: CoordBuffer) -> Tensor:
-        """int64 [P]: voxel row of every valid row of `cells`, -1 for padding. Also stored as `inverse`."""
+        """int64 [P]: voxel row of each of `cells`, -1 for padding and absent cells. Also stored as `inverse`."""
         self._inverse = self.lookup().neighbours(cells, Relation.of(self.dim, 1)).rows[:, 0].long()
         return self._inverse
 
     @property
     def unsettled(self) -> Tensor | None:
-        """The status word not yet read, int32 [1] on the device; None if the coordinates were checked."""
+        """The search structure's status word, int32 [1] on the device, or None if the coordinates were checked."""
         if self._settled:
             return None
         self.lookup()
         return None if self._settled else self.cloud.status
 
     def settle(self, status: int | None = None) -> None:
-        """Raise CoordinateError if the coordinates are invalid. status: the value of `unsettled`, if read already."""
+        """Raise CoordinateError if the coordinates are invalid. status: value of `unsettled`; None: read it here."""
         if status is None:
             waiting = self.unsettled
             status = 0 if waiting is None else read([waiting])[0][0]
@@ -354,7 +354,7 @@ class Geometry:
         self._settled = True
 
     def _explain(self) -> None:
-        """Raise CoordinateError with the first violation."""
+        """Raise CoordinateError that names the first violation."""
         _check_range(Bounds.of(self._coords), self.spatial_shape, self.batch_size)
         order = morton_argsort(self._coords, Bounds.of(self._coords))
         ranked = self._coords[order]
@@ -368,7 +368,7 @@ class Geometry:
 
 
 def same_geometry(a: Any, b: Any, check: bool = False) -> bool:
-    """True if two geometries (or tensors' geometries) are identical or, with `check=True`, have equal rows in order."""
+    """True if two geometries (or those of tensors) are one object or, with `check=True`, equal in stride and coords."""
     one, two = getattr(a, "geometry", a), getattr(b, "geometry", b)
     if not check or alike(one, two):
         return alike(one, two)
@@ -391,7 +391,7 @@ def alike(one: Geometry, two: Geometry) -> bool:
 def described(
     coords: Tensor, stride: int | Sequence[int], spatial_shape: int | Sequence[int] | None, dim: int | None = None
 ) -> tuple[Tensor, Stride, tuple[int, ...] | None]:
-    """Coordinates after checks of their form, with stride and spatial shape per axis. Raises as `checked`."""
+    """(coords, stride per axis, spatial shape per axis) after checks of dtype, shape, lengths. Raises as `checked`."""
     check_form(coords, dim)
     dim = coords.shape[1] - 1
     shape = None if spatial_shape is None else as_axes(spatial_shape, dim, "spatial_shape", 1)
@@ -399,7 +399,7 @@ def described(
 
 
 def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | None) -> Bounds:
-    """Bounding box of new coordinates: on a GPU from `shape` and `batch_size` if given, else read and checked."""
+    """Bounding box of new coordinates: on a GPU from `shape` and `batch_size` if both are given, else read, checked."""
     if coords.is_cuda and shape is not None and batch_size is not None:
         return Bounds((0,) * len(shape), tuple(s - 1 for s in shape), int(batch_size))
     bounds = Bounds.of(coords)
@@ -408,7 +408,7 @@ def bounds_of(coords: Tensor, shape: tuple[int, ...] | None, batch_size: int | N
 
 
 def _warn_of_batch(bounds: Bounds) -> None:
-    """Warn if the batch column looks like a coordinate: too many items, or a last axis that looks like a batch."""
+    """Warn if the batch column looks like a coordinate: too many items, or a last axis that looks like the batch."""
     sides = bounds.extents
     last = len(sides) > 1 and bounds.low[-1] == 0 and 4 * sides[-1] < min(bounds.batch, *sides[:-1])
     if bounds.batch > 2**15 or (last and bounds.batch > 128):
@@ -429,15 +429,15 @@ def _check_range(bounds: Bounds, shape: tuple[int, ...] | None, batch_size: int 
 
 
 def _plain(site: GridSpec) -> tuple[Any, ...]:
-    """A site as plain numbers, which every pickle reader accepts."""
+    """A GridSpec as plain values, for pickling."""
     stride = tuple((Fraction(s).numerator, Fraction(s).denominator) for s in site.stride)
     frame = None if site.frame is None else (site.frame.size, site.frame.origin, site.frame.rounding)
     return stride, site.spatial_shape, site.batch_size, frame
 
 
 def _rebuild(coords: Tensor, stride: Any, shape: Any, batch_size: int, frame: Any, inverse: Tensor | None) -> Geometry:
-    """A geometry from untrusted data (a file, another process). Raises as `Geometry.checked`, but duplicates only at
-    the first neighbour search, so that a data loader's batches are not sorted on the CPU."""
+    """A geometry from unpickled data, which is untrusted. Raises as `Geometry.checked`, but for duplicates only at the
+    first neighbour search, so that a data loader's batches are not sorted on the CPU."""
     check_form(coords)
     strides, lengths = tuple(tidy(Fraction(n, d)) for n, d in stride), [len(stride)]
     kept_frame = None if frame is None else VoxelFrame(*frame)
@@ -457,7 +457,7 @@ def _check_inverse(inverse: Tensor, rows: int) -> None:
         raise DtypeError(f"inverse is int64 [P], found {inverse.dtype} {list(inverse.shape)}")
     low, high = torch.stack(torch.aminmax(inverse)).tolist() if len(inverse) else (-1, -1)
     if low < -1 or high >= rows:
-        raise CoordinateError(f"inverse reaches {low} to {high}, there are {rows} voxels (and -1)")
+        raise CoordinateError(f"inverse holds rows {low} to {high}, there are {rows} voxels (-1: dropped)")
 
 
 def _move(

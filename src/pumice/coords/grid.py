@@ -1,4 +1,4 @@
-"""The voxel grid of coordinates: stride, extent and placement in space."""
+"""Metadata of voxel grids: stride, extent and placement in space."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROUNDINGS = ("floor", "round")
 
 @dataclass(frozen=True)
 class VoxelFrame:
-    """Placement of voxels in space: the finest voxel c covers [c, c + 1) * size + origin (in metres, say).
+    """Placement of voxels in space: the finest voxel c covers [c, c + 1) * size + origin, in units of the points.
 
-    With `rounding="round"` it covers [c - 1/2, c + 1/2) * size + origin instead."""
+    With `rounding="round"` the voxel covers [c - 1/2, c + 1/2) * size + origin instead."""
 
     size: tuple[float, ...]
     origin: tuple[float, ...]
@@ -47,10 +47,10 @@ class VoxelFrame:
 class GridSpec:
     """Metadata of a set of coordinates.
 
-    stride: voxel size in units of the finest voxels, per axis (a Fraction for levels finer than these).
-    spatial_shape: extent per axis if bounded. batch_size: number of batch items, including empty ones. frame: placement
-    of the finest voxels, if made from points. bounds: bounding box of all coordinates, in a captured network of those
-    that it takes."""
+    stride: voxel size per axis, in units of the finest voxels (a Fraction for finer levels). spatial_shape: extent per
+    axis if bounded. batch_size: number of batch items, including empty ones; -1 if unknown. bounds: bounding box of the
+    coordinates (in a captured network, of all that it accepts). frame: placement of the finest voxels, if made from
+    points."""
 
     stride: Stride
     spatial_shape: tuple[int, ...] | None
@@ -59,11 +59,11 @@ class GridSpec:
     frame: VoxelFrame | None = None
 
     def unread(self) -> GridSpec:
-        """The metadata of coordinates of which nobody has read where they lie, but for their extent."""
+        """The metadata for other coordinates on this grid: without a spatial_shape, bounds become UNKNOWN."""
         return self if self.spatial_shape is not None else replace(self, bounds=UNKNOWN)
 
     def scaled(self, factor: Stride, shape: tuple[int, ...] | None, bounds: Bounds) -> GridSpec:
-        """The metadata of a level whose voxels are `factor` times as large, of another extent and bounding box."""
+        """The metadata of a level whose voxels are `factor` times as large. shape: its spatial_shape."""
         return GridSpec(_scaled(self.stride, factor), shape, self.batch_size, bounds, self.frame)
 
 

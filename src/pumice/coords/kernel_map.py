@@ -1,4 +1,4 @@
-"""The kernel map `map[o, k, i]`, a sparse 0/1 tensor, and its storage formats."""
+"""KernelMap: the sparse 0/1 tensor `map[o, k, i]` and its storage formats."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MISSING = object()
 
 
 class Pairs(NamedTuple):
-    """Neighbour pairs, one list per kernel offset, concatenated: input row `inputs[j]` with output row `outputs[j]`.
+    """Neighbour pairs (inputs[j], outputs[j]), one list per kernel offset, concatenated.
 
-    inputs, outputs int64 [P] on the map's device; sizes int64 [K] on the CPU, the length of each list. Within a list
-    no row occurs twice on either side."""
+    inputs, outputs: int64 [P] rows on the map's device. sizes: int64 [K] list lengths, on the CPU. No row occurs twice
+    on one side of a list."""
 
     inputs: Tensor
     outputs: Tensor
@@ -36,7 +36,7 @@ class Pairs(NamedTuple):
 
 
 class Deferred:
-    """A storage that is made when somebody reads it."""
+    """A storage that is built when it is first read."""
 
     __slots__ = ("make",)
 
@@ -45,11 +45,11 @@ class Deferred:
 
 
 class PendingChecks(Protocol):
-    """Coordinates whose checks may be pending."""
+    """A geometry whose checks may be pending."""
 
     @property
     def unsettled(self) -> Tensor | None:
-        """The status word not yet read, if any."""
+        """Status word to read, int32 [1], or None."""
         ...
 
     def settle(self, status: int | None = None) -> None:
@@ -67,13 +67,12 @@ class KernelMap:
         pairs() : k=0: (0 -> 1);  k=1: (0 -> 0), (1 -> 1), (2 -> 2);  k=2: (1 -> 0)
         masks() = [[6], [3], [2]]                              bit k of row o: offset k has an input
 
-    Frozen. Storages are pure functions of the rows and cached; `transpose()` shares them and is free. Data-dependent
-    sizes (pairs, tile entries) stay on the device until a storage needs them; `read_pending_sizes` reads those of many
-    maps in one transfer.
+    Immutable. Storages (derived arrays) are built from the rows on first use and cached; `transpose()` shares them.
+    Data-dependent sizes (pairs, tile entries) stay on the device until a storage needs them; `read_pending_sizes` reads
+    those of many maps in one transfer.
 
-    table int32 [num_outputs, K]: `rows()` of the untransposed map; flipped: True if this is its transpose. inputs:
-    coordinates whose pending checks are read along with sizes. buffered: set for a map between buffers of fixed
-    capacity, of which no size is read."""
+    table: int32 [num_outputs, K], `rows()` of the untransposed map. flipped: True for the transpose. inputs: input
+    geometry with pending checks. buffered: set for a map between buffers of fixed capacity; its sizes are not read."""
 
     relation: Relation
     table: Tensor
@@ -83,7 +82,7 @@ class KernelMap:
     inputs: weakref.ref[PendingChecks] | None = field(default=None, repr=False)
     buffered: BufferedMapState | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
-    # Launches over the map and over its transpose, by signature (lower.call): they hold none of its tensors.
+    # Launches over the map and its transpose by signature (lower.call), without references to the map's tensors.
     calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     _transposed_calls: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
@@ -102,7 +101,7 @@ class KernelMap:
         return self.relation.mirrored and self.num_inputs == self.num_outputs
 
     def transpose(self) -> KernelMap:
-        """The same pairs with inputs and outputs exchanged; kernel offsets keep their order."""
+        """The map with inputs and outputs exchanged; kernel offsets keep their order."""
         sizes, calls = (self.num_outputs, self.num_inputs), (self._transposed_calls, self.calls)
         return KernelMap(
             self.relation, self.table, *sizes, not self.flipped, self.inputs, self.buffered, self._storages, *calls
@@ -126,19 +125,19 @@ class KernelMap:
         return self.cached("counts", lambda m: (m.rows() >= 0).sum(1))
 
     def taps(self) -> Tensor:
-        """int64 [P]: kernel offset of each pair, in the order of `pairs()`; the same for the transposed map."""
+        """int64 [P]: index of the kernel offset of each pair, in the order of `pairs()`."""
         return self._found.cached("taps", _taps)
 
     def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
         """Tiles of `block` outputs with the kernel offsets that occur in each; see TileList.
 
-        splits: 1 sorts rows by all offsets, 0 keeps their order; superblock: see SortSpec. For more use `split`."""
+        splits: 1 sorts outputs by all offsets, 0 keeps their order (for more use `split`). superblock: see SortSpec."""
         if splits > 1:
             raise OptionError(f"compacted() takes splits of 0 or 1, found {splits}; use split() for several")
         return self.split(block, splits, superblock)[0]
 
     def split(self, block: int, splits: int, superblock: int = 0) -> tuple[TileList, ...]:
-        """One TileList for each of `splits` ranges of kernel offsets, each with its own row order."""
+        """One TileList for each of `splits` ranges of kernel offsets, each with its own row order; 0: one, unsorted."""
         if not 0 <= splits <= max(1, self.volume):
             raise OptionError(f"splits takes 0 to {max(1, self.volume)}, the number of kernel offsets, found {splits}")
         if self.flipped and self.symmetric:
@@ -155,11 +154,11 @@ class KernelMap:
         return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
     def pair_counts(self) -> Tensor:
-        """int32 [K, blocks] on the device: prefix counts of pairs per offset over blocks of outputs; totals last."""
+        """int32 [K, blocks]: prefix counts of each offset's pairs over blocks of outputs; last column: totals."""
         return self.cached("pair_counts", lambda m: tiles.pair_counts(m.masks(), m.valid_count(), m.volume))
 
     def tiling(self, block: int, how: SortSpec) -> Tiling:
-        """Tiles of `block` outputs before their entries are written; no host synchronisation."""
+        """Tiles of `block` outputs without their entries; no host synchronisation."""
         return self.cached(("tiling", block, how), lambda m: _tiling(m, block, how))
 
     def valid_count(self) -> Tensor:
@@ -208,7 +207,6 @@ class KernelMap:
         return found
 
     def _read(self, key: Hashable, found: Deferred) -> Any:
-        """The value of a deferred storage."""
         with outside_inference_mode():
             value = self._storages[key] = found.make()
         return value
@@ -218,7 +216,7 @@ class KernelMap:
         return self.without_storages(self.table.to(device, non_blocking=non_blocking))
 
     def without_storages(self, table: Tensor | None = None) -> KernelMap:
-        """The map without what is cached with it; table: the same rows elsewhere."""
+        """The map with empty caches. table: the same table on another device, if given."""
         own = self.table if table is None else table
         return replace(self, table=own, _storages={}, calls={}, _transposed_calls={})
 
@@ -237,7 +235,7 @@ class KernelMap:
     def from_neighbours(
         relation: Relation, found: Neighbours, num_inputs: int, valid_counts: tuple[Tensor, Tensor] | None = None
     ) -> KernelMap:
-        """The map of a Lookup's result. valid_counts: numbers of inputs and outputs, int32 [1] each on the device."""
+        """The map of a Lookup's result. valid_counts: of inputs and of outputs, int32 [1] each on the device."""
         kept = {} if found.masks is None else {("masks", False): found.masks}
         if valid_counts is not None:
             kept |= {("valid_count", True): valid_counts[0], ("valid_count", False): valid_counts[1]}
@@ -260,9 +258,10 @@ class KernelMap:
 
 
 def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]]) -> None:
-    """Read in one transfer the sizes that storages of these maps need, given as (map, outputs per tile, order).
+    """Read sizes of storages, and pending checks of the maps' inputs (raises as `settle`), in one transfer.
 
-    Order None: number of pairs per kernel offset, else number of tile entries. Maps between buffers are skipped."""
+    wanted: (map, outputs per tile, order) for numbers of tile entries, order None for numbers of pairs per kernel
+    offset. Maps between buffers are skipped."""
     pending = []
     for found, block, how in wanted:
         if found.buffered is not None:
@@ -281,7 +280,7 @@ def read_pending_sizes(wanted: Iterable[tuple[KernelMap, int, SortSpec | None]])
 
 
 def _totals(found: KernelMap) -> list[int]:
-    """Pairs per kernel offset; one host synchronisation."""
+    """Number of pairs per kernel offset; one host synchronisation."""
     read_pending_sizes([(found, 0, None)])
     return found._storages["totals", found.flipped]
 
@@ -300,7 +299,7 @@ def _rows(found: KernelMap) -> Tensor:
 
 
 def _pairs(found: KernelMap) -> Pairs:
-    """The map must not be flipped."""
+    """Pairs of an untransposed map."""
     if torch.compiler.is_compiling():
         *lists, taps = torch.ops.pumice.pairs(found.table)
         found.keep("taps", taps)
@@ -331,13 +330,13 @@ def _compacted(found: KernelMap, block: int, how: SortSpec) -> TileList:
     if found.buffered is not None:
         return _buffered_tiles(found, found.buffered, block, how)
     read_pending_sizes([(found, block, how)])
-    # Empty without tiles.
+    # sum: the list may be empty.
     capacity = sum(found._storages[("entries", block, how), found.flipped])
     return tiles.fill_tiles(found.rows(), found.tiling(block, how), capacity)
 
 
 def _buffered_tiles(found: KernelMap, buffered: BufferedMapState, block: int, how: SortSpec) -> TileList:
-    """Tile entries of a map between buffers, with their planned capacity."""
+    """The TileList of a map between buffers, with the planned capacity in entries."""
     tiling = found.tiling(block, how)
     most = len(tiling.slots) * (how.last - how.first)
     key = ("entries", buffered.key, found.flipped, block, how)
@@ -359,13 +358,13 @@ def pair_capacity(found: KernelMap, buffered: BufferedMapState) -> int:
 
 
 def _group_capacity(found: KernelMap, buffered: BufferedMapState, group: int) -> int:
-    """Planned capacity in groups of pairs: one group per kernel offset may be partial."""
+    """Planned capacity in groups of pairs; the last group of each kernel offset may be partial."""
     pairs = pair_capacity(found, buffered)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
 
 
 def _grouped(found: KernelMap, group: int) -> PairGroups:
-    """The map must not be flipped."""
+    """Pair groups of an untransposed map."""
     buffered = found.buffered
     if buffered is None:
         groups = sum(-(-total // group) for total in _totals(found))

@@ -1,8 +1,7 @@
-"""Neighbour search: from coordinates to rows, by one of several structures.
+"""Neighbour search: structures that find the rows of coordinates.
 
-Hash table, dense grid and bitmap are built and queried by kernels; sorted keys in plain torch, on any device, are the
-fallback of all others. All structures give the same rows and differ in time and memory only. Of duplicates, which are
-reported, any row."""
+Hash tables, dense grids and bitmaps are built and queried by Triton kernels; sorted keys, in plain torch on any device,
+are the fallback. All structures find the same rows; of duplicates, which are reported as errors, any row."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError, OptionError
 from pumice.runtime.launch import has_triton, kernel, triton_unavailable_reason
 
-WORD = 31  # Kernel offsets per mask word: an int32 without its sign
+WORD = 31  # Kernel offsets per mask word: bits of an int32 without its sign
 
 
 class Neighbours(NamedTuple):
-    """rows int32 [capacity, K]: input of each output at each kernel offset, -1 if none.
-    masks int32 [capacity, ceil(K / 31)], or None: bit k % 31 of word k // 31 is set if offset k has an input."""
+    """Input rows of each output. rows: int32 [capacity, K], -1 if a kernel offset has no input. masks: int32 [capacity,
+    ceil(K / 31)] or None; bit k % 31 of word k // 31 is set if offset k has an input."""
 
     rows: Tensor
     masks: Tensor | None
@@ -36,12 +35,12 @@ class Lookup(Protocol):
     """A search structure from coordinates to the rows of a buffer."""
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """For every output and kernel offset the buffer's row at stride * out + offset."""
+        """The row at `stride * out + offset` for every output and kernel offset."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Device memory held."""
+        """Bytes of device memory in use."""
         ...
 
 
@@ -49,31 +48,31 @@ def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
     """int32 [M]: row of each of `coords` int [M, 1+D], -1 if absent."""
     narrow = coords.int()
     if coords.dtype != torch.int32:
-        # Coordinates beyond int32 are absent.
+        # Coordinates beyond int32 are absent, as batch -1.
         narrow[:, 0] = torch.where((narrow == coords).all(1), narrow[:, 0], -1)
     queries = CoordBuffer.of(narrow, bounds)
     return lookup.neighbours(queries, Relation.of(queries.dim, 1)).rows[:, 0]
 
 
 def lanes_of(volume: int) -> int:
-    """Kernel offsets that a program handles at once: a power of two."""
+    """Number of kernel offsets that a program handles at once, a power of two."""
     return 32 if volume > 16 else 1 << max(0, volume - 1).bit_length()
 
 
 CELLS = 128  # Cells (rows times kernel offsets) that a program queries: few, as the slowest probe delays the program
 _ROWS = 64  # Maximum rows of such a program
 _WORDS = 2048  # Words of a bitmap that a program counts
-_NOTED = 2048  # Cells of a map that a program makes masks of
+_NOTED = 2048  # Cells of a program that computes masks
 WARPS = 1  # Warps of a querying program: one, which needs no barrier
 
 
 def rows_of(lanes: int) -> int:
-    """Rows of one program, at most _ROWS: with one cell per row, the loads of a row are dependent."""
+    """Rows of one program, at most _ROWS: with one cell per row, a row's loads depend on each other."""
     return min(CELLS // lanes, _ROWS)
 
 
 class UsedWords(NamedTuple):
-    """Words of a bitmap in use: `each` times `count`, int32 [1] on the device."""
+    """Number of bitmap words in use: `each * count`. count: int32 [1] on the device."""
 
     count: Tensor
     each: int
@@ -88,8 +87,8 @@ def zeroed_words(words: int, live: UsedWords) -> Tensor:
 
 
 def prefix_counts(words: Tensor, live: UsedWords | None = None) -> tuple[Tensor, Tensor]:
-    """(int64: inclusive prefix count of set bits << 32 | word, for each bitmap word; int32 [1]: number of set bits).
-    words: int32, or int8 with one element per bit and a multiple of 32 of them. Unused words are skipped."""
+    """(int64 [W]: inclusive prefix count of set bits << 32 | word, per bitmap word; int32 [1]: number of set bits).
+    words: int32 [W], or int8 [32 * W] with one element per bit. live: words in use, None: all; others are skipped."""
     count, each = (words, 0) if live is None else live
     length, block = (len(words), _WORDS) if words.dtype == torch.int32 else (len(words) // 32, _WORDS // 16)
     programs = -(-length // block)
@@ -129,20 +128,20 @@ def mask_words_torch(rows: Tensor) -> Tensor:
 
 
 def padded(values: Sequence[int], filler: int) -> tuple[int, ...]:
-    """The values, filled up to four."""
+    """The values, padded with `filler` to four."""
     return (*values, *(filler,) * (4 - len(values)))
 
 
 # Schedules
 @dataclass(frozen=True)
 class MapSchedule:
-    """How neighbours are searched.
+    """Options of a neighbour search.
 
     structure: "hash" (open addressing), "grid" (an int32 per cell of the box), "bitmap" (a bit per cell with popcount
         ranks), "sorted" (bisection of sorted keys; no kernel, any device).
     load: maximum load factor of a hash table. cells: maximum cells of a grid; 16 times as many for a bitmap.
     mirrored: query half of a submanifold map's offsets and write each hit twice.
-    fused: generate, clip and look up output candidates in one kernel, not in stages through memory.
+    fused: find output coordinates by brick kernels, without candidates in memory; False: by sorting these.
 
     Raises OptionError for values out of range."""
 
@@ -169,15 +168,15 @@ class MapSchedule:
 
 
 def mirrors(rows: int) -> bool:
-    """True if a hash table is faster with half the probes of a submanifold map: while the scattered writes stay in the
-    cache (measured on an H200 with 18 thousand to a million rows)."""
+    """True if `MapSchedule.mirrored` speeds up a hash table of `rows` rows: its scattered writes must stay in the cache
+    (measured on an H200 with 18 thousand to a million rows)."""
     return 50_000 <= rows <= 500_000
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Parameters of the cost model: stream, bytes cleared per second; for each structure (fixed seconds, seconds per
-    cell queried). Fitted to an H200, coordinates in random order."""
+    """Parameters of the cost model. stream: bytes cleared per second. By structure: (fixed seconds, seconds per queried
+    cell). Fitted to an H200 with coordinates in random order."""
 
     stream: float = 4.0e12
     hash: tuple[float, float] = (14e-6, 11.5e-12)
@@ -196,9 +195,9 @@ def costs(rows: int, cells: int, volume: int = 27, rates: Rates | None = None) -
     return found
 
 
-# Structures of kernels
+# Structures that kernels query
 MARGINS = {"hash": 8, "grid": 2, "bitmap": 2, "wide": 0}
-"""Cells beyond each side of the box that have keys: an offset adds a constant to a row's key."""
+"""Cells beyond each side of the box that have keys, so that an offset adds a constant to a row's key."""
 BLOCKS = {"hash": 128, "grid": 256, "bitmap": 256, "wide": 128}
 """Cells that a program queries: few for hash tables, as the longest probe sequence delays the program."""
 _INSERT_BLOCK = 128
@@ -243,8 +242,8 @@ class Table:
         return sum(t.numel() * t.element_size() for t in held.values())
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation, mirrored: bool | None = None) -> Neighbours:
-        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (no masks); by
-        default if the schedule sets it and the map is submanifold."""
+        """See Lookup. mirrored: query half of a submanifold map's offsets and write each hit twice (no masks); None:
+        as in the schedule, for submanifold maps only."""
         if mirrored is None:
             mirrored = self._schedule.mirrored and relation.mirrored and outputs.coords is self._cloud.coords
         volume, capacity, device = len(relation.offsets), outputs.capacity, outputs.device
@@ -266,19 +265,19 @@ class Table:
         return Neighbours(rows, None if mirrored else masks)
 
     def _reach(self, outputs: CoordBuffer, relation: Relation) -> int | None:
-        """Distance from the box within which rows may have neighbours; None: margin too narrow, check each cell."""
+        """Distance from the box within which rows have neighbours; None: the margin is too narrow, check each cell."""
         most = relation.reach
         if self._kind == "wide":
             return None
         if outputs.coords is self._cloud.coords and all(s == 1 for s in relation.stride):
-            # Its own rows are inside the box.
+            # The outputs are the table's own rows.
             return 0 if most <= self._margin else None
         return most if 2 * most <= self._margin else None
 
 
 class HashTable(Table):
-    """Open addressing with double hashing: one int64 per slot, key << bits | row, if this fits into 63 bits.
-    Else a slot holds only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 are adjacent."""
+    """Open addressing with double hashing: a slot holds the int64 `key << bits | row` if this fits into 63 bits, else
+    only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 start in one group of four slots."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(
@@ -302,7 +301,7 @@ class DenseGrid(Table):
 
 
 class Bitmap(Table):
-    """One bit per cell of the box, prefix counts, and the row of each set bit."""
+    """One bit per cell of the box, with prefix counts and the row of each set bit."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         super().__init__(cloud, schedule, "bitmap")
@@ -313,7 +312,7 @@ class Bitmap(Table):
 
 
 def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
-    """Reason why an entry per cell of the box is not supported, or None."""
+    """Reason why an entry per cell of the box is not available, or None."""
     cells = _key_bounds(cloud, kind).cells
     return triton_unavailable_reason(cloud.coords) or (
         f"the box has {cells} cells, a {kind} at most {most}" if cells > most else None
@@ -321,7 +320,6 @@ def _too_many(cloud: CoordBuffer, kind: str, most: int) -> str | None:
 
 
 def _key_bounds(cloud: CoordBuffer, kind: str) -> Bounds:
-    """The box with its margin."""
     return cloud.bounds.grown([MARGINS[kind]] * cloud.dim)
 
 
@@ -335,7 +333,7 @@ def _row_bits(cloud: CoordBuffer) -> int:
 
 
 def _box(bounds: Bounds, steps: Sequence[int]) -> tuple[int, ...]:
-    """A box as kernel arguments: batch, four lows, four extents, four steps."""
+    """Kernel arguments of a box: batch size, four low corners, four extents, four steps."""
     return (bounds.batch, *padded(bounds.low, 0), *padded(bounds.extents, 1), *padded(steps, 1))
 
 
@@ -344,10 +342,9 @@ _DEAD = 2**63 - 1  # The key of padding rows; no cell has it
 
 
 class SortedKeys:
-    """Row-major keys of a box, sorted, with their rows.
-    In a box grown by a relation's reach every kernel offset is a constant key difference, and offsets of consecutive
-    differences share one search. If the box has 2**63 cells or more, keys are built axis by axis from ranks among the
-    keys so far (the wide path: any extents)."""
+    """Sorted row-major keys of the rows, searched by bisection in plain torch.
+    _Narrow: in a box grown by a relation's reach every kernel offset is a constant key difference, and offsets of
+    consecutive differences share a search. _Wide: a box of any extents."""
 
     def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
         self._cloud = cloud
@@ -367,13 +364,13 @@ class SortedKeys:
         return self._table.nbytes
 
     def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """See Lookup. rows is stored offset by offset."""
+        """See Lookup. `rows` is a transposed view of [K, capacity]."""
         volume, device = len(relation.offsets), outputs.device
         if self._cloud.capacity == 0 or outputs.capacity == 0 or volume == 0:
             return Neighbours(torch.full((outputs.capacity, volume), -1, dtype=torch.int32, device=device), None)
         reach = [max(abs(o[axis]) for o in relation.offsets) for axis in range(relation.dim)]
         # Outputs within reach of the box query up to twice as far; others have no neighbours.
-        table = self._table  # read once: other threads may put another one there
+        table = self._table  # Read once: another thread may replace it.
         if isinstance(table, _Narrow) and not table.reaches([2 * r for r in reach]):
             table = self._table = _table_of(self._cloud, [max(1, 2 * r) for r in reach])
         met = table.search(outputs, relation, reach)
@@ -408,7 +405,7 @@ class _Narrow:
         return all(a - low >= r for a, low, r in zip(self._bounds.low, grown.low, reach, strict=True))
 
     def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
-        """int32 [K, capacity]"""
+        """int32 [K, capacity]: row of each output at each kernel offset, -1 if none."""
         space, steps = self._space, [self._space.step(o) for o in relation.offsets]
         near = self._bounds.grown(reach).contains(outputs.coords, relation.stride)
         base = torch.where(near, space.keys(outputs.coords, relation.stride), min(-max(steps), 0) - 1)
@@ -418,7 +415,7 @@ class _Narrow:
         return torch.stack(found)
 
     def _find_run(self, wanted: Tensor, taps: list[int], found: list[Tensor]) -> None:
-        """Store the rows of the keys wanted, wanted + 1, ... in `found[tap]`, -1 if absent."""
+        """Set found[taps[n]] to the rows of the keys `wanted + n`, -1 if absent."""
         last = len(self.keys) - 1
         at = torch.searchsorted(self.keys, wanted)
         for distance, tap in enumerate(taps):
@@ -429,7 +426,7 @@ class _Narrow:
 
 
 class _Wide:
-    """Sorted keys of a box of any extents: if the next axis would exceed 63 bits, keys become ranks first."""
+    """Sorted keys of a box of any extents: before an axis that would exceed 63 bits, keys are replaced by ranks."""
 
     def __init__(self, cloud: CoordBuffer) -> None:
         self._bounds = cloud.bounds
@@ -451,7 +448,7 @@ class _Wide:
         return 16 * len(self.keys) + 8 * sum(len(level) for level in self._levels if level is not None)
 
     def search(self, outputs: CoordBuffer, relation: Relation, reach: Sequence[int]) -> Tensor:
-        """int32 [K, capacity]"""
+        """As _Narrow.search."""
         scaled = outputs.coords.long() * torch.tensor((1, *relation.stride), device=outputs.device)
         offsets = (torch.tensor((0, *o), device=outputs.device) for o in relation.offsets)
         return torch.stack([self._rows_of(scaled + offset) for offset in offsets])
@@ -469,13 +466,13 @@ class _Wide:
 
 
 def _bisect(keys: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of each wanted key in a sorted list, True if present)."""
+    """(index of each wanted key in sorted `keys`, True if present)."""
     at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
     return at, keys[at] == wanted
 
 
 def _runs(steps: Sequence[int]) -> list[list[int]]:
-    """Kernel offsets grouped by consecutive key differences: one search serves a group."""
+    """Kernel offsets in groups of consecutive key differences, which share one search."""
     runs: list[list[int]] = []
     for tap in sorted(range(len(steps)), key=lambda t: steps[t]):
         if runs and steps[tap] == steps[runs[-1][-1]] + 1:
@@ -485,7 +482,7 @@ def _runs(steps: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-# The choice
+# Choice of the structure
 class Structure(Protocol):
     """Factory of a Lookup over a buffer."""
 
@@ -506,10 +503,10 @@ STRUCTURES: Mapping[str, Structure] = {
 
 
 def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup:
-    """The structure named by the schedule (None: the cost model's choice), built over the buffer.
+    """The structure that the schedule names (None: the cost model's choice), built over the buffer.
 
-    Duplicates and coordinates out of bounds are reported in the buffer's status. Raises OptionError if the structure is
-    not available, with the reason."""
+    Duplicates and out-of-bounds coordinates set bits of the buffer's status. Raises OptionError, with the reason, if
+    the structure is not available."""
     schedule = schedule or default(cloud)
     reason = STRUCTURES[schedule.structure].refusal(cloud, schedule)
     if reason is not None:
@@ -518,7 +515,7 @@ def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup
 
 
 def default(cloud: CoordBuffer) -> MapSchedule:
-    """The available structure of the least estimated cost; sorted keys where kernels do not run."""
+    """The schedule of the cheapest available structure by the cost model; sorted keys without kernels."""
     estimates = costs(cloud.capacity, cloud.bounds.cells)
     for name in sorted(estimates, key=estimates.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
@@ -528,7 +525,7 @@ def default(cloud: CoordBuffer) -> MapSchedule:
 
 
 def explain(cloud: CoordBuffer) -> str:
-    """Estimated cost of each structure for 27 kernel offsets on these coordinates, and the structure chosen."""
+    """Text: each structure's estimated time for 27 kernel offsets; the chosen one is marked."""
     chosen = default(cloud).structure
     estimates = costs(cloud.capacity, cloud.bounds.cells)
     lines = [f"{cloud.capacity} rows in a box of {cloud.bounds.cells} cells, {cloud.bounds.batch} batch items"]

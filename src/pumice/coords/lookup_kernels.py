@@ -1,6 +1,6 @@
 """Triton kernels that build and query the neighbour search structures: hash table, dense grid, bitmap; and bricks.
 
-Requires Triton. Integer arguments are int64; per-axis ones are numbered 0 to 3, those from D on are ignored."""
+Requires Triton. Integer arguments are int64; per axis numbered 0 to 3, ignored from D on. Keyed range: box + margin."""
 
 # No `from __future__ import annotations`: Triton reads the types of integers from the annotations.
 import triton
@@ -12,9 +12,9 @@ _NUMBERS = [
     "from0", "from1", "from2", "from3", "margin", "reach", "bits", "last", "limit", "capacity", "each",
 ]  # fmt: skip
 
-EMPTY = tl.constexpr(2**63 - 1)  # An empty slot of a hash table of entries: greater than any entry
-NOBODY = tl.constexpr(-1)  # An empty slot of a hash table of rows
-FREE = tl.constexpr(2**31 - 1)  # An empty cell of a grid
+EMPTY = tl.constexpr(2**63 - 1)  # Empty slot of a "hash" table: greater than any entry
+NOBODY = tl.constexpr(-1)  # Empty slot of a "wide" table
+FREE = tl.constexpr(2**31 - 1)  # Empty cell of a grid
 DUPLICATE = tl.constexpr(1)
 RANGE = tl.constexpr(2)
 OVERFLOW = tl.constexpr(4)
@@ -22,7 +22,6 @@ OVERFLOW = tl.constexpr(4)
 
 @triton.jit
 def _popcount(word):
-    """Number of set bits of each int32."""
     x = word.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
@@ -58,7 +57,7 @@ def _axis(coords, offsets, r, k, there, tapped, step, low, D: tl.constexpr, AXIS
 
 @triton.jit
 def _entered(key, inside, v, size, margin):
-    """(key extended by one axis, True if the coordinate is in the box: the numbered range less `margin` per side)."""
+    """(row-major key extended by one axis, True if v is in the keyed range less `margin` per side)."""
     return key * size + v, inside & (v >= margin) & (v < size - margin)
 
 
@@ -90,7 +89,7 @@ def _home(
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, edge,
     D: tl.constexpr,
 ):  # fmt: skip
-    """(row-major key of row r's coordinates times the steps, True if inside the numbered range less `edge`)."""
+    """(row-major key of row r's coordinates times the steps, True if in the keyed range less `edge` per side)."""
     at = coords + r * (D + 1)
     b = tl.load(at, mask=there, other=-1).to(tl.int64)
     v = tl.load(at + 1, mask=there, other=0).to(tl.int64) * step0 - low0
@@ -150,7 +149,7 @@ def _digest(
 def _is_row(
     source, row, coords, offsets, r, k, there, tapped, step0, step1, step2, step3, D: tl.constexpr
 ):  # fmt: skip
-    """True if row `row` of the source is the cell that row r reaches through kernel offset k."""
+    """True if row `row` of `source` has the coordinates that row r reaches through kernel offset k."""
     known = there & tapped & (row >= 0)
     at = row.to(tl.int64) * (D + 1)
     equal = known & (tl.load(source + at, mask=known, other=0) == tl.load(coords + r * (D + 1), mask=there, other=0))
@@ -190,8 +189,8 @@ def insert(
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64", bits: "i64", last: "i64",
     D: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Insert every row's cell into a grid, a bitmap, a hash table of key << bits | row, or one of rows ("wide").
-    The lowest row of duplicates is kept. last: the table's last slot; a "wide" table has BLOCK scratch slots more."""
+    """Insert every row into a grid, bitmap, "hash" table (slots: key << bits | row) or "wide" table (slots: row).
+    The lowest row of duplicates is kept. last: the table's last slot; a "wide" table has BLOCK more, for scratch."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
     k = tl.zeros([BLOCK], tl.int32)
@@ -214,8 +213,8 @@ def insert(
         old = tl.atomic_or(table + (key >> 5), bit, mask=inside, sem="relaxed")
         _report(status, DUPLICATE, inside & ((old & bit) != 0))
     elif KIND == "hash":
-        # Ordered hashing: a slot keeps the lesser entry and the other probes on, so the table is deterministic and
-        # equal keys collide.
+        # Ordered hashing: a slot keeps the lesser entry and the greater one probes on, so that the table is
+        # deterministic and equal keys collide.
         slot, step = _slot(key, last)
         entry = (key << bits) | r
         pending = inside
@@ -249,7 +248,7 @@ def insert(
 
 @triton.jit
 def _paired(pairs, index, known):
-    """(True if the bit is set, its rank) in a bitmap of int64 pairs as pair_up writes them."""
+    """(True if bit `index` of a bitmap is set, its rank). pairs: from pair_up."""
     pair = tl.load(pairs + (index >> 5), mask=known, other=0)
     word, shift = pair.to(tl.int32), (index & 31).to(tl.int32)
     above = (word.to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)).to(tl.int32, bitcast=True)
@@ -274,7 +273,7 @@ def clear(words, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _words(words, first, used, BLOCK: tl.constexpr):
-    """Words of a bitmap, packed first if it has one byte per bit."""
+    """Words of a bitmap from `first` on, packed if it has one byte per bit."""
     at = first + tl.arange(0, BLOCK)
     if words.dtype.element_ty == tl.int32:
         return tl.load(words + at, mask=at < used, other=0)
@@ -285,7 +284,7 @@ def _words(words, first, used, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def count_bits(words, sums, live, capacity: "i64", each: "i64", LIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """sums[p] = bits set in the words of program p."""
+    """sums[p] = number of set bits in the words of program p."""
     used = _used(words, live, capacity, each, LIVE)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     if first < used:
@@ -297,8 +296,8 @@ def pair_up(
     words, sums, live, pairs, total, capacity: "i64", each: "i64",
     LIVE: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pairs[n] = inclusive prefix count of set bits << 32 | word n of a bitmap; total: all set bits.
-    sums: from count_bits. ALONE: there is only one program. Pairs of unused words are not written."""
+    """pairs[n] = inclusive prefix count of set bits << 32 | word n of a bitmap; total: number of set bits.
+    sums: from count_bits, not read if ALONE (a single program). Pairs of unused words are not written."""
     used = _used(words, live, capacity, each, LIVE)
     p = tl.program_id(0)
     first = p.to(tl.int64) * BLOCK
@@ -338,7 +337,7 @@ def number_rows(
 
 @triton.jit
 def _note(masks, found, r, lane, there, word, K: tl.constexpr):
-    """Store one word of each row's mask: the lanes that found a row."""
+    """Store one mask word of each row: the bits of the lanes that found a row."""
     bit = tl.where(found >= 0, 1 << lane, 0)
     tl.store(masks + r * ((K + 30) // 31) + word, tl.sum(bit, axis=1)[:, None], mask=there)
 
@@ -349,7 +348,7 @@ def _probed(
     step0, step1, step2, step3, bits, last,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """int32: the row of each cell in a grid, bitmap or hash table, -1 if absent."""
+    """int32: row of each cell, looked up in a grid, bitmap or hash table; -1 if absent."""
     if KIND == "grid":
         found = tl.load(table + key, mask=inside, other=FREE)
         found = tl.where(found == FREE, -1, found)
@@ -358,7 +357,7 @@ def _probed(
         found = tl.load(values + rank, mask=hit, other=-1)
     else:
         slot, step = _slot(key, last)
-        # The first probe settles most cells; the others continue together.
+        # The first probe finds most cells; all others probe on together.
         none = EMPTY if KIND == "hash" else NOBODY
         entry = tl.load(table + slot, mask=inside, other=none)
         found, pending = _compared(
@@ -380,12 +379,12 @@ def _compared(
     source, coords, offsets, r, k, live, tapped, key, pending, entry, step0, step1, step2, step3, bits,
     D: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """(the row in a slot if it holds the key, else -1; True if probing must continue)."""
+    """(row in a slot that holds the key, else -1; True if probing must continue)."""
     if KIND == "hash":
         held = entry >> bits
         hit = pending & (held == key)
         row = (entry & ((tl.zeros_like(entry) + 1 << bits) - 1)).to(tl.int32)
-        # Ordered hashing: entries on a key's probe path are less than its own.
+        # Ordered hashing: all entries before a key on its probe path are less.
         onward = pending & (held < key)
     else:
         hit = pending & _is_row(source, entry, coords, offsets, r, k, live, tapped, step0, step1, step2, step3, D)
@@ -404,10 +403,10 @@ def neighbours(
     D: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, MIRROR: tl.constexpr,
     ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """rows[r, k]: the input of row r at kernel offset k; masks[r]: its bits. Padding rows get -1 and 0.
-    EACH: bounds are checked per cell. Otherwise they are checked once per row (within `reach` of the box); the table's
-    margin covers every offset from there, so that an offset adds a constant to the key.
-    MIRROR: search the first half of a submanifold map's offsets and write each hit twice."""
+    """rows[r, k]: the input of row r at kernel offset k; masks[r]: its mask words. Padding rows get -1 and 0.
+    EACH: bounds are checked per cell. Otherwise they are checked once per row (within `reach` of the box): the margin
+    covers every offset from there, so that an offset adds a constant to the key.
+    MIRROR: search the first half of a submanifold map's offsets and write each hit twice; no masks."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     ASKED: tl.constexpr = K // 2 if MIRROR else K
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -451,7 +450,7 @@ def neighbours(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def mask_words(rows, masks, capacity: "i64", K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """Mask words of a table: a bit for each kernel offset that has an input."""
+    """masks[r]: mask words of row r: a bit for each kernel offset that has an input."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     lane = tl.arange(0, LANES)[None, :]
@@ -478,8 +477,8 @@ def _met(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """(kernel offset of a lane, its index in `taps`, valid) for each row.
-    "over": the lanes are the offsets that divide for the row's residue class; other forms: all offsets."""
+    """(kernel offset of each lane, its position in `taps`, valid) for each row. Lanes are all offsets, with FORM "over"
+    only those of the row's residue class, which divide without remainder."""
     known = there & (lane < PER)
     k = lane + r.to(tl.int32) * 0
     at = k * D
@@ -506,7 +505,7 @@ def _moved(
     coords, taps, r, at, known, begin, size, D: tl.constexpr, AXIS: tl.constexpr, STEP: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """(cell that row r reaches along one axis, relative to the box's low corner; True if inside). FORM: see Stencil."""
+    """(coordinate that row r reaches along one axis, relative to the box's low; True if inside). FORM: see Stencil."""
     if FORM == "times":
         c = tl.load(coords + r * (D + 1) + AXIS + 1, mask=known, other=0).to(tl.int64)
         v = c * STEP + tl.load(taps + at + AXIS, mask=known, other=0).to(tl.int64) - begin
@@ -524,8 +523,8 @@ def _code(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """(Morton code of the cell that row r reaches in a lane, batch index in the top bits; True if inside the box; the
-    kernel offset; the cell along each axis relative to the box's low corner)."""
+    """(Morton code of the cell that row r reaches in each lane, batch index in the top bits; True if inside the box;
+    kernel offset; coordinate along each axis relative to the box's low corner)."""
     k, at, inside = _met(coords, taps, r, lane, there, from0, from1, from2, from3, D, PER, S0, S1, S2, S3, FORM)
     b = tl.load(coords + r * (D + 1), mask=there, other=-1).to(tl.int64)
     v0, inside = _moved(coords, taps, r, at, inside, from0, size0, D, 0, S0, FORM)
@@ -546,7 +545,7 @@ def _code(
 
 @triton.jit
 def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constexpr):
-    """(True if a code's brick exists, its bit index in the cell bitmaps); WHOLE: all bricks exist."""
+    """(True if a code's brick exists, index of the code's bit in the cell bitmaps); WHOLE: all bricks exist."""
     hit, cell = inside, code
     if not WHOLE:
         hit, brick = _paired(directory, code >> LOW, inside)
@@ -556,7 +555,7 @@ def _placed(directory, code, inside, limit, WHOLE: tl.constexpr, LOW: tl.constex
 
 @triton.jit
 def _set(words, index, mask):
-    """Set bits that are not set yet: many lanes hit the same bit, and a load is cheaper than a contended atomic."""
+    """Set bits of a bitmap, skipping those that are set: a load is cheaper than a contended atomic."""
     bit = (tl.full(index.shape, 1, tl.int32) << (index & 31).to(tl.int32)).to(tl.int32)
     old = tl.load(words + (index >> 5), mask=mask, other=0, cache_modifier=".cg")
     tl.atomic_or(words + (index >> 5), bit, mask=mask & ((old & bit) == 0), sem="relaxed")
@@ -571,7 +570,7 @@ def mark(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Set the byte of every reached cell's brick (bits would need contended atomics)."""
+    """Set the directory byte of every reached cell's brick (bits would need contended atomics)."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -593,7 +592,7 @@ def occupy(
     D: tl.constexpr, PER: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr, S3: tl.constexpr,
     FORM: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Set the bit of every reached cell in its brick. limit: capacity in bricks."""
+    """Set the bit of every reached cell in its brick's bitmap. limit: capacity in bricks."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)
     for first in range(0, PER, LANES):
@@ -622,7 +621,7 @@ def search_neighbours(
 ):  # fmt: skip
     """For every existing cell, of rank o, that row r reaches through kernel offset k:
     MAP "rows": rows[o, k] = r; "turned": rows[r, k] = o; other entries are not written.
-    PLACE: outputs[o] = its coordinates, -1 past the total; living = number of valid rows.
+    PLACE: outputs[o] = the cell's coordinates, -1 past the total; living = number of valid outputs.
     Ranks at or past the capacity are dropped and reported."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     live = r < tl.load(count)

@@ -1,7 +1,7 @@
 """Output coordinates of a relation: distinct candidates within bounds, in (batch, Morton) order, and their count.
 
-Three equivalent implementations: bricks (kernels), sorted codes (plain torch, staged, without host synchronisation)
-and the torch fallback, which synchronises."""
+Three equivalent implementations: bricks (Triton kernels), sorted codes (plain torch without host synchronisation) and a
+fallback for any box (plain torch with host synchronisation)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Axis = tuple[int, int, int, int, int]  # Minimum and maximum coordinate, minimum
 
 
 class Outputs(Protocol):
-    """The outputs of a relation, before and after the host knows their count."""
+    """The output coordinates of a relation; the host need not know their count."""
 
     @property
     def count(self) -> Tensor:
@@ -38,22 +38,22 @@ class Outputs(Protocol):
         ...
 
     def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
-        """The outputs in a buffer with the inputs' status, padded with -1. coords_only: the table is not needed."""
+        """The outputs in a buffer with the inputs' status, padded with -1. coords_only: do not compute the table."""
         ...
 
     def geometry(self, count: int) -> Geometry:
-        """The outputs, given their `count`."""
+        """The outputs as a geometry, given the value of `count`."""
         ...
 
     def table(self, capacity: int) -> Tensor | None:
-        """The map's int32 table, of the outputs or (transposed_support) of the inputs; None if not a by-product."""
+        """int32 [outputs, K] ([inputs, K] for transposed_support): the map's table; None if it must be searched."""
         ...
 
 
 def make_outputs(
     inputs: CoordBuffer, site: GridSpec, relation: Relation, schedule: MapSchedule | None = None
 ) -> Outputs:
-    """The outputs of a relation on coordinates at `site`, by the fastest available implementation."""
+    """The outputs of a relation on coordinates with metadata `site`, by the fastest available implementation."""
     site = site_of(site, relation)
     if not has_triton(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return TorchOutputs(inputs, relation, site)
@@ -64,12 +64,12 @@ def make_outputs(
 
 
 def level_key(relation: Relation) -> Hashable:
-    """Key under which relations share their outputs, or None: floor(in / stride) is the same for every kernel."""
+    """Key that relations with equal outputs share, or None: floor(in / stride) does not depend on the kernel."""
     return ("floor_unique", relation.stride) if relation.policy == "floor_unique" else None
 
 
 def site_of(site: GridSpec, relation: Relation) -> GridSpec:
-    """Metadata of a relation's outputs, without host synchronisation: bounding box, extents, strides."""
+    """Metadata of a relation's outputs on inputs with metadata `site`; no host synchronisation."""
     finer = relation.policy == "transposed_support"
     factor = tuple([Fraction(1, s) for s in relation.stride]) if finer else relation.stride
     bounded = site.spatial_shape is not None and relation.bounded
@@ -112,7 +112,7 @@ _AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_
 
 
 class BrickOutputs:
-    """Outputs by bricks: kernels generate candidates, clip them to the box, and count and order the distinct ones."""
+    """Outputs by brick kernels, which generate candidates, clip them to the box, count and order the distinct ones."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
@@ -141,7 +141,7 @@ class BrickOutputs:
         return self._table
 
     def _placed(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """(coordinates, number of valid rows); fills the table in the same pass if every output has an input."""
+        """(coordinates, number of valid rows); computes the table in the same pass if every output has an input."""
         if self._relation.policy == "transposed_support" or not _every_output_has_input(self._relation):
             return self._bricks.coords(self._inputs, self._reach, capacity)
         self._table, *placed = self._bricks.coords_and_rows(self._inputs, self._meets, capacity)
@@ -175,7 +175,7 @@ class SortedOutputs:
         return None
 
     def _coords(self, capacity: int) -> Tensor:
-        # Duplicates and rows beyond the capacity go to a dummy row past the last.
+        # Duplicates and outputs beyond the capacity go to a dummy row past the last.
         set_status(self._inputs.status, OVERFLOW, self._places[-1] > capacity)
         place = torch.where(self._new & (self._places <= capacity), self._places - 1, capacity)
         codes = self._codes.new_full((capacity + 1,), _NO_CODE).scatter_(0, place, self._codes)[:capacity]
@@ -183,7 +183,7 @@ class SortedOutputs:
 
 
 class TorchOutputs:
-    """Outputs in plain torch with host synchronisation: the fallback, for any box."""
+    """Outputs in plain torch with host synchronisation: the fallback for any box."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         # Inputs outside the box are dropped, as in the other implementations.
@@ -215,7 +215,7 @@ class TorchOutputs:
 
 
 def read_counts(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
-    """Output counts, read in one transfer with the inputs' status; raises if that reports an error."""
+    """Values of output counts, read in one transfer with the inputs' status; raises if that reports an error."""
     waiting = geometry.unsettled
     values = read([*counts] if waiting is None else [*counts, waiting])
     geometry.settle(0 if waiting is None else values[-1][0])
@@ -223,18 +223,18 @@ def read_counts(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:
 
 
 def _buffered(coords: Tensor, needed: Tensor, site: GridSpec, inputs: CoordBuffer) -> CoordBuffer:
-    """A buffer of outputs, of which `needed` exist."""
+    """A buffer of outputs. needed: their number, int32 [1], possibly above the capacity."""
     return CoordBuffer(coords, needed.clamp(max=len(coords)), site.bounds, inputs.status, needed=needed)
 
 
 def max_outputs(inputs: int, relation: Relation, site: GridSpec) -> int:
-    """Upper bound of the number of outputs of `inputs` inputs. site: the outputs'."""
+    """Upper bound of the number of outputs of `inputs` inputs. site: metadata of the outputs."""
     most = inputs * Stencil.of_outputs(relation).lanes
     return min(most, site.bounds.cells, INT32_MAX)
 
 
 def _every_output_has_input(relation: Relation) -> bool:
-    """True if every output has an input at one of the relation's offsets."""
+    """True if every output has an input at one of the relation's offsets; False if unsure."""
     if relation.policy == "support":
         return True
     rests = {tuple(o % s for o, s in zip(offset, relation.stride, strict=True)) for offset in relation.offsets}
@@ -246,12 +246,12 @@ _NO_CODE = 2**63 - 1
 
 
 def codes_fit(bounds: Bounds) -> bool:
-    """True if a box's cells, with the batch index, have one-word codes."""
+    """True if codes of a box's cells, with the batch index, fit into one word."""
     return BrickSpace.of(bounds).bits + bounds.batch.bit_length() <= 62
 
 
 def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: BrickSpace) -> Tensor:
-    """int64 [K * N]: Morton code of the cell reached at each offset, the largest int64 if none."""
+    """int64 [K * N]: Morton code of the cell that each input reaches at each offset, _NO_CODE if none."""
     box, layout, coords = space.bounds, space.layout, cloud.coords.long()
     offsets, items = offset_table(reach.offsets, cloud.device), coords[:, 0]
     inside, values = (cloud.valid_mask() & (items >= 0) & (items < box.batch))[None], []
@@ -264,7 +264,7 @@ def candidate_codes(cloud: CoordBuffer, reach: Stencil, space: BrickSpace) -> Te
 
 
 def _moved(values: Tensor, offset: Tensor | int, step: int, form: str) -> tuple[Tensor, Tensor]:
-    """(coordinate reached along an axis, True if there is one); for offsets [K, 1] of values [N]: [K, N]."""
+    """(coordinate reached along an axis, True if it exists); [K, N] for values [N] and offsets [K, 1]."""
     if form == "times":
         return values * step + offset, torch.ones_like(values, dtype=torch.bool)
     shifted = values - (offset if form == "over" else 0 * offset)
@@ -273,7 +273,7 @@ def _moved(values: Tensor, offset: Tensor | int, step: int, form: str) -> tuple[
 
 
 def coords_of_codes(codes: Tensor, space: BrickSpace) -> Tensor:
-    """int32 [N, 1+D]: coordinates of codes, -1 for padding codes."""
+    """int32 [N, 1+D]: coordinates of Morton codes, -1 for _NO_CODE."""
     columns = [codes >> space.bits]
     for places, bias in zip(space.layout.places, space.layout.bias, strict=True):
         of_code, of_value = _bit_positions(places, codes.device)
@@ -284,7 +284,7 @@ def coords_of_codes(codes: Tensor, space: BrickSpace) -> Tensor:
 
 @cached_device_constant(256)
 def _bit_positions(places: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 each: positions of bits in a code, and in a value."""
+    """(positions of an axis's bits in a code, in a value), int64 each."""
     of_code = torch.tensor(places, dtype=torch.int64)
     return to_device_async(of_code, device), to_device_async(torch.arange(len(places)), device)
 
@@ -310,7 +310,7 @@ _TWINS = {"floor_unique": _floor_unique, "support": _support, "transposed_suppor
 
 
 def distinct_outputs(coords: Tensor, bounds: Bounds, relation: Relation, site: GridSpec) -> Tensor:
-    """The outputs of a relation on coordinates in a box, in plain torch. site: the outputs'."""
+    """The outputs of a relation on coordinates in a box, in plain torch. site: metadata of the outputs."""
     return _TWINS[relation.policy](coords, bounds, relation, site)
 
 
@@ -318,8 +318,8 @@ _AxisOffsets = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 def _separable(relation: Relation) -> list[_AxisOffsets]:
-    """(axes, offsets along them), applied in turn: one axis at a time for a full window.
-    A window is a product of axes: D passes of k candidates per voxel, merged in between, replace K = k^D."""
+    """Passes (axes, offsets along these), applied in turn: custom offsets take one, a window one per axis.
+    D passes of k candidates per voxel, with duplicates merged in between, replace one pass of K = k^D."""
     if relation.custom is not None:
         return [(tuple(range(relation.dim)), relation.custom)]
     rule = zip(relation.kernel, relation.dilation, relation.padding, strict=True)
@@ -327,7 +327,7 @@ def _separable(relation: Relation) -> list[_AxisOffsets]:
 
 
 def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Tensor:
-    """The distinct cells reached by any offset."""
+    """The distinct cells reached at any offset. form: see Stencil."""
     whole = _box(bounds, relation, None)
     for axes, offsets in _separable(relation):
         low, high = list(bounds.low), list(bounds.high)
@@ -347,7 +347,6 @@ def _spread(coords: Tensor, bounds: Bounds, relation: Relation, form: str) -> Te
 
 
 def _drop_out_of_bounds(coords: Tensor, site: GridSpec) -> Tensor:
-    """Drop coordinates outside the extent, if bounded."""
     if site.spatial_shape is None:
         return coords
     extent = torch.tensor(site.spatial_shape, dtype=torch.int32, device=coords.device)

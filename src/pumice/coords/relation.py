@@ -15,7 +15,7 @@ POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "c
 
 
 def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
-    """`value`, an integer or one per axis, as a tuple of `dim` values of the types `kinds`, each at least `least`.
+    """`value`, a number or one per axis, as a tuple of `dim` numbers of the types `kinds`, each at least `least`.
 
     Raises ShapeError for a sequence of another length, OptionError for a value of another type or below `least`."""
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
@@ -31,7 +31,7 @@ def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tu
 
 
 def _integer(value: Any) -> Any:
-    """Integers of other libraries (numpy, a tensor's entry) as int; anything else unchanged."""
+    """`value` as int if it is an integer of another library (numpy, a 0-d tensor); else unchanged."""
     try:
         return value if isinstance(value, int) else operator.index(value)
     except TypeError:
@@ -40,19 +40,19 @@ def _integer(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Relation:
-    """The relation `in = stride * out + dilation * tap - padding`, tap in [0, kernel) per axis, row-major.
+    """The relation `in = stride * out + dilation * tap - padding`; taps in [0, kernel) per axis, numbered row-major.
 
-    With `custom` offsets it is `in = stride * out + custom[k]`; kernel, dilation and padding are ignored. `policy`
-    selects the outputs:
+    With `custom` offsets: `in = stride * out + custom[k]`; kernel, dilation and padding are ignored. `policy` selects
+    the output coordinates:
 
     same                the inputs' coordinates (submanifold)
     given               coordinates that the caller passes
     support             every output with an input: the active set of the dense operator (as spconv)
     floor_unique        the distinct floor(in / stride) (as MinkowskiEngine)
-    transposed_support  roles exchanged: every out = stride * in + dilation * tap - padding
-    cached_inverse      the input coordinates of an earlier forward relation
+    transposed_support  in and out exchanged: every out = stride * in + dilation * tap - padding
+    cached_inverse      the input coordinates of the forward relation that is inverted
 
-    `bounded`: drop outputs outside the extent that an input's spatial_shape implies."""
+    bounded: drop outputs outside output_shape(spatial_shape of the input); output_padding is added to this."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -68,12 +68,12 @@ class Relation:
 
     @cached_property
     def _hash(self) -> int:
-        # Integers only: the cached hash must stay valid in copies in other processes.
+        # Integers only: the hash is pickled, and hashes of strings differ between processes.
         numbers = (self.kernel, self.stride, self.padding, self.dilation)
         return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
 
     def checked(self) -> Relation:
-        """The relation itself. Raises OptionError for policy `same` with a stride or a padding that is not centred."""
+        """The relation itself. Raises OptionError for policy `same` with a stride above 1 or padding not centred."""
         if self.policy == "same" and self.custom is None:
             if any(s != 1 for s in self.stride):
                 raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {self.stride}")
@@ -115,7 +115,7 @@ class Relation:
 
     @cached_property
     def planes(self) -> tuple[tuple[int, ...], ...]:
-        """For each axis and each value along it the indices of the offsets that have it."""
+        """Indices of the offsets in each plane: for each axis and each value along it."""
         axes = [sorted({offset[axis] for offset in self.offsets}) for axis in range(self.dim)]
         return tuple(
             tuple(k for k, offset in enumerate(self.offsets) if offset[axis] == value)
@@ -125,13 +125,13 @@ class Relation:
 
     @cached_property
     def mirrored(self) -> bool:
-        """True if policy is `same` and offset K-1-k is the negative of offset k: a submanifold window of odd size."""
+        """True if policy is `same` and offset K-1-k is minus offset k, as in a submanifold window of odd size."""
         ours = self.offsets
         turned = tuple(tuple(-o for o in offset) for offset in reversed(ours))
         return self.policy == "same" and ours == turned
 
     def output_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Output extent for an input of extent `shape`: the dense operator's, at least 0."""
+        """Output extent for input extent `shape`: same: `shape`; floor_unique: ceil(shape / stride); else dense."""
         if self.policy == "same":
             return tuple(shape)
         if self.policy == "floor_unique":
@@ -154,9 +154,9 @@ class Relation:
         dilation: int | Sequence[int] = 1,
         policy: str | None = None,
     ) -> Relation:
-        """A relation with defaults filled in.
+        """A relation of a kernel window.
 
-        padding: `dilation * (kernel // 2)` for an odd kernel, 0 for an even one. policy: `same` at stride 1; otherwise
+        Default padding: `dilation * (kernel // 2)`, 0 for even kernels. Default policy: `same` at stride 1; otherwise
         `support` if padding is given, else `floor_unique`. Raises as checked() and as_axes()."""
         kernels = as_axes(kernel, dim, "kernel_size", 1)
         strides = as_axes(stride, dim, "stride", 1)
@@ -212,5 +212,4 @@ def _default_policy(stride: tuple[int, ...], padding: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _first(relation: Relation) -> Relation:
-    """The first of all equal relations."""
     return relation

@@ -1,17 +1,17 @@
-"""Custom operators that traced code (coords.tracing) calls where tensor values are needed.
+"""Custom operators that traced code (coords.tracing) calls for results that depend on tensor values.
 
     box(coords, shape, batch_size, settled) -> box                  bounding box; checks coords unless `settled`
-    level(coords, box, shape, RELATION) -> coords, box, table       new output coordinates, and the map to them
+    level(coords, box, shape, RELATION) -> coords, box, table       new output coordinates, and the map to these
     meet(inputs, box, outputs, box, RELATION) -> table              map between existing coordinates
-    pairs(table) -> inputs, outputs, sizes, taps                    pair lists of a map
+    pairs(table) -> inputs, outputs, sizes, taps                    KernelMap.pairs() and taps()
     kept(coords, mask) -> rows                                      rows where mask is true, in (batch, Morton) order
-    united(coords, coords) -> coords, places, places                union, and the rows of both in it
+    united(coords, coords) -> coords, places, places                union, and the rows in it of both operands
     items(coords) -> int64 [batch items]                            rows per batch item
     places(coords, shape, origin, items) -> places                  row-major indices in dense grids
 
 Operators are pure and return fresh memory; data-dependent sizes are unbacked symbols. A box is int64 [1 + 2D] on the
-CPU, so that it is read once: number of batch items, then minimum and maximum coordinate of each axis. A table is that
-of an untransposed KernelMap."""
+CPU, so that it is read once: number of batch items, minima of all axes, maxima of all axes. A table is that of an
+untransposed KernelMap."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def register(schema: str, run: Any, fake: Any) -> None:
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=TAGS)
 
-    # After a graph break at an operator torch must not trace its body, which calls the operator again.
+    # After a graph break at the operator, torch must not trace its body, which would call the operator again.
     @_disable_dynamo
     @wraps(run)
     def found(*args: Any) -> Any:
@@ -62,7 +62,7 @@ def register(schema: str, run: Any, fake: Any) -> None:
 
 
 def dynamic() -> torch.SymInt:
-    """A size that depends on the data."""
+    """A new unbacked symbol for a data-dependent size."""
     return torch.library.get_ctx().new_dynamic_size()
 
 
@@ -75,12 +75,12 @@ def _relation(fields: tuple[Any, ...]) -> Relation:
 
 
 def relation_of(*fields: Any) -> Relation:
-    """The relation of the arguments RELATION."""
+    """The relation of operator arguments RELATION."""
     return _relation(tuple(tuple(value) if isinstance(value, list) else value for value in fields))
 
 
 def volume_of(*fields: Any) -> int:
-    """K, the number of kernel offsets of the arguments RELATION."""
+    """K, the number of kernel offsets of operator arguments RELATION."""
     kernel, custom = fields[0], fields[5]
     return math.prod(kernel) if custom is None else len(custom) // len(kernel)
 

@@ -1,8 +1,8 @@
 """Geometries and kernel maps under torch.compile and torch.export, where tensors have no values and sizes are symbolic.
 
-All that needs values (boxes, new coordinates, neighbours, pair lists) is an operator of coords.traced_ops, called by
-the compiled code; this module makes the objects around the results. Geometries made in a trace cache their maps as
-usual. An input geometry is not modified: a `trace_local` copy replaces it, which `alike` treats as the same."""
+What depends on values (boxes, new coordinates, neighbours, pair lists) is computed by operators of coords.traced_ops
+when the compiled code runs; this module makes the objects around the results. Geometries made in a trace cache their
+maps as usual. Input geometries are not modified: `trace_local` copies replace them, which `alike` treats as equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pumice.coords.relation import Relation
 
 
 def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch_size: int | None) -> Geometry:
-    """A geometry of coordinates made in the traced function; they are checked when the compiled code runs."""
+    """A geometry of coordinates made in the traced function, which are checked when the compiled code runs."""
     items = -1 if batch_size is None else batch_size
     found = Geometry(coords, GridSpec(stride, shape, items, UNKNOWN))
     box = torch.ops.pumice.box(coords, None if shape is None else list(shape), items, False)
@@ -32,7 +32,7 @@ def checked(coords: Tensor, stride: Stride, shape: tuple[int, ...] | None, batch
 
 
 def trace_local(geometry: Geometry) -> Geometry:
-    """The geometry that caches maps in place of `geometry`: itself, if this trace made it."""
+    """A copy of `geometry` that caches maps for this trace; `geometry` itself if this trace made it."""
     if is_local(geometry):
         return geometry
     found = Geometry(geometry.coords, _without_bounds(geometry.outline), geometry.inverse)
@@ -46,7 +46,6 @@ def is_local(geometry: Geometry) -> bool:
 
 
 def _trace() -> str:
-    """An identifier of the current trace."""
     return str(id(TracingContext.try_get()))
 
 
@@ -68,7 +67,7 @@ def kernel_map(geometry: Geometry, relation: Relation, target: Geometry | None) 
 def cached_map(
     geometry: Geometry, relation: Relation, target: Geometry | None = None
 ) -> tuple[KernelMap, Geometry | None] | None:
-    """A cached map with its outputs (None: the geometry's own), or None.
+    """Cached (map, output geometry or None for `geometry`), or None without a cached map.
     Maps of an input geometry are used only if it was prepared: compiled code guards on the cache it reads, and an
     unprepared cache differs from call to call."""
     kept = geometry.maps.get((relation, target)) if is_local(geometry) else None
@@ -77,13 +76,13 @@ def cached_map(
 
 
 def subset(geometry: Geometry, mask: Tensor) -> tuple[Geometry, Tensor]:
-    """The coordinates where `mask` is true, in (batch, Morton) order, and their rows."""
+    """(geometry of the coordinates where `mask` is true, in (batch, Morton) order; their rows, int64)."""
     rows = torch.ops.pumice.kept(geometry.coords, mask)
     return _new_geometry(geometry.coords[rows], _without_bounds(geometry.outline)), rows
 
 
 def union(one: Geometry, two: Geometry) -> tuple[Geometry, tuple[Tensor, Tensor]]:
-    """The union of both coordinates, in (batch, Morton) order, and the rows of both in it."""
+    """(union of both coordinates, in (batch, Morton) order; the rows in it of each operand's, int64)."""
     coords, *places = torch.ops.pumice.united(one.coords, two.coords)
     first, second = one.outline, two.outline
     items = max(one.batch_size, two.batch_size) if first.batch_size >= 0 <= second.batch_size else -1
@@ -108,12 +107,12 @@ def relation_fields(relation: Relation) -> tuple[Any, ...]:
 
 
 def _without_bounds(site: GridSpec) -> GridSpec:
-    """A site without its bounds: reading them would make compiled code guard on their values."""
+    """Metadata with bounds UNKNOWN: reading bounds would make compiled code guard on their values."""
     return GridSpec(site.stride, site.spatial_shape, site.batch_size, UNKNOWN, site.frame)
 
 
 def _new_geometry(coords: Tensor, site: GridSpec) -> Geometry:
-    """A geometry made in a trace, not derived by steps from another one."""
+    """A geometry made in a trace that is its own root."""
     found = Geometry(coords, site)
     found.trail = TraceOrigin(_trace())
     return found
@@ -145,7 +144,7 @@ def _level_of(here: Geometry, key: Any) -> Geometry | None:
 
 
 def _given(geometry: Geometry) -> Geometry | None:
-    """The prepared input geometry: `geometry` itself or the one that it replaces; None if not prepared."""
+    """The input geometry, `geometry` or the one that this trace-local copy replaces; None unless prepared."""
     given = geometry
     if geometry.trail is not None and is_local(geometry):
         given = geometry.trail.given
@@ -153,7 +152,6 @@ def _given(geometry: Geometry) -> Geometry | None:
 
 
 def _map_between(inputs: Geometry, outputs: Geometry, relation: Relation) -> KernelMap:
-    """The map between two existing geometries."""
     table = torch.ops.pumice.meet(
         inputs.coords, _box(inputs), outputs.coords, _box(outputs), *relation_fields(relation)
     )
@@ -161,7 +159,7 @@ def _map_between(inputs: Geometry, outputs: Geometry, relation: Relation) -> Ker
 
 
 def _make_outputs(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]:
-    """The outputs that a relation makes, and the table of the untransposed map."""
+    """(geometry of a relation's new outputs, table of the untransposed map)."""
     shape = here.outline.spatial_shape
     bound = None if shape is None else list(shape)
     coords, box, table = torch.ops.pumice.level(here.coords, _box(here), bound, *relation_fields(relation))
@@ -174,13 +172,13 @@ def _make_outputs(here: Geometry, relation: Relation) -> tuple[Geometry, Tensor]
 
 
 def _box(geometry: Geometry) -> Tensor:
-    """int64 [1 + 2D] on the CPU: see coords.traced_ops."""
+    """The box, int64 [1 + 2D] on the CPU; see coords.traced_ops."""
     trail = geometry.trail if is_local(geometry) else None
     if trail is not None and trail.box is not None:
         return trail.box
     given = geometry if trail is None or trail.given is None else trail.given
     shape = None if given.outline.spatial_shape is None else list(given.outline.spatial_shape)
-    # Compiled code guards on every number it reads.
+    # Compiled code guards on every number it reads: read batch_size only if needed.
     items = -1 if given.settled and shape is None else given.outline.batch_size
     box = torch.ops.pumice.box(given.coords, shape, items, given.settled)
     if trail is not None:
@@ -194,7 +192,7 @@ def _scaled(stride: int | Fraction, factor: int, finer: bool) -> int | Fraction:
             return stride * factor
         if stride % factor == 0:
             return stride // factor
-        # Specialise on this stride: fractions cannot be symbolic.
+        # Specialise on the value: fractions cannot be symbolic.
         stride = operator.index(stride)
     share = Fraction(stride) / factor if finer else Fraction(stride) * factor
     return share.numerator if share.denominator == 1 else share

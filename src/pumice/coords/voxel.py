@@ -1,4 +1,4 @@
-"""Voxelisation: from points in space to voxels."""
+"""Voxelisation of points in space."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def quantize(
     batch_size: int | None = None,
     spatial_shape: int | Sequence[int] | None = None,
 ) -> Geometry:
-    """The distinct voxels floor((p - origin) / size) of points [P, D], in (batch, Morton) order.
+    """The geometry of the distinct voxels floor((p - origin) / size) of points [P, D], in (batch, Morton) order.
 
     batch: int [P], batch index of each point (default all 0). spatial_shape: points outside [0, spatial_shape) are
-    dropped. The geometry's `inverse` int64 [P] is each point's voxel row, -1 if dropped.
+    dropped. The geometry's `inverse`, int64 [P], is each point's voxel row, -1 if dropped.
 
     Raises CoordinateError (non-finite points, cells beyond int32, batch index outside batch_size); see check_points.
     """
@@ -56,9 +56,9 @@ def quantize(
 def frame_of(
     points: Tensor, size: float | Sequence[float] | None, origin: float | Sequence[float] | Tensor | str, rounding: str
 ) -> VoxelFrame:
-    """The frame of voxels of `size`; origin: a number, one per axis, or "min" (the minimum of the points).
+    """The placement of voxels of `size`. origin: a number, one per axis, or "min" (the minimum of the points).
 
-    With rounding "round" the minimum is that of the rounded cells, as in published MinkUNet pipelines. Raises
+    With rounding "round" the minimum is rounded to a multiple of `size`, as in published MinkUNet pipelines. Raises
     OptionError, ShapeError (lengths), CoordinateError (non-finite points)."""
     dim = points.shape[1] if points.ndim == 2 else 0
     named = isinstance(origin, str)
@@ -161,10 +161,10 @@ def unique_coords(
     batch_size: int | None = None,
     dim: int | None = None,
 ) -> Geometry:
-    """The distinct rows of a user's `coords` int32 [P, 1+D], in (batch, Morton) order.
+    """The geometry of the distinct rows of a user's `coords`, int32 [P, 1+D], in (batch, Morton) order.
 
-    Its `inverse` int64 [P]: `result.coords[inverse] == coords`. Raises as Geometry.checked(), but takes duplicates.
-    """
+    Its `inverse`, int64 [P], gives `result.coords[inverse] == coords`. Raises as Geometry.checked(), but not for
+    duplicates."""
     check_form(coords, dim)
     distinct, place = morton_unique(coords, Bounds.of(coords))
     site = Geometry.checked(distinct, stride, spatial_shape, batch_size).site

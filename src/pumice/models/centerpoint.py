@@ -1,4 +1,4 @@
-"""The sparse backbone of CenterPoint and similar detectors, in both published forms."""
+"""The sparse backbone of CenterPoint and similar detectors, in two published variants."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _unit(
 def resnet21d(in_channels: int) -> nn.ModuleList:
     """SparseResNet21D as in torchsparse: axes (x, y-down, z-forward), 21 convolutions, strides 1, 2, 2, 2, (1, 2, 1).
 
-    Strided convolutions are padded like torchsparse's default downsampling: the support of an unpadded convolution.
+    Strided convolutions have padding 0 and all outputs with an input (out="support"), as torchsparse's downsampling.
     """
     stages, channels = [], in_channels
     plan = ((3, 16, 3, 1), (3, 32, 3, 2), (3, 64, 3, 2), (3, 128, 3, 2), (1, 128, (1, 3, 1), (1, 2, 1)))
@@ -62,7 +62,7 @@ def voxelres8x(in_channels: int) -> nn.ModuleList:
 
 
 def _strided(level: nn.Module, strided: bool = True) -> list[Conv3d]:
-    """Convolutions of a level that change its coordinates (strided), or keep them."""
+    """The level's convolutions that change its coordinates or (strided=False) keep them."""
     layers = [m for m in level.modules() if isinstance(m, Conv3d)]
     return [layer for layer in layers if (layer.relation.policy != "same") == strided]
 
@@ -75,7 +75,7 @@ FORMS: dict[str, Callable[[int], nn.ModuleList]] = {"voxelres8x": voxelres8x, "r
 
 
 class CenterPointBackbone(nn.Module):
-    """Sparse encoder to 1/8 resolution and 128 channels; `.to_dense()` of its result feeds a bird's-eye-view network.
+    """Sparse encoder to 1/8 resolution and 128 channels; `.to_dense()` of the result feeds a bird's-eye-view network.
 
     Yin, Zhou and Kraehenbuehl, "Center-based 3D Object Detection and Tracking", CVPR 2021, sec. 4, with the sparse
     encoder of Yan, Mao and Li, "SECOND", Sensors 2018.
@@ -85,7 +85,7 @@ class CenterPointBackbone(nn.Module):
     in_channels: features per voxel (5 for x, y, z, intensity, time).
     form: "voxelres8x" (OpenPCDet; give tensors a spatial_shape, axes z, y, x) or "resnet21d" (torchsparse).
 
-    forward(x) -> SparseTensor of the last stage; `stages(x)` -> those of all stages.
+    forward(x) returns the SparseTensor of the last stage, stages(x) those of all.
     """
 
     def __init__(self, in_channels: int = 5, form: str = "voxelres8x") -> None:

@@ -1,4 +1,4 @@
-"""MinkUNet: the sparse residual U-Net of semantic segmentation."""
+"""MinkUNet: a sparse residual U-Net for semantic segmentation."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ def _unit(convolution: nn.Module, channels: int) -> Sequential:
 
 
 def _convolutions(module: nn.Module) -> list[Any]:
-    """The convolution layers in a module, in order."""
     return [m for m in module.modules() if isinstance(m, (*CONV.values(), *INVERSE_CONV.values()))]
 
 
 class Encoder(nn.Module):
-    """Halve the resolution (kernel 2, stride 2), then two residual blocks."""
+    """A convolution of kernel 2 and stride 2, then two residual blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, dim: int) -> None:
         super().__init__()
@@ -55,7 +54,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Upsample to the coordinates of `skip`, concatenate with it, then two residual blocks."""
+    """Upsample x to the coordinates of `skip`, concatenate both, then two residual blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, skip_channels: int, dim: int) -> None:
         super().__init__()
@@ -71,7 +70,7 @@ class Decoder(nn.Module):
 
 
 class MinkUNet(nn.Module):
-    """SparseResUNet42: 42 convolutions over 9 kernel maps, 7 pointwise maps and a linear head.
+    """SparseResUNet42: 42 convolutions over 9 kernel maps, 7 linear shortcuts and a linear head.
 
     Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", CVPR 2019, sec. 4; in the form and widths of Tang et al.,
     "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", ECCV 2020.
@@ -102,7 +101,7 @@ class MinkUNet(nn.Module):
         self.consumers = self._consumers()
 
     def _consumers(self) -> MapConsumers:
-        """Layers by kernel map; decoders start at the coarsest level."""
+        """The convolution layers by kernel map, finest level first."""
         down = [_convolutions(encoder)[:1] for encoder in self.encoders]
         back = [_convolutions(decoder)[:1] for decoder in reversed(self.decoders)]
         same = [_convolutions(self.stem), *(_convolutions(encoder)[1:] for encoder in self.encoders)]
@@ -124,6 +123,6 @@ class MinkUNet(nn.Module):
 
     @torch.no_grad()
     def predict(self, x: SparseTensor) -> torch.Tensor:
-        """Class labels, int64: [P] per point if x was voxelised from points, else [N] per voxel."""
+        """Class labels, int64: [P], one per point, if x was voxelised from points; else [N], one per voxel."""
         labels = self(x).feats.argmax(dim=1)
         return labels if x.geometry.inverse is None else labels[x.inverse]

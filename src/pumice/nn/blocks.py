@@ -29,7 +29,7 @@ class Sequential(nn.Sequential):
 
 
 def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:
-    """`module` on features unless it takes sparse tensors."""
+    """Call `module` on x or, if it takes no SparseTensor, on features; a mixed nn.Sequential child by child."""
     if not isinstance(x, SparseTensor) or _takes_sparse(module):
         return module(x)
     if type(module).forward is nn.Sequential.forward and any(map(_takes_sparse, module.children())):
@@ -42,7 +42,7 @@ def _call(module: nn.Module, x: SparseTensor) -> SparseTensor:
 
 
 def _takes_sparse(module: nn.Module) -> bool:
-    """True if it is given sparse tensors: it is a layer of ours, has one in it, or says so in its annotations."""
+    """True if a module receives SparseTensors (see Sequential); for an nn.Sequential, if all children do."""
     kind = type(module)
     if kind.forward is nn.Sequential.forward:
         return all(map(_takes_sparse, module.children()))
@@ -54,13 +54,13 @@ def _is_ours(kind: type[nn.Module]) -> bool:
 
 
 def _says_so(kind: type[nn.Module]) -> bool:
-    """True for a layer of ours, and where the annotations of `forward` name SparseTensor."""
+    """True for layers of pumice, nn.Identity, and a `forward` annotated with SparseTensor."""
     told = map(str, getattr(kind.forward, "__annotations__", {}).values())
     return _is_ours(kind) or kind.forward is nn.Identity.forward or any("SparseTensor" in each for each in told)
 
 
 class ResidualBlock(nn.Module):
-    """y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)), both convolutions submanifold, of `kernel_size`.
+    """Residual block y = act(norm(conv(act(norm(conv(x))))) + shortcut(x)) of two submanifold convolutions.
 
     The shortcut is the identity, or a linear layer and a norm if the channels change. He et al., "Deep Residual
     Learning for Image Recognition", CVPR 2016, fig. 2.

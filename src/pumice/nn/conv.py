@@ -1,4 +1,4 @@
-"""Convolution modules: weights and options around pumice.ops."""
+"""Convolution layers: weights and options for pumice.ops."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from pumice.schedule.dataflow import chosen
 class Convolution(CompiledTogether, nn.Module):
     """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
     Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
-    (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: the
-    dataflow that pumice.tune set last; any other in `dataflow` is the user's."""
+    (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: dataflow
+    set by pumice.tune, None without; a `dataflow` that differs from it was set by the user."""
 
     operation = "convolution"
     dim: ClassVar[int]
@@ -58,12 +58,12 @@ class Convolution(CompiledTogether, nn.Module):
         if channels[0] % groups or channels[1] % groups:
             raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
         self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
-        # A bias of None is registered too, as in torch.
+        # As in torch, None is registered.
         self.register_parameter("bias", nn.Parameter(torch.empty(channels[1])) if bias else None)
         self.reset_parameters()
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
-        """(relation of a call, the target's geometry or None)."""
+        """(relation of a call, geometry of its target or None)."""
         return self.relation, target_of(target)[1]
 
     def map_of(self, x: SparseTensor, target: Target = None) -> tuple[KernelMap, Geometry]:
@@ -72,7 +72,7 @@ class Convolution(CompiledTogether, nn.Module):
         return kernel_map(x.geometry, relation, geometry)
 
     def convolve(self, x: SparseTensor, target: Target = None) -> SparseTensor:
-        """What `forward` of all convolutions does."""
+        """Convolve x, for `forward` of subclasses."""
         return convolve(x, self.weight, self.bias, self.groups, self.map_request(target), self.dataflow)
 
     def reset_parameters(self) -> None:
@@ -142,7 +142,7 @@ class Conv(Convolution):
             self.relation = Relation.of_offsets(self.dim, offsets, **spread).shared()
 
     def forward(self, x: SparseTensor, out: Target = None) -> SparseTensor:
-        """x: N voxels x in_channels -> SparseTensor with out_channels. `out` overrides the layer's for this call."""
+        """Convolve x, N voxels x in_channels, to out_channels. out: overrides the layer's for this call."""
         return self.convolve(x, out)
 
     def map_request(self, target: Target = None) -> tuple[Relation, Geometry | None]:
@@ -179,7 +179,7 @@ class ConvTranspose(Convolution):
 
 
 class GenerativeConvTranspose(Convolution):
-    """Transposed convolution to all coordinates reached, outside spatial_shape too; odd kernels are centred.
+    """Transposed convolution to all coordinates that are reached, also outside spatial_shape; odd kernels are centred.
 
     As MinkowskiGenerativeConvolutionTranspose: Gwak, Choy and Savarese, "Generative Sparse Detection Networks",
     ECCV 2020, sec. 3. Follow it with prune().
@@ -209,8 +209,8 @@ class GenerativeConvTranspose(Convolution):
 class InverseConv(Convolution):
     """Inverse of a strided convolution, to known finer coordinates; see pumice.ops.conv_inverse.
 
-    `forward(x, target)`: target, a tensor or geometry, has the coordinates from which a convolution of the same kernel,
-    stride, padding and dilation made x's. Without target (as in a Sequential), that geometry, if still alive.
+    `forward(x, target)`: target, a SparseTensor or Geometry, has the input coordinates of the convolution of the same
+    kernel, stride, padding and dilation that made x's. None (as in a Sequential): that convolution's input, if alive.
     """
 
     def __init__(

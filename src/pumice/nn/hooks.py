@@ -1,4 +1,4 @@
-"""Activations that kernels compute, and checks for hooks."""
+"""Activations that kernels compute, checks for hooks, and guards of tensors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from pumice.nn import layers
 ACTIVATIONS: Mapping[type[nn.Module], str] = MappingProxyType(
     {layers.ReLU: "relu", nn.ReLU: "relu", layers.SiLU: "silu", nn.SiLU: "silu"}
 )
-"""Activations without options that change the result."""
+"""Activations that kernels compute, by module class: those without options that change the result."""
 
 
 def has_no_forward_hooks(modules: Sequence[nn.Module]) -> bool:
-    """True if none of the modules has a forward hook."""
+    """True if no module has a forward hook (own or global) or an instance attribute `forward`."""
     every = nn.modules.module
     if every._global_forward_hooks or every._global_forward_pre_hooks:
         return False
-    # A loop: a generator or a list would take half of the time.
+    # A loop is faster than any() over a generator or list.
     for module in modules:
         own = module.__dict__
-        # `forward`: an instance attribute that overrides the class's.
         if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
             return False
     return True
 
 
 def has_no_backward_hooks(modules: Sequence[nn.Module]) -> bool:
-    """True if none of the modules has a backward hook."""
+    """True if no module has a backward hook (own or global)."""
     every = nn.modules.module
     if every._global_backward_hooks or every._global_backward_pre_hooks:
         return False
@@ -45,6 +44,6 @@ TENSOR_GUARDS: Sequence[Callable[[Any], Any]] = (
     torch._C.TensorBase.shape.__get__,  # pyright: ignore[reportAttributeAccessIssue]
     torch._C.TensorBase.stride,
 )
-"""Guards of a tensor, besides its type; the address implies the device."""
+"""Getters of tensor properties that guard cached plans; the address implies the device."""
 REQUIRES_GRAD: Callable[[Any], bool] = torch._C.TensorBase.requires_grad.__get__  # pyright: ignore[reportAttributeAccessIssue]
-"""`requires_grad` of a tensor."""
+"""Getter of a tensor's `requires_grad`."""

@@ -28,7 +28,7 @@ from pumice.ops.tensor import not_sparse, row_wise
 
 
 def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
-    """Raise DtypeError if x is not a SparseTensor, ShapeError if it has another number of channels."""
+    """Raise DtypeError if x is not a SparseTensor, ShapeError if it does not have `channels` channels."""
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, type(layer).__name__)
     if channels is not None and x.channels != channels:
@@ -36,7 +36,7 @@ def _check(layer: nn.Module, x: object, channels: int | None = None) -> None:
 
 
 class _Featurewise(nn.Module):
-    """A torch module applied to the features; coordinates unchanged."""
+    """Mixin that applies a torch module to the features."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x)
@@ -44,7 +44,7 @@ class _Featurewise(nn.Module):
 
 
 class _Entrywise(_Featurewise):
-    """A row-wise torch module without parameters."""
+    """As _Featurewise, for row-wise modules without parameters."""
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return row_wise(x, super(_Featurewise, self).forward)
@@ -53,8 +53,8 @@ class _Entrywise(_Featurewise):
 class BatchNorm(CompiledTogether, _Featurewise, nn.BatchNorm1d):
     """torch.nn.BatchNorm1d over all voxels: mean and variance per channel.
 
-    Fewer than two voxels have no variance: instead of batch statistics they are normalised by the running statistics,
-    which stay unchanged (without running statistics by mean 0 and variance 1).
+    Fewer than two voxels have no variance: instead of batch statistics, running statistics normalise them and stay
+    unchanged (without running statistics: mean 0 and variance 1).
     """
 
     operation = "batch norm"
@@ -68,7 +68,7 @@ class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
-        """Replace every BatchNorm in `module`, ours and torch's, by SyncBatchNorm; parameters and statistics stay."""
+        """Replace batch norms of pumice and torch in `module` by SyncBatchNorms, keeping parameters and statistics."""
         if isinstance(module, BatchNorm):
             return _as_sync(module, process_group)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -98,7 +98,7 @@ class GroupNorm(nn.Module):
         y[n, c] = (x[n, c] - mean[b, g]) / sqrt(var[b, g] + eps) * weight[c] + bias[c]
 
     with b the batch item of voxel n, g the group of channel c, mean and biased variance over the item's voxels and
-    the group's channels. Statistics are kept in at least float32.
+    the group's channels. Statistics are computed in at least float32.
     """
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
@@ -133,7 +133,7 @@ class LeakyReLU(_Entrywise, nn.LeakyReLU):
 
 
 class GELU(_Entrywise, nn.GELU):
-    """x * Phi(x)."""
+    """x * Phi(x), Phi the normal CDF."""
 
 
 class SiLU(_Entrywise, nn.SiLU):
@@ -141,7 +141,7 @@ class SiLU(_Entrywise, nn.SiLU):
 
 
 class ELU(_Entrywise, nn.ELU):
-    """x above 0, alpha * (exp(x) - 1) below."""
+    """x for x > 0, else alpha * (exp(x) - 1)."""
 
 
 class Sigmoid(_Entrywise, nn.Sigmoid):
@@ -157,11 +157,11 @@ class Softplus(_Entrywise, nn.Softplus):
 
 
 class Dropout(_Entrywise, nn.Dropout):
-    """Each entry to 0 with probability p in training."""
+    """In training, zero each entry with probability p, scale others by 1 / (1 - p)."""
 
 
 class Identity(nn.Identity):
-    """x."""
+    """Returns x."""
 
 
 class Linear(CompiledTogether, _Featurewise, nn.Linear):
@@ -205,39 +205,39 @@ class _Pool(nn.Module):
 
 
 class MaxPool(_Pool):
-    """The maximum over the inputs present in each window: pumice.ops.max_pool."""
+    """Maximum of the inputs present in each window: pumice.ops.max_pool."""
 
     function = staticmethod(max_pool)
 
 
 class AvgPool(_Pool):
-    """The mean over the inputs present in each window: pumice.ops.avg_pool."""
+    """Mean of the inputs present in each window: pumice.ops.avg_pool."""
 
     function = staticmethod(avg_pool)
 
 
 class SumPool(_Pool):
-    """The sum over the inputs present in each window: pumice.ops.sum_pool."""
+    """Sum of the inputs present in each window: pumice.ops.sum_pool."""
 
     function = staticmethod(sum_pool)
 
 
 class GlobalMaxPool(nn.Module):
-    """[B, C]: the maximum over each batch item."""
+    """Maximum over each batch item's voxels, [B, C]."""
 
     def forward(self, x: SparseTensor) -> Tensor:
         return global_max_pool(x)
 
 
 class GlobalAvgPool(nn.Module):
-    """[B, C]: the mean over each batch item."""
+    """Mean over each batch item's voxels, [B, C]."""
 
     def forward(self, x: SparseTensor) -> Tensor:
         return global_avg_pool(x)
 
 
 class GlobalSumPool(nn.Module):
-    """[B, C]: the sum over each batch item."""
+    """Sum over each batch item's voxels, [B, C]."""
 
     def forward(self, x: SparseTensor) -> Tensor:
         return global_sum_pool(x)
