@@ -1,5 +1,5 @@
-"""The segmentation task: scans as sparse tensors with labels, and the network for them; and its checkpoint, one
-safetensors file of the weights with the task in the header."""
+"""The segmentation task (scans as labelled sparse tensors, the network for them), and its checkpoint: one safetensors
+file of the weights with the task in the header."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def save(path: Path, net: nn.Module, task: Task) -> Path:
 
 
 def save_or_elsewhere(path: Path, net: nn.Module, task: Task) -> Path:
-    """save(); if `path` cannot be written, into the folder of temporary files, with a warning that names the file."""
+    """As save(); if `path` cannot be written, saves to a temporary folder, and warns. Returns the path written."""
     try:
         return save(path, net, task)
     except FileError as error:

@@ -1,4 +1,4 @@
-"""A trained network on scans: its accuracy and speed, and its predictions as files beside a report."""
+"""Evaluation of a trained network on scans: accuracy, speed, and files of predictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BINS = 120
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """From a confusion matrix [true, predicted] over labelled points. iou is NaN for a class that never occurs."""
+    """Scores of a confusion matrix [true, predicted] over labelled points. iou: NaN for a class without points."""
 
     confusion: np.ndarray
 
@@ -38,7 +38,7 @@ class Scores:
 
     @property
     def present(self) -> int:
-        """Number of classes that occur."""
+        """Number of classes with labelled points."""
         return int((self.counts > 0).sum())
 
     @property
@@ -50,7 +50,7 @@ class Scores:
 
     @property
     def miou(self) -> float:
-        """Mean of iou over the classes that occur."""
+        """Mean of iou over the classes with labelled points."""
         present = self.iou[self.counts > 0]
         return float(present.mean()) if len(present) else 0.0
 
@@ -220,7 +220,7 @@ def _write_ply(path: Path, scan: Scan, classes: np.ndarray, task: Task) -> None:
 
 
 def _positions(scan: Scan) -> np.ndarray:
-    """The positions as in the file, float64 if they were shifted."""
+    """[P, 3]: the positions as in the file, float64 if the scan was shifted."""
     return scan.xyz + np.asarray(scan.origin) if any(scan.origin) else scan.xyz
 
 

@@ -37,7 +37,7 @@ GET_GPU_TORCH = "install a CUDA or ROCm build of torch (pytorch.org says how)"
 
 @dataclass(frozen=True)
 class Check:
-    """One line: what was checked, if it is usable, what was found, and advice if it is not."""
+    """A line of the report: what was checked, if it is usable, what was found, and advice if not."""
 
     name: str
     usable: bool
@@ -47,7 +47,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Info:
-    """All lines, by section. Text and booleans only, so as_dict() goes through JSON unchanged."""
+    """All lines of the report, by section. Text and booleans only: JSON preserves as_dict()."""
 
     versions: dict[str, str]
     devices: tuple[Check, ...]
@@ -61,7 +61,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: its module, its purpose, how to install it, and if importing it is cheap."""
+    """An optional package. try_import: import it as a check; False if that is slow."""
 
     module: str
     purpose: str
@@ -75,7 +75,7 @@ PACKAGES = (
     Package("pyarrow", "reads .feather and .parquet", "pip install .[io] in a clone"),
     Package("plotly", "interactive report", "pip install plotly"),
     Package("safetensors", "checkpoints", "pip install safetensors"),
-    # Importing it loads its GPU libraries; checking its presence is enough.
+    # Importing this package would load GPU libraries, so only its presence is checked.
     Package("spconv", "peer of the benchmarks", "pip install .[bench] in a clone", try_import=False),
 )
 
@@ -273,7 +273,6 @@ def _launcher(compiler: str) -> Check:
 
 
 def _run(command: list[str]) -> "subprocess.CompletedProcess[str] | None":
-    """None if the command cannot be started or times out."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -342,5 +341,5 @@ def _cache_folder() -> Check:
 
 
 def _short(path: Path) -> str:
-    """With ~ for the home folder, so that a pasted report does not name its author."""
+    """The path with ~ for the home folder, so that a pasted report does not name its author."""
     return str(path).replace(str(Path.home()), "~", 1) if path.is_relative_to(Path.home()) else str(path)

@@ -35,7 +35,7 @@ STATEMENT = 64  # characters of a statement in the table
 
 @dataclass(frozen=True)
 class Kept:
-    """The user's tuning cache. Methods return a line for the user, and raise FileError."""
+    """The user's tuning cache. Methods return a message for the user, and raise FileError."""
 
     tiles: Ledger
     plans: Plans
@@ -47,7 +47,7 @@ class Kept:
         return [*found, *(_plans(plans, device) for device in sorted({key.device for key in plans}))]
 
     def clear(self) -> str:
-        """Remove everything."""
+        """Remove all tiles and plans."""
         removed = [
             f"{_count(number, name)} from {own.path}"
             for own, name in ((self.tiles, "tile"), (self.plans, "plan"))
@@ -56,7 +56,7 @@ class Kept:
         return f"removed {' and '.join(removed)}" if removed else self.nothing()
 
     def export(self, file: Path) -> str:
-        """Write everything to a file, if there is anything."""
+        """Write all tiles and plans, if any, to a file."""
         tiles, plans = len(self.tiles.all()), len(self.plans.all())
         if not tiles and not plans:
             return self.nothing()
@@ -88,7 +88,7 @@ class Kept:
 
 
 def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
-    """The parts of a file, by kind. An unknown file is returned as tiles, whose parser raises the error."""
+    """("tiles" or "plans", document) for each part of an exported file. Unknown files are "tiles", which then raise."""
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -103,7 +103,6 @@ def _documents(file: Path) -> Iterator[tuple[str, Path | str]]:
 
 
 def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
-    """The tiles of a device, by statement."""
     table = _table(f"tiles of {device}", "statement, dtypes, sizes from", "tile", ">ms", "tuned")
     own = [(key, tuned) for key, tuned in found.items() if key.device == device]
     for key, tuned in sorted(own, key=lambda item: (item[0].statement, item[0].dtypes, item[0].sizes)):
@@ -113,7 +112,7 @@ def _tiles(found: Mapping[Key, Tuned], device: str) -> Table:
 
 
 def _plans(found: Mapping[PlanKey, TunedPlan], device: str) -> Table:
-    """The plans of a device, by network; below its name the dataflow of each group of layers."""
+    """A table of the plans of a device: the network, and below it the dataflow of each group of layers."""
     table = _table(f"plans of {device}", "network, dtypes, mode, dataflows", ">ms before", ">ms", "tuned")
     own = [(key, plan) for key, plan in found.items() if key.device == device]
     for key, plan in sorted(own, key=lambda item: (item[1].about, item[0].mode)):
@@ -136,7 +135,6 @@ def _table(title: str, first: str, *names: str) -> Table:
 
 
 def _indented(head: str, *below: str) -> Group:
-    """Text with indented lines below it."""
     return Group(Text(head), *(Padding(Text(line), (0, 0, 0, 2)) for line in below))
 
 
@@ -164,7 +162,7 @@ def _count(number: int, name: str) -> str:
 MODELS: Mapping[str, Callable[[], nn.Module]] = {"minkunet": MinkUNet, "centerpoint": CenterPointBackbone}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 VOXELS = (0.6, 0.3, 0.15, 0.08)
-"""Edges, in metres, with which a street has some 3,000 to 60,000 voxels."""
+"""Voxel edges in metres, for about 3,000 to 60,000 voxels of a generated street."""
 _REPORT = 0.2  # Seconds between reports
 
 

@@ -34,7 +34,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Page:
-    """Parts of a page. body: escaped HTML; data: input of the script; styles, script: files, see `asset`."""
+    """Content of a page. body: escaped HTML. data: input of the script. styles, script: files, see `asset`."""
 
     title: str
     body: str
@@ -72,7 +72,7 @@ def _fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def asset(file: str | Path) -> str:
-    """Text of a file: a name of this folder, or a path."""
+    """The text of a file, given by its name in this folder or by a path."""
     return (Path(__file__).parent / file).read_text(encoding="utf-8")
 
 
@@ -83,7 +83,7 @@ def plotly_source() -> str:
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """JSON that is safe inside a script element: no text in it can close the element."""
+    """JSON for a script element: no text in it can close the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -92,7 +92,7 @@ def json_text(data: Mapping[str, Any]) -> str:
 
 
 def card(key: str, value: str, unit: str, detail: str, main: bool = False) -> str:
-    """A number with a title above and details below."""
+    """HTML of a number with a title above and details below."""
     small = f"<small>{escape(unit)}</small>" if unit and value != MISSING else ""
     return (
         f'<div class="card{" main" if main else ""}"><div class="key">{escape(key)}</div>'
@@ -101,7 +101,7 @@ def card(key: str, value: str, unit: str, detail: str, main: bool = False) -> st
 
 
 def panel(title: str, note: str, inside: str) -> str:
-    """A section with a title; inside is HTML."""
+    """HTML of a section with a title around the HTML `inside`."""
     line = f'<p class="note">{escape(note)}</p>' if note else ""
     return f'<section class="panel"><header><h2>{escape(title)}</h2>{line}</header>{inside}</section>'
 
@@ -115,7 +115,7 @@ def finite(value: float | None) -> float | None:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, no exponent."""
+    """`value` with three significant digits, no exponent."""
     if not math.isfinite(value):
         return MISSING
     places = 2 - math.floor(math.log10(abs(value))) if value else 0
@@ -123,7 +123,7 @@ def digits(value: float) -> str:
 
 
 def large(value: float) -> str:
-    """Three digits with k, M or G."""
+    """The number with three digits and k, M or G."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= factor:
             return f"{digits(value / factor)} {suffix}"

@@ -48,7 +48,7 @@ PALETTE = (
 
 @dataclass(frozen=True, eq=False)
 class CloudView:
-    """One scan. xyz [P, 3] in metres; labels, prediction int [P]: values outside 0..classes-1 are unlabelled.
+    """A scan to draw. xyz [P, 3] in metres; labels, prediction int [P]: values outside 0..classes-1 are unlabelled.
 
     Raises ShapeError if the lengths differ, OptionError for a split that is not in SPLITS.
     """
@@ -184,7 +184,6 @@ def _payload(report: Report) -> dict[str, Any]:
 
 
 def _thinned_steps(history: Sequence[TrainingProgress]) -> list[TrainingProgress]:
-    """At most MAX_STEPS of them, evenly chosen, including the last."""
     if len(history) <= MAX_STEPS:
         return list(history)
     return [history[i] for i in np.linspace(0, len(history) - 1, MAX_STEPS).round().astype(int)]
@@ -367,7 +366,7 @@ def packed_view(
 
 
 def _view_counts(labels: np.ndarray | None, prediction: np.ndarray | None, classes: int, total: int) -> dict[str, Any]:
-    """Points per class (last: none), right/wrong/unlabelled, and accuracy; all of the whole scan."""
+    """Counts over the whole scan: points per class (last: no class), right/wrong/unlabelled; and the accuracy."""
     counts: dict[str, list[int]] = {"points": [total]}
     for key, codes in (("label", labels), ("prediction", prediction)):
         if codes is not None:

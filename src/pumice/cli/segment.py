@@ -32,9 +32,9 @@ Watch = Callable[[TrainingProgress, int], None]
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Result of a run. interrupted: training was stopped by hand; the checkpoint is saved all the same.
+    """Result of a run. interrupted: training was stopped by the user; the checkpoint is saved nevertheless.
 
-    scores: None without labels; where: the scans they were taken on; judged_on_training: these were trained on.
+    scores: None without labels. where: names the scans that were scored. judged_on_training: they were trained on.
     """
 
     task: Task
@@ -233,7 +233,7 @@ Item = TypeVar("Item")
 class Job:
     """Options of a run: output folder, device, and training. A checkpoint brings its own task.
 
-    features: one of FEATURES instead of the scan's own. predictions, predictions_as: their folder (default: beside the
+    features: one of FEATURES; None: those of the scan. predictions, predictions_as: their folder (default: beside the
     report) and format. timing: measure inference, too. save_every: epochs between checkpoints, 0: only the last.
 
     Raises OptionError for invalid values.
@@ -266,13 +266,13 @@ class Job:
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
 
     def checked(self) -> Job:
-        """Itself; raises the errors of its checkpoint before scans are read."""
+        """The job; loads its checkpoint to raise errors before scans are read."""
         if self.checkpoint is not None:
             checkpoint.load(self.checkpoint, self.device)
         return self
 
     def opened(self) -> Job:
-        """Itself, after creating its folders; raises FileError before any work is lost to one that cannot be made."""
+        """Create the output folders and return the job. Raises FileError early, before any work is lost."""
         for folder in {self.out, (self.report or self.out / "report.html").parent, self.predictions or self.out}:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ class Job:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1"; DeviceError for a missing one."""
+    """The device called "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:1". Raises DeviceError if missing."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -319,7 +319,7 @@ def labelled(scan: Scan) -> bool:
 
 
 def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0,)) -> Scan:
-    """The scan with one of FEATURES for its own ("constant": `fill`). Raises OptionError if the scan lacks them."""
+    """The scan with one of FEATURES as its features ("constant": `fill`). Raises OptionError if it lacks them."""
     if choice is None:
         return scan
     if choice == "constant":
@@ -331,7 +331,7 @@ def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0
 
 
 def _choices(count: int) -> dict[str, slice]:
-    """The columns of each of FEATURES in a scan with `count` columns: readers put intensity first and colours last."""
+    """The columns of FEATURES in a scan with `count` feature columns: intensity comes first, colours last."""
     found = {"intensity": slice(0, 1)} if count not in (0, 3) else {}
     return {**found, **({"rgb": slice(-3, None)} if count in (3, 4) else {}), "none": slice(0, 0)}
 

@@ -1,4 +1,4 @@
-"""Training as an iterator of steps, so that the caller may stop it at any of them."""
+"""Training as an iterator over steps, so that the caller may stop after any step."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ __all__ = ["ASPRS", "NUSCENES", "SEMANTIC_KITTI", "STREET", "LabelSet", "generic
 
 _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 _MOST_CLASSES = 1024
-# Unknown points per known point up to which unknown ids are taken for mistakes.
+# Points with unknown ids per point of a class, up to which these ids are taken for mistakes.
 _STRAY = 0.01
 
 

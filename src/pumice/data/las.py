@@ -15,7 +15,7 @@ __all__ = ["read_las"]
 _HEADER = 227
 _RECORD, _EXTENDED_RECORD = 54, 60
 _COMPRESSED = 128
-# Identical points, the best case of LAZ, take a hundredth of a byte each.
+# In the best case of LAZ, identical points, a point takes a hundredth of a byte.
 _POINTS_PER_BYTE = 128
 _LARGEST_CHUNK = 1_000_000
 _VARIABLE = 0xFFFFFFFF
@@ -29,7 +29,7 @@ def read_las(path: Path, columns: int | None = None) -> PointFile:
     laspy = optional_package(path, "laspy")
     data = path.read_bytes()
     _check_counts(path, data)
-    # From memory: reading beyond the end returns less instead of allocating the announced length.
+    # Read from memory: a read beyond the end is short instead of allocating the announced length.
     with laspy.open(io.BytesIO(data)) as reader:
         if reader.header.are_points_compressed:
             _check_chunks(path, data, reader.header)
@@ -48,7 +48,7 @@ def read_las(path: Path, columns: int | None = None) -> PointFile:
 
 
 def _check_counts(path: Path, data: bytes) -> None:
-    """FileError unless the counts in the header fit the file: laspy and lazrs allocate and loop by them."""
+    """Raise FileError unless the counts in the header fit the file: laspy and lazrs allocate and loop by them."""
     if len(data) < _HEADER or data[:4] != b"LASF":
         raise bad_file(path, f"a LAS header of {_HEADER} bytes", f"{len(data)} bytes that begin with {data[:4]!r}")
     header, start, records, kind, size, points = struct.unpack_from("<HIIBHI", data, 94)
@@ -64,7 +64,7 @@ def _check_counts(path: Path, data: bytes) -> None:
 
 
 def _check_chunks(path: Path, data: bytes, header: Any) -> None:
-    """FileError unless the chunks of a LAZ file and their layers lie within it: lazrs allocates the announced sizes."""
+    """Raise FileError unless chunks and layers of a LAZ file lie within it: lazrs allocates the announced sizes."""
     lazrs = optional_package(path, "lazrs")
     start, record = header.offset_to_point_data, header.vlrs.get("LasZipVlr")[0].record_data
     _check_table(path, data, start)
@@ -87,7 +87,7 @@ def _check_chunks(path: Path, data: bytes, header: Any) -> None:
 
 
 def _check_table(path: Path, data: bytes, start: int) -> None:
-    """FileError unless the chunk table of a LAZ file lies within it, with a plausible number of chunks."""
+    """Raise FileError unless the chunk table of a LAZ file lies within it, with a plausible number of chunks."""
     _fits(path, "the offset of the chunk table", start + 8, len(data))
     table = struct.unpack_from("<q", data, start)[0]
     if table == -1:  # A writer that could not seek back left the offset at the end.

@@ -14,7 +14,7 @@ _KINDS = {"F": "f", "I": "i", "U": "u"}
 
 @dataclass(frozen=True)
 class _Header:
-    """Fields as a dtype (COUNT > 1 gives a sub-array), the number of points, the encoding, the body."""
+    """A parsed file: fields as a dtype (sub-array for COUNT > 1), number of points, encoding, and undecoded body."""
 
     dtype: np.dtype
     points: int
@@ -112,7 +112,7 @@ def _binary(path: Path, header: _Header) -> np.ndarray:
 
 
 def _compressed(path: Path, header: _Header) -> np.ndarray:
-    """Two uint32 sizes, then LZF of the fields one after the other (all x, all y, ...)."""
+    """Read two uint32 sizes, then LZF data of the fields one after the other (all x, all y, ...)."""
     if len(header.body) < 8:
         raise bad_file(path, "8 bytes of sizes before the compressed data", f"{len(header.body)} bytes")
     packed, size = (int(v) for v in np.frombuffer(header.body, "<u4", count=2))

@@ -59,7 +59,7 @@ class Convex:
         return t, cosine
 
     def _enter(self, d: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Distance, cosine and number of the plane where each ray enters: the last it crosses inwards."""
+        """(distance, cosine, number) of the plane where each ray enters: the last plane crossed inwards."""
         near, far = np.full(d.shape[:-1], -_MISS), np.full(d.shape[:-1], _MISS)
         cosine, face = np.zeros(d.shape[:-1]), np.zeros(d.shape[:-1], np.int8)
         for i, (normal, offset) in enumerate(zip(self.normals, self.offsets, strict=True)):
@@ -219,7 +219,7 @@ class Rays:
 
 @dataclass(frozen=True, eq=False)
 class Echo:
-    """Echoes, one entry per ray [B, A]: distance (inf: none), cosine, class and reflectance."""
+    """Echoes by ray [B, A]: distance (inf: none), cosine of incidence, class and reflectance."""
 
     t: np.ndarray
     cosine: np.ndarray
@@ -228,7 +228,7 @@ class Echo:
 
 
 def cast(rays: Rays, ground: Echo, items: Sequence[Item], rng: np.random.Generator) -> Echo:
-    """The nearest echo of every ray, given that of the ground."""
+    """The nearest echo of every ray, of the ground or an item."""
     t, cosine, label, reflectance = (v.copy() for v in (ground.t, ground.cosine, ground.label, ground.reflectance))
     for item in items:
         for block in rays.around(item.shape):

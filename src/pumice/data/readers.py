@@ -145,7 +145,7 @@ def _scan(path: Path, name: str, cloud: PointFile, raw: np.ndarray | None, label
 
 
 def _label_path(path: Path, name: str, cloud: PointFile, labels: str | Path | bool | None) -> Path | None:
-    """The label file to use, or None for the labels inside the scan (if any)."""
+    """The label file to read, or None to use the labels inside the scan file, if any."""
     if labels is None or isinstance(labels, bool):
         if not labels or cloud.labels is not None:
             return None
@@ -192,7 +192,7 @@ def _any_error(path: Path, expected: str) -> Iterator[None]:
 
 @contextmanager
 def _loaded(path: Path) -> Iterator[Any]:
-    """The array or archive in a numpy file; with our own handle, since numpy leaks that of a broken archive."""
+    """The array or archive in a numpy file, opened here, since numpy does not close a broken archive."""
     with path.open("rb") as file, _any_error(path, f"a numpy {path.suffix} file of plain arrays"):
         yield np.load(file, allow_pickle=False)
 
@@ -255,7 +255,7 @@ _WIDEST = 10
 
 
 def read_text(path: Path, columns: int | None = None) -> PointFile:
-    """Points of lines of numbers, separated by blanks, commas or semicolons; comments begin with # or //. A first line
+    """Points from lines of numbers separated by blanks, commas or semicolons; comments begin with # or //. A first line
     of words names the columns (as in PLY and PCD); without one `from_columns` interprets them."""
     lines = _lines(path.read_bytes())
     names = _names(lines)
@@ -339,9 +339,9 @@ Layout = tuple[int, str]
 _FAR = 1e4
 _OUTLIERS = 0.01
 _SAMPLE = 200_000
-# File size in bytes from which small differences between layouts are significant.
+# File size in bytes from which small differences in the roughness of layouts are significant.
 _MANY = 20_000
-# In order of preference; a later one must fit clearly better.
+# In order of preference; a later layout must fit clearly better.
 _LAYOUTS: dict[str, tuple[Layout, ...]] = {
     ".bin": ((4, "<f4"), (5, "<f4"), (3, "<f4"), (6, "<f4"), (4, "<f2"), (5, "<f2")),
     ".pcd.bin": ((5, "<f4"), (4, "<f4"), (5, "<f2"), (4, "<f2")),

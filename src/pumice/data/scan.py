@@ -1,4 +1,4 @@
-"""One point cloud, validated on construction; and the content of one file, as readers return it."""
+"""Scan, a point cloud validated on construction, and PointFile, the content of a file as readers return it."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -164,10 +164,10 @@ def _check_shapes(xyz: np.ndarray, feats: np.ndarray, labels: np.ndarray | None)
 
 
 def _near(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The positions shifted near zero for float32, and the shift [3]."""
+    """(positions [P, 3] shifted near zero for float32, the shift [3])."""
     if not len(xyz) or xyz.dtype == np.float32 or np.abs(xyz).max() <= _FAR:
         return xyz, np.zeros(3)
-    # The median: one outlier must not cost all others precision.
+    # The median, so that one outlier does not cost all other points precision.
     shift = np.floor(np.median(xyz, axis=0))
     return xyz - shift, shift
 
@@ -210,7 +210,7 @@ def bad_file(path: Path, expected: str, found: str) -> FileError:
 
 
 def optional_package(path: Path, module: str) -> ModuleType:
-    """The module that reads a format of the extra `io`; FileError if it is not installed."""
+    """The module that reads a format of the extra `io`. Raises FileError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -37,7 +37,7 @@ class Street:
     kerb: float
 
     def height(self, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """The surface of the road (continued under the pavement) below the sensor."""
+        """z of the road surface (continued under the pavement), relative to the sensor."""
         z = self.slope[0] * u + self.slope[1] * v - self.sensor
         for amplitude, fu, fv, phase in self.waves:
             z = z + amplitude * (np.sin(fu * u + fv * v + phase) - np.sin(phase))
@@ -99,7 +99,7 @@ def _ground_plan(rng: np.random.Generator) -> Street:
 
 
 def _walk(rng: np.random.Generator, low: float, high: float) -> list[float]:
-    """Places along the street with random gaps."""
+    """Positions u along the street, with random gaps."""
     steps = rng.uniform(low, high, int(2 * _REACH / low) + 1)
     places = -_REACH + np.cumsum(steps)
     return [float(p) for p in places if p < _REACH]
@@ -143,7 +143,7 @@ def _building(plot: Plot, u: float, side: int, front: float, width: float) -> No
 
 
 def _gap(plot: Plot, u: float, gap: float, front: float) -> None:
-    """Between two houses: a garden wall, a hedge, or an open view."""
+    """Fill a gap between two houses with a garden wall, a hedge, or nothing."""
     street, rng = plot.street, plot.rng
     v, kind, height = street.middle + front, rng.random(), rng.uniform(0.8, 2.0)
     base = street.base(u + gap / 2, v)
@@ -176,7 +176,7 @@ def _vehicle(plot: Plot, u: float, v: float, yaw: float) -> None:
     kind = plot.rng.random()
     build = _car if kind < 0.72 else _van if kind < 0.92 else _truck
     reach = 2.3 if build is _car else 2.8 if build is _van else 4.2
-    # Two circles along the vehicle, as one around all of it would keep people off the pavement.
+    # Two circles per vehicle: one around all of it would keep people off the pavement.
     ahead = np.array([np.cos(yaw), np.sin(yaw)]) * reach / 2
     ends = [(u + s * ahead[0], v + s * ahead[1]) for s in (-1, 1)]
     if all(plot.free(*end, reach / 2) for end in ends):
@@ -255,7 +255,7 @@ def _poles(plot: Plot) -> None:
 
 
 def _post(plot: Plot, u: float, v: float, width: float, height: float) -> tuple[float, float]:
-    """A vertical tube; returns the height of its foot and its reflectance."""
+    """Place a vertical tube. Returns (height of its foot, its reflectance)."""
     base, light = plot.street.base(u, v), plot.rng.uniform(0.15, 0.7)
     plot.add(_POLE, light, Cylinder(np.array([u, v, base - 0.1]), width, height + 0.1))
     plot.take(u, v, 0.3)
@@ -348,7 +348,7 @@ def _person(plot: Plot, u: float, v: float) -> None:
     plot.add(_PERSON, rng.uniform(0.2, 0.6), Ellipsoid(foot + [0, 0, 0.93 * tall], np.array([0.1, 0.1, 0.075 * tall])))
 
 
-# Earlier builders keep their places; later ones use the remaining room.
+# Each builder uses the room that earlier ones left.
 _BUILDERS: tuple[Callable[[Plot], None], ...] = (_buildings, _vehicles, _poles, _trees, _people)
 
 
@@ -418,7 +418,7 @@ def _check(**values: float) -> None:
 
 
 def _ground(street: Street, d: np.ndarray, reach: float) -> Echo:
-    """Road, pavement and the kerb between them: the first of the three surfaces along each ray."""
+    """Echoes of the first surface along each ray: road, pavement, or the kerb between them."""
     flat = np.where(d[..., 2] < 0.05)
     rays = d[flat]
     low = terrain_hit(rays, street.height, reach)

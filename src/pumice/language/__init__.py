@@ -1,1 +1,1 @@
-"""Statements, storage formats and their rewrites, as text and symbols. No torch here."""
+"""Einsum statements, storage formats of sparse tensors, and rewrites of both. Symbolic: no torch here."""

@@ -1,4 +1,4 @@
-"""Tokens, operands and their index expressions: `A[2*p + X[q] - 1, r]`; errors show their position in the text."""
+"""Tokenizer and parser of operands with index expressions, as `A[2*p + X[q] - 1, r]`; errors show the position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 MOST_TOKENS = 20_000
-MOST_LEVELS = 100  # of brackets; each takes four calls
+MOST_LEVELS = 100  # of nested brackets; each takes four recursive calls
 
 _LONGEST_NUMBER = 40
 _LONGEST_LINE = 120
@@ -38,7 +38,7 @@ _REFUSED = {
 
 
 class Token(NamedTuple):
-    """kind: name, number, end, or the sign itself."""
+    """A token. kind: "name", "number", "end", or the text of a sign."""
 
     kind: str
     text: str
@@ -47,7 +47,7 @@ class Token(NamedTuple):
 
 
 def tokens(text: str) -> list[Token]:
-    """The tokens of the text and a final one of kind `end`."""
+    """The tokens of the text, then one of kind "end"."""
     found: list[Token] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup
@@ -66,7 +66,7 @@ def tokens(text: str) -> list[Token]:
 
 
 def _normal(text: str, token: Token) -> Token:
-    """A name normalised (NFKC) as Python does for keyword arguments: µ has two code points, Python uses one."""
+    """The token with its name normalised (NFKC), as Python does for keyword arguments: µ has two code points."""
     if token.kind != "name" or token.text.isascii():
         return token
     for place, character in enumerate(token.text, token.start):
@@ -81,7 +81,7 @@ def quote(text: str) -> str:
 
 
 def where(text: str, place: int) -> str:
-    """The position in words, with its line if the text has several."""
+    """The position in words: column, and line if the text has several lines."""
     column = place - text.rfind("\n", 0, place)
     line = text.count("\n", 0, place) + 1
     return f"line {line}, column {column}" if "\n" in text else f"column {column}"
@@ -102,7 +102,7 @@ def complaint(text: str, place: int, sentence: str) -> StatementError:
 
 
 class TokenReader:
-    """The tokens of a text and the current position."""
+    """The tokens of a text, read one after the other."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -131,7 +131,7 @@ class TokenReader:
         return self.take()
 
     def close(self, opened: Token, expected: str) -> int:
-        """Read the closing bracket; returns where it ends."""
+        """Read the closing bracket; returns the position behind it."""
         bracket = "]" if opened.kind == "[" else ")"
         if self.now.kind != bracket:
             place = where(self.text, opened.start)
@@ -153,7 +153,7 @@ _LIMITS = "integers have 64 bits, floats end at 1.8e308"
 
 
 class Use(NamedTuple):
-    """First use of a name, and its number of axes (None: as an index)."""
+    """First use of a name: its number of axes (None: an index), and position."""
 
     axes: int | None
     place: int
@@ -163,7 +163,7 @@ Linear = tuple[list[tuple[int, Index | Access]], int]  # terms and constant of a
 
 
 class AccessReader(TokenReader):
-    """Reads numbers and accesses; knows the named integers, the target and the names used so far."""
+    """Reads numbers and accesses; keeps the passed integers, the target and the names used so far."""
 
     def __init__(self, text: str, integers: Mapping[str, int]) -> None:
         super().__init__(text)
@@ -190,7 +190,7 @@ class AccessReader(TokenReader):
         return a * b
 
     def access(self, token: Token, written: bool = False) -> Access:
-        """The operand named by `token`, with its indices."""
+        """The operand named by `token`, with its indices. written: it is the target."""
         name, stop, found = token.text, token.stop, []
         if written:
             self.target = name
@@ -211,7 +211,7 @@ class AccessReader(TokenReader):
         return Access(name, tuple(found), Span(token.start, stop))
 
     def use(self, name: str, axes: int | None, place: int) -> None:
-        """Record a use of a name; it must agree with the first one."""
+        """Record a use of a name; fails if its axes differ from those of the first use."""
         self.indices += axes is None and name not in self.uses
         first = self.uses.setdefault(name, Use(axes, place))
         if first.axes == axes:
@@ -227,7 +227,7 @@ class AccessReader(TokenReader):
         self.fail(f"{quote(name)} has {count_axes(axes)} here and {count_axes(first.axes)} at {there}", place)
 
     def linear(self, start: int, terms: list[tuple[int, Index | Access]], constant: int) -> Affine:
-        """The index expression read from `start` to the current position."""
+        """The expression of these terms, read from `start` to the current position."""
         span = Span(start, self.tokens[self.at - 1].stop)
         if len(terms) == 1 and terms[0][0] == 1 and not constant:
             return Affine((terms[0],), 0, span)
@@ -236,7 +236,7 @@ class AccessReader(TokenReader):
             self.fail("an integer of this index expression has more than 64 bits", start)
         kept = {atom for _, atom in found.terms}
         for _, atom in terms:
-            # Dropping it would drop the sum over it, which changes the meaning of the text.
+            # Without this index there would be no sum over it: the meaning would change.
             if atom not in kept:
                 self.fail(f"{quote(str(atom))} cancels out of this index expression; leave it out", atom.span.start)
         return found

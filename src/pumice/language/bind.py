@@ -1,7 +1,7 @@
-"""Sizes: the range of every index and the shape of the target, from the shapes of the operands.
+"""Binding of statements to shapes: the range of each index and the target's shape, from the operands' shapes.
 
-An index runs over [0, n), n being the extent of an axis it indexes alone; all such axes must agree. Otherwise it has
-the largest range that keeps every window inside its operand (`I[2*p+r]`), or must be declared (`; p:14`).
+An index runs over [0, n), n being the extent of an axis that it indexes alone; all such axes must agree. Without such
+an axis it has the largest range that keeps every window (`I[2*p+r]`) in its operand, or must be declared (`; p:14`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Shape = Sequence[int]
 class BoundStatement:
     """A statement with its sizes; compared by identity, so that it can be a cache key.
 
-    ranges: of every index, by name; shape: of the target; windowed: indices whose range follows only from windows or a
-    declaration. like: the original of a `resized` statement, key of whatever does not depend on exact sizes.
+    ranges: of every index, by name. shape: of the target. windowed: indices with declared ranges or those of windows.
+    like: the statement that `resized` was given, cache key of everything that does not depend on exact sizes.
     """
 
     statement: Statement
@@ -41,7 +41,7 @@ class BoundStatement:
         return self.extents[index]
 
     def points(self, names: Iterable[str]) -> int:
-        """The number of points of these indices together."""
+        """The product of the extents of these indices."""
         return math.prod(self.extents[name] for name in names)
 
 
@@ -60,13 +60,13 @@ class Axis(NamedTuple):
 def bind(
     statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None = None, strict: bool = True
 ) -> BoundStatement:
-    """The sizes of `statement` for operands of these shapes; `shape` is the target's, if known.
+    """`statement` with sizes for operands of these shapes. shape: of the target, if known.
 
-    strict: windows may leave their operand only through an index that the text declares. Derived statements are bound
-    without it: values outside an operand do not contribute.
+    strict: a window may leave its operand only along an index that the text declares. Derived statements are bound
+    with strict=False: values outside an operand do not contribute.
 
-    Raises ShapeError for missing or contradictory sizes, or windows that leave an operand; it names index and both
-    sizes.
+    Raises ShapeError for missing or contradictory sizes, or windows that leave an operand; the message names
+    index and both sizes.
     """
     for access in accesses_of(*statement.terms, *statement.target.indices):
         _check_rank(access, shapes)
@@ -90,18 +90,18 @@ def bind(
 
 
 def resizable(bound: BoundStatement) -> bool:
-    """True if every index range is an axis extent or declared, so that no window has to be solved."""
+    """True if every index range is declared or the extent of an axis: none has to be solved from windows."""
     return bare_places(bound.like or bound) is not None
 
 
 def resized(bound: BoundStatement, shapes: Mapping[str, Shape], shape: tuple[int, ...]) -> BoundStatement:
-    """A `resizable` statement for operands of other, consistent sizes; unchecked."""
+    """A `resizable` statement bound to other sizes, whose consistency is not checked."""
     ranges = {name: Range(0, extent) for name, extent in extents_at(bound, shapes, shape).items()}
     return BoundStatement(bound.statement, {**bound.ranges, **ranges}, shape, bound.windowed, bound.like or bound)
 
 
 def extents_at(bound: BoundStatement, shapes: Mapping[str, Shape], shape: Shape) -> dict[str, int]:
-    """The points of each index that is alone on an axis, for operands of other sizes."""
+    """By undeclared index that is alone on an axis: its number of points for operands of other sizes."""
     places = bare_places(bound.like or bound)
     assert places is not None
     return {name: (shapes[operand] if operand else shape)[axis] for name, operand, axis in places}
@@ -109,7 +109,7 @@ def extents_at(bound: BoundStatement, shapes: Mapping[str, Shape], shape: Shape)
 
 @lru_cache(maxsize=4096)
 def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | None:
-    """(index, operand, axis) for each undeclared index alone on an axis ("": the target); None if not resizable."""
+    """(index, operand, axis) of each undeclared index alone on an axis, "" being the target; None: not resizable."""
     statement = bound.statement
     declared = {name for name, _ in statement.ranges}
     if set(bound.windowed) - declared:
@@ -124,7 +124,7 @@ def bare_places(bound: BoundStatement) -> tuple[tuple[str, str, int], ...] | Non
 
 
 def leading_indices(bound: BoundStatement) -> tuple[str, ...]:
-    """The indices that are on the first axis of every access they occur in, in the order of the extents."""
+    """The indices that occur on first axes only, in the order of `extents`."""
     return _leading_indices(bound.like or bound)
 
 
@@ -141,7 +141,7 @@ def _leading_indices(bound: BoundStatement) -> tuple[str, ...]:
 
 
 def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
-    """The minimum and maximum of an expression without index arrays; its indices are not empty."""
+    """(minimum, maximum) of an expression without index arrays and with non-empty index ranges."""
     low = high = expression.constant
     for coefficient, atom in expression.terms:
         assert isinstance(atom, Index)
@@ -153,9 +153,9 @@ def span_of(expression: Affine, ranges: Mapping[str, Range]) -> tuple[int, int]:
 def reaches(
     bound: BoundStatement, target: Access, shapes: Mapping[str, Shape], tops: Mapping[str, int]
 ) -> dict[Affine, tuple[int, int]]:
-    """Bounds of every index expression other than a bare index; tops: maxima of the index arrays. An added index array
-    is bounded by its axis, since it has been validated; a subtracted one by `tops`. target: that of the statement, or
-    the one with a segment index."""
+    """(lower, upper) bounds of every index expression but bare indices. An added index array is bounded by the extent
+    of the indexed axis, since its values are validated; a subtracted one by `tops`, the maxima of index arrays. target:
+    the statement's, or that with a segment index."""
     found: dict[Affine, tuple[int, int]] = {}
     axes = [*zip(target.indices, bound.shape, strict=True)]
     for access in accesses_of(*bound.statement.terms, *target.indices):
@@ -190,7 +190,6 @@ def _check_rank(access: Access, shapes: Mapping[str, Shape]) -> None:
 
 
 def _check_shapes(statement: Statement, shapes: Mapping[str, Shape]) -> None:
-    """Check operands against the shapes that the text declares."""
     for name, declared in statement.shapes:
         found = shapes.get(name, declared) if name != statement.target.name else declared
         fits = len(found) == len(declared) and all(d in (None, n) for d, n in zip(declared, found, strict=True))
@@ -199,7 +198,7 @@ def _check_shapes(statement: Statement, shapes: Mapping[str, Shape]) -> None:
 
 
 def _target_shape(statement: Statement, shapes: Mapping[str, Shape], shape: Shape | None) -> tuple[int | None, ...]:
-    """The target's shape as passed or declared, None for open axes."""
+    """The target's shape as passed or declared; None for axes of unknown extent."""
     target = statement.target
     known = shape if shape is not None else shapes.get(target.name)
     declared = dict(statement.shapes).get(target.name)
@@ -219,7 +218,7 @@ def _axes(accesses: Iterable[Access], shapes: Mapping[str, Shape]) -> Iterator[A
 
 
 def _bare_ranges(statement: Statement, axes: Sequence[Axis]) -> dict[str, Range]:
-    """The declared ranges, and those of indices alone on an axis of known extent."""
+    """The declared ranges, and ranges of indices that are alone on an axis of known extent."""
     ranges = dict(statement.ranges)
     first: dict[str, Axis] = {}
     for axis in axes:
@@ -246,7 +245,7 @@ def _check_declared(name: str, declared: Range, axis: Axis) -> None:
 
 
 def _window_ranges(ranges: dict[str, Range], axes: Sequence[Axis]) -> None:
-    """Add the ranges that windows determine: the largest that keep every window inside."""
+    """Add the ranges determined by windows: the largest that keep every window inside its operand."""
     while True:
         found: dict[str, int] = {}
         for axis in axes:
@@ -262,7 +261,7 @@ def _window_ranges(ranges: dict[str, Range], axes: Sequence[Axis]) -> None:
 
 
 def _largest(name: str, axis: Axis, ranges: Mapping[str, Range]) -> int:
-    """The stop of the largest range from 0 of `name` for which the expression stays in [0, extent)."""
+    """The largest stop for which the axis' expression stays in [0, extent) while `name` is in [0, stop)."""
     assert axis.extent is not None
     rest = Affine(tuple(t for t in axis.expression.terms if t[1] != Index(name)), axis.expression.constant)
     coefficient = next(c for c, atom in axis.expression.terms if atom == Index(name))
@@ -283,7 +282,7 @@ def _check_windows(statement: Statement, ranges: Mapping[str, Range], axes: Sequ
         if low >= 0 and high < axis.extent or any(statement.declared(name) for name in names):
             continue
         example = f"`; {names[0]}:{len(ranges[names[0]])}`" if names else ""
-        hint = f"; declare an index to pad with nothing, for instance {example}" if names else ""
+        hint = f"; declare an index to allow windows beyond the operand, for instance {example}" if names else ""
         raise ShapeError(
             f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{hint}{_in(statement)}"
         )

@@ -1,10 +1,10 @@
-"""The contraction in a statement: which index is batch, row (M), column (N) or reduction (K).
+"""The contraction in a statement: its indices as batch, rows (M), columns (N) and reduction (K).
 
     C[32*AM[p]+bm, n] += A[p,q,bm,bk] * B[32*AK[p,q]+bk, n]      AM sorted
     segment p under s, rows bm, columns n, reduced bk, loops (p, q)
 
-If a sorted index array addresses the target, the points that write one entry are contiguous: a segment. Its sum stays
-in registers and is written once.
+If a sorted index array addresses the target, the points that write one target entry are contiguous: a segment. Its sum
+stays in registers and is written once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pumice.language.nodes import Access, Affine, Index, Statement, Term, access
 
 _SMALLEST = 8  # rows, columns or reduced points below which a tile of a matrix product is mostly padding
 
-_SMALLEST_WITHIN = 4  # the same if the left side is itself a product, so that the right side is read once
+_SMALLEST_WITHIN = 4  # the same if the left side is a nested product
 
 _DEEPEST_WITHIN, _LONGEST_WITHIN = 64, 8
-"""Limits of a product in the left side: points reduced in its matrices, and in unrolled loops."""
+"""Limits of a nested product: points of its shared index, and of its unrolled loops."""
 
-_MANY = 4096  # results per segment from which these, not the segments, are the rows of a tile
+_MANY = 4096  # results per segment from which they are the rows of a tile, in place of segments
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`position` runs over the entries p with array[p] == index; the array is sorted."""
+    """Contiguous equal entries of a sorted index array: `position` runs over the p with array[p] == `index`."""
 
     array: str
     position: str
@@ -37,13 +37,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class NestedProduct:
-    """The left side of a product that is itself a product, over reductions of no other factor.
+    """A matrix product that is the left side of another one, over reductions that occur in no other factor.
 
-        Z[b,i,w] = A[b,l,i,j] * X[b,j,u] * W[b,l,u,w]       left[i,u] = A[i,j] * X[j,u], met j
+        Z[b,i,w] = A[b,l,i,j] * X[b,j,u] * W[b,l,u,w]       left[i,u] = A[i,j] * X[j,u], shared j
 
-    met         the index that its two sides share, all of it in one tile
-    summed      its other reductions, each in one side only, unrolled
-    left, right positions of its factors: those with the rows, those with the outer reduction
+    shared      the reduction index of both of its sides, all in one tile
+    summed      its other reductions, each in one side only; unrolled loops
+    left, right positions of its factors without, with the outer reduction
     """
 
     shared: str
@@ -59,17 +59,17 @@ class ContractionRoles:
     product     left and right form a matrix product; otherwise factors are multiplied elementwise
     rows, columns   the two axes of the result tile; several indices form one axis, the last one fastest
     reduced     the third axis of a matrix product; loops: the sequential reductions
-    batch       target indices that are fixed in a program
+    batch       target indices with one value per program
     left, right positions of the factors on either side of the product
     target      the target access, with the segment index in place of its array
     segment     see Segment; its index is the first of batch or the only row
-    adds        several programs may write one entry
+    atomic      several programs may add to one target entry
     folds       the columns are a reduction too, summed at the end; in a matrix product after multiplying by the factors
                 outside the loop: Z[b,p] = (G[b,w] . W[p,u,w]) * X[b,u], columns u
     stacked     the rows of a matrix product are consecutive segments, see stacked()
     packed      the third axis of a matrix product holds several entries of a segment, see packed()
-    within      the left side if it is a product too; as in every matrix product, values multiplied by 0 count:
-                infinities and NaN spread to all rows
+    within      the left side if it is a nested product; infinities and NaN spread to all rows, since rows are
+                multiplied by 0, as in every matrix product
     """
 
     product: bool
@@ -90,12 +90,12 @@ class ContractionRoles:
 
     @property
     def laned(self) -> bool:
-        """True if the rows are the segments, each with its own loop, so that a tile holds many."""
+        """True if the rows are segments, each with its own loop; a tile then has many segments."""
         return self.segment is not None and self.rows == (self.segment.index,) and not self.stacked
 
 
 def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> ContractionRoles:
-    """The roles in a statement of one term."""
+    """The roles of the indices in a statement of one term."""
     (term,) = statement.terms
     target, segment = _segmented(statement)
     out = indices_of(target)
@@ -104,20 +104,20 @@ def contraction_roles(statement: Statement, extents: Mapping[str, int]) -> Contr
     adds = not _injective(target, extents, statement)
     found = _product(term, target, reduced, segment, extents)
     if found is None and (segment is not None or adds):
-        # Mostly idle tensor cores are still faster than elementwise gathers.
+        # Even mostly padded, tensor cores are faster than elementwise gathers.
         found = _product(term, target, reduced, segment, extents, narrow=True)
     common = {"target": target, "segment": segment, "atomic": adds}
     if found is not None:
         return replace(found, **common)
     folded = _folded_product(term, target, reduced, extents) if segment is None else None
     if folded is not None:
-        # Several blocks of columns may add to one entry.
+        # Several blocks of columns may add to one target entry.
         return replace(folded, target=target, atomic=True)
     return replace(_entrywise(term, target, reduced, segment, extents), **common)
 
 
 def exchanged(roles: ContractionRoles) -> ContractionRoles:
-    """The same product with rows and columns, left and right exchanged."""
+    """The same product with rows and columns exchanged, and left and right."""
     return replace(roles, rows=roles.columns, columns=roles.rows, left=roles.right, right=roles.left)
 
 
@@ -126,8 +126,8 @@ def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles |
 
         C[A_m[p],n] = V[p] * B[A_k[p],n]      left[s,p] = V[p] if A_m[p] == s else 0,   right[p,n] = B[A_k[p],n]
 
-    The entries of all segments of a tile are its reduction. The left side is mostly zero; tensor cores multiply it
-    faster than plain units convert and add the non-zeros.
+    The reduction runs over the entries of all segments of a tile. The left side is mostly zero; tensor cores multiply
+    it faster than plain units convert and add the non-zeros.
     """
     if not roles.laned or roles.folds or roles.atomic or roles.segment is None or not roles.columns:
         return None
@@ -142,12 +142,12 @@ def stacked(roles: ContractionRoles, statement: Statement) -> ContractionRoles |
 
 
 def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, int]) -> ContractionRoles | None:
-    """Consecutive entries of a segment side by side in the third axis of one matrix product, or None if there is no
-    such form.
+    """Roles in which the third axis of one matrix product holds consecutive entries of a segment, or None if the
+    statement has no such form.
 
         O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c]      left[b,(e,c)], right[(e,c),n], few c
 
-    c may be as small as 1, where c alone gives no product. No axis may depend on both e and c, or descend along e.
+    c may have 1 point, too few for a product over c alone. No axis may depend on both e and c, or decrease along e.
     """
     segment = roles.segment
     if segment is None or roles.laned or roles.folds:
@@ -165,8 +165,8 @@ def packed(roles: ContractionRoles, statement: Statement, extents: Mapping[str, 
 
 
 def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
-    """An axis along which the segment index runs: its operand ("" is the result), number and coefficient. The range of
-    the index is the extent of the axis divided by the coefficient."""
+    """(operand, axis, coefficient) of an axis that is indexed by coefficient * segment index; operand "" is the result.
+    The segment index has extent / coefficient points."""
     assert roles.segment is not None
     for access in (roles.target, *accesses_of(*roles.target.indices)):
         for axis, expression in enumerate(access.indices):
@@ -177,12 +177,12 @@ def segment_axis(roles: ContractionRoles) -> tuple[str, int, int]:
 
 
 def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
-    """The target with its first suitable sorted array replaced by an index, and the segment."""
+    """(target with its first suitable sorted array replaced by a segment index, segment or None)."""
     sorted_ = {name for name, fact in statement.facts if fact == "sorted"}
     target, read = statement.target, indices_of(*statement.terms)
     for array in arrays_of(*target.indices):
         position = array.indices[0].bare if len(array.indices) == 1 else None
-        # If no factor depends on the position, there is no loop over the entries of a segment.
+        # If no factor depends on the position, there is nothing to loop over in a segment.
         if array.name not in sorted_ or position not in read:
             continue
         # Segments take all entries, so a range that does not start at 0 rules them out.
@@ -201,7 +201,6 @@ def _coefficient(target: Access, name: str) -> int:
 
 
 def _exchange(access: Access, old: Access, new: Index) -> Access:
-    """The access with an index array inside it replaced by an index."""
     return replace(access, indices=tuple(_exchanged(e, old, new) for e in access.indices))
 
 
@@ -221,7 +220,7 @@ def _injective(target: Access, extents: Mapping[str, int], statement: Statement)
     distinct = {name for name, fact in statement.facts if fact == "distinct"}
     known: set[str] = set()
     before = -1
-    # Indices determined by one axis may determine those of another.
+    # An index determined by one axis may help to determine those of another.
     while before < len(known):
         before = len(known)
         for expression in target.indices:
@@ -230,7 +229,7 @@ def _injective(target: Access, extents: Mapping[str, int], statement: Statement)
 
 
 def _determined(expression: Affine, known: set[str], extents: Mapping[str, int], distinct: set[str]) -> set[str]:
-    """The indices determined by the value of the expression and the indices in `known`."""
+    """The indices whose values follow from that of the expression and those of the indices in `known`."""
     if expression.arrays:
         ((_, atom), *rest) = expression.terms
         if rest or not isinstance(atom, Access) or atom.name not in distinct:
@@ -255,7 +254,7 @@ def _product(
     shallowest: int = _SMALLEST,
     narrow: bool = False,
 ) -> ContractionRoles | None:
-    """The matrix product with the largest tile, or None; shallowest: least reduction; narrow: allow thin sides."""
+    """Roles of the product with the largest tile, or None. shallowest: minimum reduction; narrow: a side may be 1."""
     deps = [set(indices_of(factor)) for factor in term.factors]
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
@@ -289,7 +288,7 @@ def _product(
         score = math.prod(min(size, cap) for size, cap in zip(sizes, (128, 128, 64), strict=True))
         # On a tie prefer columns that are the target's last axis: they are stored contiguously.
         score = 2 * score + (bool(target.indices) and target.indices[-1].bare in columns)
-        # A nested product saves a loop around everything else.
+        # A nested product is preferred: it saves a loop around everything else.
         rank = (within is not None, score)
         if best is None or rank > best[0]:
             best = rank, _with_rest(target, reduced, (rows, columns, tile), (left, right), own, within)
@@ -303,7 +302,7 @@ def _within(
     own_reductions: Sequence[str],
     extents: Mapping[str, int],
 ) -> NestedProduct | None:
-    """These factors as a product over `own_reductions`, the reductions of no other factor, or None."""
+    """The factors at `places` as a nested product over `own_reductions`, which no other factor has, or None."""
     right = tuple(place for place in places if deps[place] & set(tile))
     left = tuple(place for place in places if place not in right)
     shared = [name for name in own_reductions if name in _union(deps, left) and name in _union(deps, right)]
@@ -316,7 +315,7 @@ def _within(
 def _folded_product(
     term: Term, target: Access, reduced: Sequence[str], extents: Mapping[str, int]
 ) -> ContractionRoles | None:
-    """The largest product whose columns are a reduction, or None."""
+    """Roles (`folds`) of the largest product whose columns are a reduction, or None."""
     if not all(isinstance(factor, Access) for factor in term.factors):
         return None
     deps = [set(indices_of(factor)) for factor in term.factors]
@@ -359,7 +358,7 @@ def _with_rest(
 
 
 def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
-    """The reduction in a tile: the last index, and those before it while it is short."""
+    """The reduction indices of a tile: the last one, and those before it until they have 16 points."""
     tile: list[str] = []
     for name in reversed(meets):
         if tile and _volume(tile, extents) >= 16:
@@ -371,7 +370,7 @@ def _tile_of(meets: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...
 def _entrywise(
     term: Term, target: Access, reduced: Sequence[str], segment: Segment | None, extents: Mapping[str, int]
 ) -> ContractionRoles:
-    """Rows and columns of a result tile; if the target has too few indices, the columns are a reduction."""
+    """Roles without a matrix product; if the target has too few indices, the columns are a reduction."""
     own, position = (segment.index, segment.position) if segment else (None, None)
     out = [name for name in indices_of(target) if name != own]
     inside = set(indices_of(*arrays_of(term, target)))
@@ -389,7 +388,7 @@ def _entrywise(
 
     along = _runs_along(term, extents)
     if own is None and along in folded and extents[along] >= _SMALLEST and free:
-        # The largest factor is contiguous along a reduction.
+        # The largest factor is stored contiguously along a reduction.
         return made(free, [along], True)
     last = target.indices[-1].bare if target.indices else None
     # The only index outside arrays is rarely the contiguous axis of the result.
@@ -405,22 +404,20 @@ def _entrywise(
         side = _widened(column[0], target, free, extents)
         indirect = [name for name in out if name in inside and extents[name] >= _SIDE]
         if indirect:
-            # Each segment has a row of indirect positions, as a tile of a kernel map: they are the rows.
+            # Each segment has indirect positions of its own, as a tile of a kernel map: they are the rows.
             return made(_longest(indirect, extents), side)
         many = [name for name in free if name not in column]
         if _volume(many, extents) >= _MANY:
-            # Every segment has as many results.
             return made(many, column)
     return made([own] if own else _longest([name for name in out if name not in column], extents), column)
 
 
 def _longest(names: Sequence[str], extents: Mapping[str, int]) -> list[str]:
-    """The name with the most points, if there is any."""
     return [max(names, key=lambda name: extents[name])] if names else []
 
 
 def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
-    """The column and those before it in the target while they are few: channels of a group, and groups."""
+    """The column and the indices before it in the target until they have _SIDE points: channels of a group, groups."""
     bare = [expression.bare for expression in target.indices]
     found = [column]
     for name in reversed(bare[: bare.index(column)] if column in bare else []):
@@ -430,12 +427,12 @@ def _widened(column: str, target: Access, free: Sequence[str], extents: Mapping[
     return tuple(found)
 
 
-_SIDE = 16  # results, or positions read from arrays, that are enough for a side of a tile
-_ACROSS = 128  # contiguous results that are written together
+_SIDE = 16  # points that are enough for a side of a tile
+_ACROSS = 128  # contiguous results that are enough for the columns of a tile
 
 
 def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tuple[str, ...]:
-    """Indices along which the result (the largest factor, if it is scattered) is contiguous; possibly inside arrays."""
+    """Indices, also inside arrays, along which the result is contiguous; if it is scattered, the largest factor."""
     scattered = not target.indices or target.indices[-1].bare is None
     along = _largest(term, extents) if scattered else target
     places = [name for expression in target.indices for name in indices_of(expression)]
@@ -449,7 +446,7 @@ def _side_by_side(term: Term, target: Access, extents: Mapping[str, int]) -> tup
 
 
 def _runs_along(term: Term, extents: Mapping[str, int]) -> str | None:
-    """The index of the last axis of the factor with the most points."""
+    """The bare index of the last axis of the factor with the most points, or None."""
     largest = _largest(term, extents)
     return largest.indices[-1].bare if largest else None
 

@@ -4,9 +4,9 @@ For  C[t] += a(..) * x[e] * b(..)  and an upstream gradient G of C's shape, the 
 
     dx[e] += a(..) * G[t] * b(..)
 
-over the same points: target and operand are exchanged. An operand that is read several times gets one term for each.
-Under max and min the gradient is shared evenly among the entries equal to the result, under mean among all; both first
-divide G by a count, which is again a statement.
+over the same points: target and operand are exchanged. An operand that is read several times has one term per read.
+Under max and min the gradient is shared evenly by the points equal to the result, under mean by all: G is first
+divided by their number, the result of the statement `count`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from pumice.language.nodes import Access, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
 
-GRADIENT = "grad"  # operand name of the upstream gradient, made unique by `fresh`
+GRADIENT = "grad"  # name of the upstream gradient as an operand, made unique by `fresh`
 
 
 def fresh(name: str, taken: Iterable[str]) -> str:
@@ -38,16 +38,16 @@ def gradient_name(statement: Statement) -> str:
 
 
 def result_name(statement: Statement) -> str:
-    """The operand that stands for the statement's own result in `derivative` and `count` of max and min."""
+    """Name of the operand for the statement's own result, read by `derivative` and `count` under max and min."""
     return fresh(f"{statement.target.name}_result", names_of(statement))
 
 
 def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
-    """Statements, one for each read of `operand` as a value; its gradient is their sum.
+    """The gradient of `operand` as statements to be added, one for each read of `operand` as a value.
 
-    The operand gradient_name(statement) is the upstream gradient (divided by `count` under max, min and mean), and
-    result_name(statement), where it occurs, the result. The target is "d" + the operand's name, with its shape. An
-    index left alone on no axis needs `declare`. Under mean each statement counts once for each point of `lost_points`.
+    They read the operands gradient_name(statement), the upstream gradient (divided by `count` under max, min and mean),
+    and under max and min result_name(statement), the result. The target is "d" + the operand's name. An index that is
+    alone on no axis any more needs `declare`. Under mean, multiply by the number of points of `lost_points`.
 
     Source: the derivative rule of indirect einsums, Insum (section 4); extended to affine and repeated indices.
     """
@@ -56,7 +56,7 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
     target_name = fresh(f"d{operand}", names_of(statement))
     found = []
     for term in statement.terms:
-        # Under max, min and mean a point counts only if every factor of the right side exists.
+        # Under max, min and mean a point contributes only if every access of the right side exists.
         others = () if statement.reduction == "sum" else _existence(t for t in statement.terms if t is not term)
         for place, factor in enumerate(term.factors):
             if isinstance(factor, Access) and factor.name == operand:
@@ -67,7 +67,7 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
 
 
 def count(statement: Statement) -> Statement:
-    """Number of points per target entry: all of them under mean, those equal to the result under max and min."""
+    """A statement for the points per target entry: all under mean, those equal to the result under max and min."""
     points = _selection(statement) or _existence(statement.terms)
     new = _with_declarations(Statement(statement.target, (Term(points),)), statement)
     return replace(new, shapes=tuple((name, n) for name, n in statement.shapes if name in names_of(new)))
@@ -84,7 +84,7 @@ def _existence(terms: Iterable[Term]) -> tuple[Factor, ...]:
 
 
 def _required(terms: Iterable[Term]) -> Iterator[Access]:
-    """Accesses that must exist for a point to count; those inside `exists` do not."""
+    """Accesses that must exist for a point to contribute: all but those inside `exists`."""
     for factor in (factor for term in terms for factor in term.factors):
         if isinstance(factor, Equal):
             yield factor.access
@@ -94,13 +94,13 @@ def _required(terms: Iterable[Term]) -> Iterator[Access]:
 
 
 def lost_points(new: Statement, old: Statement) -> tuple[str, ...]:
-    """Indices of a mean that `new` no longer has: it counts once for each of their points."""
+    """Indices of a mean that its derivative `new` lacks: `new` must be multiplied by their number of points."""
     left = indices_of(new)
     return tuple(name for name in indices_of(old) if name not in left) if old.reduction == "mean" else ()
 
 
 def declare(new: Statement, ranges: Mapping[str, Range]) -> Statement:
-    """`new` with declared ranges for its indices that are alone on no axis, the target's included."""
+    """`new` with declared ranges for the indices that are alone on no axis of an operand or the target."""
     bare = {e.bare for access in accesses_of(new) for e in access.indices}
     declared = {name for name, _ in new.ranges}
     lost = [name for name in indices_of(new) if name not in bare and name not in declared]
@@ -108,7 +108,7 @@ def declare(new: Statement, ranges: Mapping[str, Range]) -> Statement:
 
 
 def _with_declarations(new: Statement, old: Statement) -> Statement:
-    """`new` with those declarations of `old` that still apply."""
+    """`new` with the ranges and facts of `old` whose names it has."""
     left, names = set(indices_of(new)), {access.name for access in accesses_of(new)}
     return replace(
         new,

@@ -3,13 +3,13 @@
 m:U k:C             CSR: every m, and for each the k that occur
 (m k):C             COO: the pairs that occur
 [m,k] k:U m:C       CSC: stored by k, though the tensor's dimensions are m, k
-m:C k:G4            groups: each m that occurs, once per 4 coordinates of k; short groups are padded with -1
-m:C k:G2,8,32       buckets: each m goes to the group size that suits the number of its k
-m:U k:C m:B4 k:B4   blocks of 4 x 4: the levels before run over block coordinates
+m:C k:G4            groups: an m is stored once per 4 of its coordinates k; short groups are padded with -1
+m:C k:G2,8,32       buckets: each m is stored with the group size that suits its number of k
+m:U k:C m:B4 k:B4   blocks of 4 x 4: m:U and k:C run over block coordinates
 
-level    U: all coordinates, none stored.  C: those that occur.  B: the position in a block.  G: groups of C
+level    U: all coordinates, not stored.  C: coordinates that occur.  B: the position in a block.  G: groups of C
 format   the logical order of the axes, and the levels in storage order
-layout   the arrays of a format, which is all that a kernel needs
+layout   the arrays of a format; kernels depend on nothing else
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pumice.errors import OptionError, StatementError
 
 KINDS = ("U", "C", "B", "G")
 
-AUTOMATIC = (0,)  # sizes of a grouped level whose buckets are chosen at conversion, written G*
+AUTOMATIC = (0,)  # `sizes` of a level G*: its buckets are chosen at conversion
 
 NAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -44,7 +44,7 @@ NAMED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Level:
-    """One level. sizes: the block of B, the group sizes of G (none: chosen at conversion), nothing for U and C."""
+    """A level. sizes: block size of B; group sizes of G, () if chosen at conversion; () for U and C."""
 
     axes: tuple[str, ...]
     kind: str
@@ -58,7 +58,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Format:
-    """axes: the tensor's dimensions in order. levels: how they are stored, outermost first."""
+    """A storage format. axes: names of the tensor's dimensions, in order. levels: outermost first."""
 
     axes: tuple[str, ...]
     levels: tuple[Level, ...]
@@ -70,7 +70,7 @@ class Format:
             raise OptionError(f"format {str(self)!r}: {problem}")
         if problem := _order_problem(self.axes, self.levels):
             raise OptionError(f"format {str(self)!r}: {problem}")
-        # Computed once: torch.compile then sees a string, not numbers that it would treat as sizes.
+        # Computed here: torch.compile then sees a string, not numbers that it would treat as symbolic sizes.
         object.__setattr__(self, "_text", self._written())
 
     @property
@@ -84,7 +84,7 @@ class Format:
 
     @property
     def flattened(self) -> tuple[Level, ...]:
-        """The levels that share one position: all up to the last C."""
+        """The levels up to the last C, over which one position runs."""
         count = 0
         for place, level in enumerate(self.levels, 1):
             count = place if level.kind == "C" else count
@@ -92,12 +92,12 @@ class Format:
 
     @property
     def parents(self) -> tuple[Level, ...]:
-        """The levels above a grouped level, without blocks; none without a grouped level."""
+        """The levels above the grouped level, without blocks; () if no level is grouped."""
         above = self.levels[: self.levels.index(self.grouped)] if self.grouped else ()
         return tuple(level for level in above if level.kind != "B")
 
     def block(self, axis: str) -> int:
-        """Extent of a block along the axis; 1 if it is not blocked."""
+        """Extent of a block along the axis; 1 without blocks."""
         return next((level.sizes[0] for level in self.levels if level.kind == "B" and level.axes == (axis,)), 1)
 
     def with_sizes(self, sizes: Sequence[int]) -> Format:
@@ -115,7 +115,7 @@ class Format:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The coordinate along an axis: block * (array[its symbols], or the position if there is no array) + inner."""
+    """The coordinate along an axis: block * (the index array at the symbols `array`, or else `position`) + inner."""
 
     axis: str
     array: tuple[str, ...] | None
@@ -128,9 +128,9 @@ class Coordinate:
 class FormatLayout:
     """The arrays of a format, their dimensions named by symbols.
 
-    values: the symbols of the array of values, in storage order. coordinates: one per axis, in the logical order.
-    position, group: the symbols of the flattened levels and of the positions in a group, or None: "p" and "q" unless a
-    dense axis has that name.
+    values: symbols of the axes of the values array, in storage order. coordinates: one per axis, in logical order.
+    position, group: symbols of the position in the flattened levels and in a group, if any: "p" and "q" unless a dense
+    axis has that name.
     """
 
     values: tuple[str, ...]
@@ -144,7 +144,7 @@ def layout(format: Format) -> FormatLayout:
     """The arrays of a format.
 
     CSR     values[p], coordinates m[p], k[p]
-    ELL     values[m,q], k[m,q]; m is the position itself
+    ELL     values[m,q], k[m,q]; m is a dense axis
     blocks  BlockGroupCOO: values[p,q,m_in,k_in], m = 32 * m[p] + m_in, k = 32 * k[p,q] + k_in
     """
     flattened = format.flattened
@@ -182,7 +182,7 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 
 def parse_format(text: str | Format) -> Format:
-    """The format of a text or a name ("CSR"); parse_format(str(f)) == f. Raises StatementError with the position."""
+    """The format written as `text`, or called that ("CSR"). parse_format(str(f)) == f. Raises StatementError."""
     if isinstance(text, Format):
         return text
     if not isinstance(text, str):
@@ -231,14 +231,14 @@ def _level(text: str, found: re.Match[str]) -> Level:
     if kind["sizes"] == "*":
         return Level(axes, "G", AUTOMATIC)
     sizes = kind["size"] or kind["sizes"]
-    if kind["sizes"] == "0":  # which the sizes of G* look like inside
+    if kind["sizes"] == "0":  # G0 would equal AUTOMATIC
         raise _error(text, *found.span("kind"), _size_problem("G", 0))
     return Level(axes, found["kind"][0], tuple(map(int, sizes.split(","))) if sizes else ())
 
 
 def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
-    """Every error of the levels, each with the number of the level."""
-    seen: dict[str, int] = {}  # axes that have a level other than B
+    """(number of the level, message) for every error in the levels."""
+    seen: dict[str, int] = {}  # by axis, its level other than B
     blocked: set[str] = set()
     for place, level in enumerate(levels):
         if problem := _level_problem(level):
@@ -267,7 +267,6 @@ def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
 
 
 def _level_problem(level: Level) -> str | None:
-    """The error of a single level, or None."""
     if level.kind not in KINDS:
         return f"unknown kind of level {level.kind!r}; known: {', '.join(KINDS)}"
     if level.kind in "UB" and len(level.axes) != 1:
@@ -294,7 +293,7 @@ def _bucketed(level: Level) -> bool:
 
 
 def _last_above(levels: Sequence[Level]) -> str | None:
-    """The kind of the last level, without blocks."""
+    """The kind of the last level that is not a block, or None."""
     return next((level.kind for level in reversed(levels) if level.kind != "B"), None)
 
 
@@ -309,7 +308,6 @@ def _stray_block(axis: str, levels: Sequence[Level]) -> str:
 
 
 def _order_problem(axes: tuple[str, ...], levels: Sequence[Level]) -> str | None:
-    """The error of the logical order, or None."""
     mentioned = _mentioned(levels)
     if len(set(axes)) != len(axes):
         return f"the order [{','.join(axes)}] names an axis twice"
@@ -335,6 +333,6 @@ def _expected(text: str) -> str:
 
 
 def _error(text: str, start: int, stop: int, problem: str) -> StatementError:
-    """The problem, the text, and a line that points at characters start..stop."""
+    """An error of three lines: problem, text, carets under characters start..stop."""
     shown = re.sub(r"\s", " ", text)
     return StatementError(f"format: {problem}\n  {shown}\n  {' ' * start}{'^' * max(1, stop - start)}")

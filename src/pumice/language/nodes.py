@@ -1,16 +1,16 @@
-"""Syntax tree of statements: frozen dataclasses, each of which prints as normalised statement text.
+"""Syntax tree of statements: frozen dataclasses; str() of each is normalised statement text.
 
     C[AM[p], n] += 2 * AV[p,q] * B[AK[p,q], n] ; p:10
 
     statement   target, whether it is overwritten ("=") or added to ("+="), reduction, terms, declarations
     term        a coefficient and factors that are multiplied
-    factor      Access: a value of an operand.  Exists, Equal: 1 or 0
+    factor      Access: a value of an operand.  Exists, Equal: conditions, 1 or 0
     access      an operand and one affine index expression for each axis of it
     affine      a constant and a sum of coefficient * atom; an atom is an index or an access to an integer operand
 
 Semantics at each point of the index space: a term contributes nothing if it reads (at any depth) a negative entry of an
-index array, or outside an operand. Under max, min and mean one such term drops the whole right side.
-Each term of a sum runs over its own indices; under max, min and mean each runs over all indices.
+index array, or outside an operand. Under max, min and mean one such term excludes the point for all terms.
+Under sum, each term runs over its own indices; under max, min and mean, over the indices of all terms.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-FACTS = ("sorted", "distinct", "onto")  # properties that may be declared of an index array
+FACTS = ("sorted", "distinct", "onto")  # properties of index arrays that a statement may declare
 
-REDUCTIONS = ("sum", "max", "min", "mean")  # how values of one target entry are combined
+REDUCTIONS = ("sum", "max", "min", "mean")  # of the values that belong to one target entry
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ _NOWHERE = Span(0, 0)
 
 
 class _Hashed:
-    """Caches the hash: nodes are keys of many caches."""
+    """Mixin that caches a node's hash: nodes are keys of many caches."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -49,7 +49,7 @@ class _Hashed:
 
 @dataclass(frozen=True)
 class Index:
-    """An index variable: it runs over the points of its range."""
+    """An index variable, which runs over the points of its range."""
 
     name: str
     span: Span = field(default=_NOWHERE, compare=False, repr=False)
@@ -93,7 +93,7 @@ class Affine(_Hashed):
 
 @dataclass(frozen=True)
 class Access(_Hashed):
-    """A value of the operand `name`; no indices for a scalar."""
+    """A value of the operand `name`; a scalar has no indices."""
 
     __hash__ = _Hashed.__hash__
 
@@ -107,7 +107,7 @@ class Access(_Hashed):
 
 @dataclass(frozen=True)
 class Exists(_Hashed):
-    """1 if the access is inside its operand and reads no negative index; else its term adds nothing."""
+    """1 if the access is inside its operand and reads no negative index; otherwise its term contributes nothing."""
 
     __hash__ = _Hashed.__hash__
 
@@ -167,10 +167,10 @@ class Range:
 class Statement(_Hashed):
     """target (=, +=, max=, min=, mean=) the sum of the terms.
 
-    accumulate: the target's old value takes part ("+=" always; max= and min= if the target is an operand).
-    ranges: declared ranges of indices, by name. shapes: declared shapes of operands, by name, None for open axes.
-    facts: declared of index arrays, by name: "sorted" (non-decreasing), "distinct" (no value but -1 twice), "onto"
-        (every position of the axis that it addresses occurs).
+    accumulate: the target's old value is included (always for "+="; for max= and min= if the target is an operand).
+    ranges: declared (index, range). shapes: declared (operand, extents), None for undeclared extents. facts: declared
+        (index array, fact): "sorted" (non-decreasing), "distinct" (no value but -1 occurs twice), "onto" (every
+        position of the axis that the array addresses occurs).
     """
 
     __hash__ = _Hashed.__hash__
@@ -209,7 +209,7 @@ def affine(
     constant: int = 0,
     span: Span = _NOWHERE,
 ) -> Affine:
-    """The expression with equal atoms joined and cancelled ones removed; in the order of first mention."""
+    """The expression with the coefficients of equal atoms added, and atoms of coefficient 0 removed."""
     joined: dict[Index | Access, int] = {}
     for coefficient, atom in terms:
         joined[atom] = joined.get(atom, 0) + coefficient
@@ -222,7 +222,7 @@ def index(name: str) -> Affine:
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The nodes directly inside, the target of a statement first."""
+    """The direct child nodes; the target of a statement comes first."""
     match node:
         case Statement():
             return (node.target, *node.terms)
@@ -240,7 +240,7 @@ def children(node: Node) -> tuple[Node, ...]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """The node and all inside it, outermost first, in the order of the text."""
+    """The node and all its descendants, parents first, in the order of the text."""
     yield node
     for child in children(node):
         yield from walk(child)
@@ -260,7 +260,7 @@ def accesses_of(*nodes: Node) -> tuple[Access, ...]:
 
 @lru_cache(maxsize=16384)
 def arrays_of(*nodes: Node) -> tuple[Access, ...]:
-    """Every access to an index array, at any depth, each once; inner ones before those around them."""
+    """Every access to an index array, at any depth, each once; an access comes after those in its indices."""
     found: dict[Access, None] = {}
     for root in nodes:
         for node in walk(root):

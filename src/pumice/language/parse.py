@@ -1,14 +1,14 @@
-"""Text to statement: a tokenizer and one method for each rule of the grammar.
+"""Parser of statements, with one method for each rule of the grammar.
 
     text    := access op sum [';' decl ((';' | ',') decl)*]        op := '=' | '+=' | 'max=' | 'min=' | 'mean='
     sum     := product (('+' | '-') product)*
     product := factor ('*' factor)*                                products of sums are multiplied out
     factor  := '-' factor | NUMBER | access | '(' sum ')' | 'exists' '(' access ')' | 'equal' '(' access ',' sum ')'
     access  := NAME ['[' affine (',' affine)* ']']
-    affine  := the same sums and products of integers, indices and accesses, at most one non-integer in a product
+    affine  := sums and products as above, of integers, indices and accesses, at most one non-integer per product
     decl    := NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
 
-In `affine` and `decl` a name among the passed integers is an integer. `#` starts a comment; white space is free.
+In `affine` and `decl` the name of a passed integer stands for its value. `#` starts a comment; white space is free.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 from pumice.language.accesses import AccessReader, Token, Use, count_axes, quote, where
 from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
 
-MOST_TERMS = 1000  # terms of a sum, multiplied out
-MOST_SIZE = 20_000  # tokens of a sum, multiplied out
+MOST_TERMS = 1000  # terms of a sum when multiplied out
+MOST_SIZE = 20_000  # tokens of a sum when multiplied out
 
 
 class _Product(NamedTuple):
-    """A term under construction; `size` is its length in tokens."""
+    """A term while it is read. size: its length in tokens."""
 
     coefficient: float
     factors: tuple[Factor, ...] = ()
@@ -35,15 +35,13 @@ _ONE = [_Product(1)]
 
 
 def parse(text: str, integers: Mapping[str, int] | None = None) -> Statement:
-    """The statement of the text. Raises StatementError, whose message shows the position. integers: the values of names
-    that stand for constants in index expressions and declarations (`STR*p + r`, `p:P`)."""
+    """The statement written in `text`. Raises StatementError, whose message shows the position. integers: by name, the
+    constants in index expressions and declarations (`STR*p + r`, `p:P`)."""
     return _Parser(text, integers or {}).statement()
 
 
 class _Parser(AccessReader):
-    """Reads statements: `statement` is the whole text."""
-
-    dropped = False  # whether a term was 0
+    dropped = False  # True if a term had coefficient 0
 
     def statement(self) -> Statement:
         if self.now.kind == "end":
@@ -56,7 +54,7 @@ class _Parser(AccessReader):
         declared = self.declarations()
         if self.now.kind != "end":
             self.unexpected("an operator, `;` or the end of the text")
-        if self.dropped:  # what was declared of a term that is 0 goes with it
+        if self.dropped:  # declarations of names that occur only in dropped terms do not apply
             left = {*indices_of(target, *terms), *(access.name for access in accesses_of(target, *terms))}
             declared = {key: value for key, value in declared.items() if key[0] in left}
         ranges = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, Range))
@@ -65,7 +63,7 @@ class _Parser(AccessReader):
         return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, self.text)
 
     def operator(self) -> tuple[str, bool]:
-        """The reduction, and True if the target's old value takes part."""
+        """(reduction, True if the target's old value is included)."""
         if self.now.kind in ("=", "+="):
             return "sum", self.take().kind == "+="
         if self.now.text not in ("max", "min", "mean"):
@@ -111,7 +109,7 @@ class _Parser(AccessReader):
         return kept
 
     def distributed(self, left: list[_Product], right: list[_Product], place: int) -> list[_Product]:
-        """Every product of a left and a right term."""
+        """The product of two sums, multiplied out."""
         if left is _ONE:
             return right
         size = len(right) * sum(product.size for product in left) + len(left) * sum(product.size for product in right)
@@ -141,7 +139,7 @@ class _Parser(AccessReader):
         return [_Product(1, (self.access(token),), self.at - at)]
 
     def function(self, name: Token) -> list[_Product]:
-        """`exists(access)` or `equal(access, sum)`; the name has been read."""
+        """Read `exists(access)` or `equal(access, sum)` after its name."""
         if name.text not in ("exists", "equal"):
             self.fail(f"{quote(name.text)} is not a function of the language; use exists or equal", name.start)
         opened, at = self.open(), self.at
@@ -161,7 +159,7 @@ class _Parser(AccessReader):
         return [_Product(1, (Equal(access, _terms(inner)),), size + sum(product.size for product in inner))]
 
     def declarations(self) -> dict[tuple[str, str], object]:
-        """The declarations: an extent ("") of a name, or a fact."""
+        """The declarations by (name, fact); fact "" is a range or shape."""
         found: dict[tuple[str, str], object] = {}
         places: dict[tuple[str, str], int] = {}
         while self.now.kind == ";" or (found and self.now.kind == ","):
@@ -178,7 +176,7 @@ class _Parser(AccessReader):
         return found
 
     def declared(self) -> Use:
-        """Read the name and the colon; returns the name's first use in the statement."""
+        """Read a declared name and the colon; returns the name's first use in the statement."""
         token = self.now
         if token.kind != "name":
             self.unexpected("a declaration such as p:10 or C:[10,_]")

@@ -1,10 +1,10 @@
-"""Format-agnostic to format-conscious statements: sparse operands become the arrays that store them.
+"""Lowering of statements with sparse operands to statements over the arrays that store these operands.
 
     C[m,n] = A[m,k] * B[k,n]        with A in "m:C k:G4 m:B32 k:B32"  becomes
     C[32*A_m[p]+m_in, n] += A_values[p,q,m_in,k_in] * B[32*A_k[p,q]+k_in, n]
 
-The index of a sparse axis is replaced by the stored coordinate, if the equation can be solved for it; otherwise the
-operand is used in dense form, and the result says why.
+The index of a sparse axis is replaced by the stored coordinate, if expression = coordinate can be solved for it;
+otherwise the operand is used in dense form, and the result has the reason.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from pumice.language.nodes import (
     substitute,
 )
 
-VALUES = "values"  # local name of the array of values
+VALUES = "values"  # local name of the values array
 
 
 @dataclass(frozen=True)
 class StorageForm:
-    """A storage form of a sparse operand, in local names.
+    """The arrays that store a sparse operand, with local names of arrays and of positions.
 
-    coordinates: for each axis the expression of its coordinate, over positions and index arrays; None for a dense axis,
+    coordinates: for each axis, its coordinate as an expression over positions and index arrays; None for a dense axis,
         whose index is a position.
-    values: the positions that index the array of values, in storage order.
-    dense: the positions that are the index of a dense axis, with the number of that axis.
-    facts: properties of the index arrays ("sorted", "distinct"), by local name.
+    values: the positions that index the values array, in storage order.
+    dense: (position, axis) for each position that is the index of a dense axis.
+    facts: (index array, "sorted" or "distinct").
     parts: number of buckets; each has its own arrays.
-    ones: there is no array of values, every stored entry is 1.
+    ones: there is no values array; every stored entry is 1.
     """
 
     coordinates: tuple[Affine | None, ...]
@@ -66,7 +66,7 @@ class StorageForm:
     @staticmethod
     @lru_cache(maxsize=256)
     def of(format: Format, parts: int = 1, ones: bool = False) -> StorageForm:
-        """The form of a format: arrays are named after their axes."""
+        """The storage form of a format; index arrays have the names of their axes."""
         shape = layout(format)
         plain = enumerate(shape.coordinates)
         dense = tuple((c.position or "", n) for n, c in plain if c.array is None and c.inner is None)
@@ -84,7 +84,7 @@ def _expression(c: Coordinate) -> Affine | None:
 
 
 class Array(NamedTuple):
-    """The array `local` (VALUES: the values) of part `part` of the sparse operand `operand`."""
+    """The array with local name `local` (VALUES: the values) in part `part` of the sparse operand `operand`."""
 
     operand: str
     part: int
@@ -93,11 +93,11 @@ class Array(NamedTuple):
 
 @dataclass(frozen=True)
 class LoweredStatement:
-    """A statement in format-conscious form.
+    """A statement lowered to the arrays of its sparse operands.
 
     steps: statements executed in order, each adding to the target.
-    arrays: the operand's array that a name in the steps stands for; other names are the operands themselves.
-    dense: sparse operands that are used in dense form, and why.
+    arrays: by name in the steps, the stored array; all other names are those of operands.
+    dense: by sparse operand that is used in dense form, the reason.
     """
 
     steps: tuple[Statement, ...]
@@ -106,7 +106,7 @@ class LoweredStatement:
 
 
 class _Unsolvable(Exception):
-    """No index of the access can be replaced by the stored coordinate."""
+    """A sparse operand cannot be replaced by its arrays."""
 
     def __init__(self, operand: str, reason: str) -> None:
         super().__init__(reason)
@@ -114,9 +114,9 @@ class _Unsolvable(Exception):
 
 
 def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> LoweredStatement:
-    """The steps of `statement` over the arrays of its sparse operands. Raises OptionError if a sparse operand cannot
-    take part under max, min or mean, where an entry that is not stored does not exist, so that a dense form would have
-    another meaning."""
+    """`statement` lowered to the arrays of its sparse operands. Raises OptionError if under max, min or mean an operand
+    cannot be replaced by its arrays: its dense form would have another meaning, since there an entry that is not stored
+    does not exist."""
     dense: dict[str, str] = {}
     while True:
         held = {name: how for name, how in stored.items() if name not in dense}
@@ -133,7 +133,7 @@ def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> 
 
 
 def simplify(statement: Statement) -> Statement:
-    """The statement with equal terms joined, without terms of coefficient 0 and conditions that always hold."""
+    """The statement with equal terms added up, without terms of coefficient 0 and conditions that always hold."""
     terms: dict[tuple[Factor, ...], float] = {}
     for term in statement.terms:
         kept = _without_conditions(term, statement)
@@ -144,7 +144,7 @@ def simplify(statement: Statement) -> Statement:
 
 
 def _without_conditions(term: Term, statement: Statement) -> tuple[Factor, ...]:
-    """The factors, conditions last, without conditions that always hold."""
+    """The factors, Exists conditions last, without those that always hold."""
     conditions = [f for f in dict.fromkeys(term.factors) if isinstance(f, Exists)]
     kept = tuple(f for f in term.factors if not isinstance(f, Exists))
     for condition in tuple(conditions):
@@ -155,14 +155,14 @@ def _without_conditions(term: Term, statement: Statement) -> tuple[Factor, ...]:
 
 
 def single_terms(statement: Statement) -> tuple[Statement, ...]:
-    """A sum as one statement per term; one of max, min or mean as it is."""
+    """One statement per term of a sum; a max, min or mean statement unchanged."""
     if statement.reduction != "sum":
         return (statement,)
     return tuple(_step(statement, (term,)) for term in statement.terms)
 
 
 def _step(statement: Statement, terms: tuple[Term, ...]) -> Statement:
-    """These terms of the statement with the declarations that concern them."""
+    """The statement with these terms only, and the declarations of their names."""
     step = replace(statement, terms=terms)
     left, names = set(indices_of(step)), {access.name for access in accesses_of(step)}
     return replace(
@@ -174,7 +174,7 @@ def _step(statement: Statement, terms: tuple[Term, ...]) -> Statement:
 
 
 def _holds(condition: Exists, others: Sequence[Factor], factors: Sequence[Factor]) -> bool:
-    """True if the factors imply the condition: one reads the same access, or all its indices are bare."""
+    """True if the condition always holds: `factors` read its access, or its indices are bare, in `others` too."""
     if condition.access in factors:
         return True
     bare = {e.bare for access in accesses_of(*others) for e in access.indices}
@@ -193,7 +193,7 @@ def _rewritten(statement: Statement, stored: Mapping[str, StorageForm]) -> tuple
         _check_parts(step, stored)
         for choice in _choices([range(how.parts) for _, how in places]):
             new = step
-            # From the last position back, so that replacing factors does not move those still to be replaced.
+            # In reverse order: a replacement may change the positions of later factors.
             for part, (place, how) in reversed(list(zip(choice, places, strict=True))):
                 new = _replaced(new, place, _Naming(part, how, arrays, statement))
             _check_read(new, stored)
@@ -202,14 +202,14 @@ def _rewritten(statement: Statement, stored: Mapping[str, StorageForm]) -> tuple
 
 
 def _check_read(step: Statement, stored: Mapping[str, StorageForm]) -> None:
-    """Check that sparse operands are read only as factors of the right side."""
+    """Raise _Unsolvable for a sparse operand that is read other than as a factor of a term."""
     for access in accesses_of(step):
         if access.name in stored and access.name != step.target.name:
             raise _Unsolvable(access.name, f"`{access}` is not a factor of a term")
 
 
 def _check_parts(step: Statement, stored: Mapping[str, StorageForm]) -> None:
-    """Parts are added up, which only a sum allows."""
+    """Raise _Unsolvable for several parts under max, min or mean, which do not add parts."""
     for access in accesses_of(step):
         if step.reduction != "sum" and access.name in stored and stored[access.name].parts > 1:
             raise _Unsolvable(access.name, f"stored in {stored[access.name].parts} parts")
@@ -228,7 +228,7 @@ def _choices(parts: Sequence[range]) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Naming:
-    """Unique names for the arrays and positions of one part of a sparse operand; fills `arrays`."""
+    """Translates local names of one part of a sparse operand to unique names in the statement; fills `arrays`."""
 
     part: int
     stored: StorageForm
@@ -246,7 +246,7 @@ class _Naming:
         return name
 
     def renamed(self, operand: str, expression: Affine, positions: Mapping[str, Affine]) -> Affine:
-        """An expression in local names, translated to names of the statement."""
+        """An expression in local names, translated; positions: their expressions in the statement."""
         terms: list[tuple[int, Index | Access]] = []
         constant = expression.constant
         for coefficient, atom in expression.terms:
@@ -294,7 +294,7 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
 
 
 def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) -> tuple[Factor, ...]:
-    """The factors at a point where `access` is stored: conditions on the access become conditions on its values."""
+    """The factors for stored entries of `access`: its Exists conditions hold, and Equal reads its `values` instead."""
     found: list[Factor] = []
     for factor in factors:
         if isinstance(factor, Exists) and factor.access == access:
@@ -312,7 +312,7 @@ def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) 
 
 
 def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Affine]:
-    """The positions of the form as new indices of the statement."""
+    """By stored position, its expression in the statement: a new index, or that of a dense axis."""
     taken = [*names_of(step), *naming.arrays]
     positions = {symbol: access.indices[number] for symbol, number in naming.stored.dense}
     inside = indices_of(*(c for c in naming.stored.coordinates if c is not None))
@@ -328,9 +328,9 @@ def _positions(step: Statement, access: Access, naming: _Naming) -> dict[str, Af
 def _solve(
     step: Statement, operand: str, expressions: Sequence[Affine], number: int, value: Affine
 ) -> tuple[str, Affine]:
-    """An index and its solution, where the expression of that number equals the stored coordinate `value`."""
+    """(index, solution) of expressions[number] == value, the stored coordinate. Raises _Unsolvable."""
     expression = expressions[number]
-    # A declared range that begins at 0 is the whole axis that the index has alone.
+    # An index alone on an axis may be declared: with a range from 0, which then is the whole axis.
     shut = {name for name, extent in step.ranges if extent.start} | set(indices_of(value))
     if expression.bare and expression.bare not in shut:
         return expression.bare, value
@@ -352,7 +352,7 @@ def _solve(
 
 
 def _check_counted(step: Statement, access: Access, number: int, naming: _Naming) -> None:
-    """The last block of a dense axis may be padded with zero values, which only a sum with values ignores."""
+    """Raise _Unsolvable if the zeros that may pad the last block of a dense axis would affect the result."""
     if naming.stored.ones or step.reduction != "sum":
         raise _Unsolvable(
             access.name, f"its index `{access.indices[number]}`, in blocks, appears nowhere else in the statement"
@@ -360,7 +360,7 @@ def _check_counted(step: Statement, access: Access, number: int, naming: _Naming
 
 
 def _check_used(step: Statement, access: Access, naming: _Naming) -> None:
-    """A padding position must be recognisable: by its value 0, or by its negative coordinate."""
+    """Raise _Unsolvable unless padding is recognised: by its value 0 in a sum, or its negative coordinate."""
     if not naming.stored.ones and step.reduction == "sum":
         return
     used = {array.name for array in arrays_of(step)}

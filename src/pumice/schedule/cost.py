@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a lowering: FLOP (2 per multiply-add), bytes from memory and cache, launches; matrix: on tensor cores."""
+    """Work of a lowering: FLOP (2 per multiply-add), bytes of memory and cache, launches. matrix: on tensor cores."""
 
     flops: float = 0
     memory: float = 0
@@ -32,7 +32,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Device:
-    """Rates: FLOP/s of tensor cores (16 bits) and of plain units, bytes/s of memory and cache, seconds per launch."""
+    """Rates of a device: 16-bit tensor core and plain FLOP/s, memory and cache bytes/s, seconds per kernel launch."""
 
     name: str
     matrix: float
@@ -53,7 +53,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def seconds(work: Work, device: Device) -> float:
-    """The maximum of compute, memory and cache time, plus the launches."""
+    """Estimated seconds: the maximum of compute, memory and cache time, plus launch time."""
     rate = device.matrix if work.matrix else device.plain
     return (
         max(work.flops / rate, work.memory / device.memory, work.cache / device.cache) + work.launches * device.launch
@@ -66,10 +66,10 @@ class CpuSchedule:
 
     engine         "batched" (one batched GEMM of the BLAS per chunk) or "grouped" (one grouped convolution of oneDNN
                    per chunk; "strided" replaces it where oneDNN has no kernel), see `pumice.lower.cpu.ENGINES`
-    pairs          approximate pairs per chunk of outputs; gathered rows and products stay in the cache
-    tile           pairs of one kernel offset multiplied together; its pairs in a chunk are padded to whole tiles
-    multiple       the tiles of a chunk are padded to a multiple of it. oneDNN compiles a kernel per number of tiles
-                   (about 1 ms), so the numbers must be few and recur with the next point cloud
+    pairs          approximate pairs per chunk of outputs; its gathered rows and products stay in the cache
+    tile           pairs per tile, all of one kernel offset; in each chunk they are padded to whole tiles
+    multiple       the number of tiles per chunk is padded to a multiple of it, so that few numbers occur: oneDNN
+                   compiles a kernel for each (about 1 ms)
     gradient       engine of full blocks in the weight gradient: "gemm" or "convolution" (oneDNN)
     gradient_pairs pairs per block in the weight gradient
 

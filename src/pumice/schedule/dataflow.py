@@ -1,13 +1,13 @@
-"""Dataflows of a sparse convolution by name. Values: no tensors, no launches.
+"""Named dataflows of a sparse convolution. Plain data: no tensors, no launches.
 
-A dataflow is a form of the kernel map and a loop order of
+A dataflow is a form (storage layout) of the kernel map and a loop order of
 
     y[o, n] += map[o, k, i] * x[i, c] * w[n, k, c]      o outputs, i inputs, k kernel offsets, c and n channels
 
 Sources: TorchSparse (Tang et al., MLSys 2022), TorchSparse++ (Tang et al., MICRO 2023), and the algorithms of spconv 2
 and FlexGEMM.
 
-Kernel offsets are multiplied together in groups, by the pairs per offset.
+Kernel offsets are multiplied in groups, which depend on the number of pairs per offset.
 
 In a batched GEMM over a group g, every offset costs as much as the longest one. The share of padding rows is
 
@@ -17,7 +17,7 @@ which is at most
 
     spread(g) = 1 - min over k in g of n[k] / max over k in g of n[k]
 
-TorchSparse (Tang et al., MLSys 2022) weighs padding against the regular work of larger products:
+Groupings of TorchSparse (Tang et al., MLSys 2022), which trade padding for larger products:
 
     separate    every offset by itself
     symmetric   offsets k and K-1-k of a submanifold map, which have equally many pairs; the centre by itself
@@ -25,12 +25,12 @@ TorchSparse (Tang et al., MLSys 2022) weighs padding against the regular work of
     adaptive    runs with spread(g) <= epsilon; batched if max n[k] < S, otherwise one plain GEMM per offset
 
 Offsets are taken in the order 0, K-1, 1, K-2, ..., the centre last. If n is symmetric, as for a submanifold map, no run
-separates k from K-1-k, and the centre, which pairs every row with itself, is alone.
+separates k from K-1-k, and the centre, which pairs every row with itself, is a group of its own.
 
 Sources of the groups: order, spread, S and the ranges of epsilon and S follow TorchSparse's public code (torchsparse
 2.1, files backend/convolution/convolution_gather_scatter_cuda.cu and utils/tune.py), which multiplies the centre of a
-submanifold map without gathering. Its untuned epsilon and S are 0, which is separate. Only the paper has fixed and
-symmetric and does not give the length of the runs: width is ours.
+submanifold map without gathering. Its untuned epsilon and S are 0, equivalent to separate. Fixed and symmetric are in
+the paper only, which gives no length of runs: the default `width` is ours.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from pumice.errors import OptionError
 Taps = tuple[int, ...]
 
 EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
-SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that it tries
+SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that TorchSparse's tuner tries
 
 
 class OffsetGroup(NamedTuple):
-    """Kernel offsets multiplied together, in order: by one batched GEMM, or by one plain GEMM each."""
+    """Kernel offsets of a group, in order. batched: one batched GEMM for all of them, otherwise one plain GEMM each."""
 
     taps: Taps
     batched: bool
@@ -59,11 +59,11 @@ class OffsetGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Grouping:
-    """How kernel offsets are grouped; kind: one of GROUPINGS.
+    """A rule that groups kernel offsets; kind: a name in GROUPINGS.
 
-    width (fixed): offsets, or pairs of offsets, in a run. epsilon, size (adaptive): the tolerated spread (0..1), and S,
-    the number of pairs from which one offset fills a device. Both should be tuned per layer, as in the paper; the
-    defaults are starting points.
+    width (fixed): units per run, pairs of offsets if the map is symmetric. epsilon, size (adaptive): the maximum spread
+    (0..1), and S, the number of pairs from which one offset fills a device. Both should be tuned per layer, as in the
+    paper.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class Grouping:
             raise OptionError(f"width is at least 1, size at least 0, epsilon from 0 to 1; found {found}")
 
     def groups(self, counts: Sequence[int]) -> tuple[OffsetGroup, ...]:
-        """The groups for offsets with these pair counts: each offset is in exactly one."""
+        """The groups for these pair counts by offset; each offset is in exactly one group."""
         return _groups(self, tuple(counts))
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def padding(counts: Sequence[int], taps: Sequence[int]) -> float:
 
 
 def spread(counts: Sequence[int], taps: Sequence[int]) -> float:
-    """1 - shortest / longest of these offsets; an upper bound of their padding."""
+    """1 - smallest / largest pair count of these offsets; an upper bound of their padding."""
     longest = max((counts[tap] for tap in taps), default=0)
     return 1 - min(counts[tap] for tap in taps) / longest if longest else 0.0
 
@@ -145,14 +145,14 @@ def _mirrored(counts: Taps) -> bool:
 
 
 def _units(counts: Taps) -> list[Taps]:
-    """Units that stay together: pairs of offsets, or offsets; without the centre of pairs."""
+    """Pairs (k, K-1-k) of symmetric counts, without the centre; single offsets of others."""
     if not _mirrored(counts):
         return [(tap,) for tap in range(len(counts))]
     return [(tap, len(counts) - 1 - tap) for tap in range(len(counts) // 2)]
 
 
 def _outside_in(counts: Taps) -> Iterator[int]:
-    """0, K-1, 1, K-2, ...; without the centre of pairs."""
+    """0, K-1, 1, K-2, ..., without the centre of symmetric counts."""
     for tap in range(len(counts) // 2):
         yield from (tap, len(counts) - 1 - tap)
     if len(counts) % 2 and not _mirrored(counts):
@@ -174,19 +174,19 @@ GROUPINGS: Mapping[str, Callable[[Grouping, Taps], Iterator[OffsetGroup]]] = Map
 
 # Dataflows
 PASSES = FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
-"""Passes of a layer: output, input gradient, weight gradient."""
+"""Passes of a layer, for the output, input gradient, weight gradient."""
 
 
 @dataclass(frozen=True)
 class Dataflow:
-    """One algorithm for a convolution; DATAFLOWS has the named ones.
+    """A convolution algorithm; DATAFLOWS has the named ones.
 
-    movement: how features reach the products and return (lower.dataflow.ENGINES has an engine for each).
-    form: of the kernel map (coords: "rows" or "pairs"; others: lower.maps.FORMS). splits: number of ranges of kernel
-    offsets, each with its own row order. sorted: rows are sorted by their kernel offsets.
-    piece: entries of a segment per program where several share it; 0: not shared.
-    grouping: which kernel offsets are multiplied together. repeats: passes that are bitwise deterministic on a GPU (on
-    a CPU all are). devices: where it is worthwhile; it runs on all. source: the paper.
+    movement: how features are gathered and results written, a key of lower.dataflow.ENGINES.
+    form: layout of the kernel map ("rows" or "pairs" of coords, or one of lower.maps.FORMS). splits: number of ranges
+    of kernel offsets, each with its own row order. sorted: rows are sorted by the kernel offsets that they have.
+    piece: stream-K, the maximum entries of a segment per program; 0: one program per segment.
+    grouping: of kernel offsets, for batched GEMMs. repeats: passes that are bitwise deterministic on a GPU (on a CPU
+    all are). devices: device types on which it is worth trying; it runs on both. source: the paper.
     """
 
     name: str
@@ -216,9 +216,9 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class Dataflows:
-    """Dataflows of the three passes, each a name or a value; one left out is that of the forward pass.
+    """Dataflows of the three passes, each a name or a Dataflow; None: the one of the forward pass.
 
-    dgrad runs its dataflow on the transposed map. "planned" leaves a pass to the planner.
+    dgrad runs its dataflow on the transposed map. The name "planned" leaves a pass to the planner.
     """
 
     forward: str | Dataflow
@@ -236,7 +236,7 @@ Chosen = tuple[Dataflow, Dataflow, Dataflow]  # dataflows of forward, dgrad and 
 
 
 def chosen(choice: str | Dataflow | Dataflows) -> Chosen:
-    """The dataflows of the three passes. Raises OptionError for an unknown name; the message lists the known ones."""
+    """(forward, dgrad, wgrad) dataflows of a choice. Raises OptionError with the known names for an unknown one."""
     if not isinstance(choice, str | Dataflow | Dataflows):
         raise OptionError(f"a dataflow is a name, a Dataflow or Dataflows, found {type(choice).__name__}")
     return _chosen(choice)
@@ -263,8 +263,8 @@ def _named(choice: str | Dataflow) -> Dataflow:
 
 
 _TS, _TSPP = "TorchSparse, MLSys 2022", "TorchSparse++, MICRO 2023"
-_ADDED = (WGRAD,)  # passes that are deterministic where results are accumulated by atomics
-_OVER_TILES = (FORWARD, DGRAD)  # the same where one program owns each output and many add to the weights
+_ADDED = (WGRAD,)  # deterministic passes of dataflows that accumulate outputs by atomics
+_OVER_TILES = (FORWARD, DGRAD)  # the same if each output has one program and only wgrad uses atomics
 
 
 def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
@@ -308,4 +308,4 @@ _LIST = (
 DATAFLOWS: Mapping[str, Dataflow] = MappingProxyType({flow.name: flow for flow in _LIST})  # the dataflows by name
 
 PLANNED = Dataflow("planned", "planned", "planned", "the planner's choice without a named dataflow")
-"""For one pass next to named dataflows of others; a layer without a named dataflow has none."""
+"""Leaves one pass to the planner beside named dataflows. A layer without any has None."""

@@ -1,10 +1,10 @@
-"""Cost model of dataflows, from statistics of a map and its layers: the order in which candidates are tried.
+"""Cost model of dataflows, from statistics of a kernel map and its layers; it orders candidates for tuning.
 
-    time of a layer = its kernels (padded products, data movement) + the layout of the kernel map
+    time of a layer = time of its kernels (padded products, data movement) + time to build the map's layout
 
-Layers over a map share a layout. Rates are those of an H200 and of two cores with AVX-512. Tiled kernels and layouts
-are fitted to the benchmarks conv-forward and maps, within about a third; the others count data movement. The model
-selects and orders the measurements; it decides nothing.
+Layers over one map share its layouts. Rates are those of an H200 and of two cores with AVX-512. Tiled kernels and
+layouts are fitted to the benchmarks conv-forward and maps, within about a third; the others count data movement.
+Estimates only select and order the dataflows to measure.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DEFAULT = "implicit-gemm-sorted"  # the planner's default on a GPU
 
 @dataclass(frozen=True)
 class MapStats:
-    """Statistics of a kernel map. counts: pairs per kernel offset. entries: per form, the (tile, offset) entries of
-    each part, with `block` outputs per tile; empty if not counted."""
+    """Statistics of a kernel map. counts: pairs per kernel offset. entries: by form, the number of (tile, offset)
+    entries in each part (range of offsets), for tiles of `block` outputs; empty if not counted."""
 
     inputs: int
     outputs: int
@@ -40,14 +40,14 @@ class MapStats:
         return len(self.counts)
 
     def parts(self, form: str) -> tuple[int, ...]:
-        """Entries of each part of a form; if not counted, as if no two outputs of a tile share an offset."""
+        """Number of entries in each part of a form. Not counted: an upper bound, one entry per pair."""
         tiles = -(-self.outputs // self.block)
         return self.entries.get(form) or (min(self.pairs, tiles * self.taps),)
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer and its map as forward and as dgrad read it; channels: in and out; itemsize: bytes of a value."""
+    """A layer, and its map as read by forward and by dgrad. channels: (in, out). itemsize: bytes per value."""
 
     forward_map: MapStats
     dgrad_map: MapStats
@@ -61,7 +61,7 @@ class LayerWork:
         return self.channels[0] * self.channels[1] / self.groups
 
     def dgrad(self) -> LayerWork:
-        """The dgrad layer: inputs and outputs exchanged."""
+        """The dgrad pass as a layer: map and channels exchanged."""
         inner, outer = self.channels
         return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
 
@@ -80,25 +80,25 @@ def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
-    """True if a dataflow can run this pass here. library: torch's GEMM supports the dtype."""
+    """True if a dataflow can run this pass. deterministic: bitwise; library: torch's GEMM supports the dtype."""
     stated = flow.movement in ("implicit", "on-demand")
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
 # Seconds
 def seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> float:
-    """Seconds of the kernels of a pass, without its layout of the map."""
+    """Estimated seconds of the kernels of a pass, without building the map's layout."""
     return _MODELS[device](flow, work.dgrad() if name == DGRAD else work, name)
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
-    """Seconds of each layout of the map that a pass needs, by a key: layers over the map share layouts."""
+    """Estimated seconds to build each map layout that a pass needs. Equal keys: a layout shared by several layers."""
     side = work.dgrad_map if name == DGRAD else work.forward_map
     return dict(_LAYOUTS[device](flow, side, name))
 
 
 def total_seconds(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[str], device: str) -> float:
-    """Seconds of all layers over one map, shared layouts counted once."""
+    """Estimated seconds of all layers over one map, with shared layouts counted once."""
     passes = tuple(passes)
     shared: dict[Hashable, float] = {}
     for work in works:
@@ -108,10 +108,10 @@ def total_seconds(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[s
 
 
 _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
-"""FLOP/s of tiled kernels by bytes per value; float32 as three TF32 products."""
+"""FLOP/s of tiled kernels, by bytes per value; float32 products are three TF32 products."""
 _ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
 _KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
-_PART_BYTES = 12  # bytes per result and further part of a form: float32 partial sums are written and read
+_PART_BYTES = 12  # memory traffic per result for each part after the first: float32 partial sums
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
@@ -140,19 +140,19 @@ def _by_table(work: LayerWork) -> float:
 
 
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
-    """A kernel over the tile entries of one part. Absent pairs are multiplied but not gathered."""
+    """Seconds of a kernel over one part, each: (offsets, pairs) of it. Absent pairs are multiplied, not gathered."""
     taps, pairs = each
     moved = (pairs * work.channels[0] + entries * work.macs_per_pair) * work.itemsize
     flops = 2 * entries * work.forward_map.block * work.macs_per_pair
     through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.itemsize])
-    # The longest tile alone, whether or not several programs share it.
+    # Latency of the longest tile, or of one piece of it if several programs share it.
     longest = min(taps, entries) if not piece else min(taps, piece)
     chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _ITERATION_SECONDS + (2e-6 if piece else 0)
     return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
 
 
 def _by_pairs(work: LayerWork, slowdown: float) -> float:
-    """A kernel over the pairs of each offset; both sides are gathered."""
+    """Seconds of a kernel over the pairs of each offset; gathers both sides."""
     pairs = work.forward_map.pairs
     moved, macs = pairs * sum(work.channels) * work.itemsize, pairs * work.macs_per_pair
     longest = max(moved / DEVICES["cuda"].cache, 2 * macs / _MATRIX[work.itemsize] * 1.5)
@@ -160,7 +160,7 @@ def _by_pairs(work: LayerWork, slowdown: float) -> float:
 
 
 def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:
-    """Gathered and scattered rows are written and read again, per offset or at once."""
+    """Seconds of GEMMs by torch; gathered rows and products go through memory."""
     pairs, ((inner, outer), size) = work.forward_map.pairs, (work.channels, work.itemsize)
     rate = min(device.matrix, _MATRIX[size]) if device.name != "CPU" else device.plain
     products, kernels = pairs, 2
@@ -183,13 +183,13 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
 def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     device = DEVICES["cpu"]
     if flow.movement == PLANNED.movement:
-        # Chunks that stay in the cache, see schedule.cpu.
+        # Chunks that stay in the cache, see cost.CpuSchedule.
         moved = work.forward_map.pairs * sum(work.channels) * work.itemsize
         return (
             20e-6 + moved / (device.cache / 2) + 2 * work.forward_map.pairs * work.macs_per_pair / (2.5 * device.plain)
         )
     if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
-        # Statements over forms meant for a GPU.
+        # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
 
@@ -227,7 +227,7 @@ _LAYOUTS: Mapping[str, Callable[[Dataflow, MapStats, str], Iterator[tuple[Hashab
 # Candidates
 @dataclass(frozen=True)
 class CandidateFlow:
-    """A candidate dataflow and the estimated seconds of all layers over the map."""
+    """A candidate dataflow, and its estimated seconds for all layers over the map."""
 
     flow: Dataflow
     seconds: float
@@ -236,7 +236,7 @@ class CandidateFlow:
 def candidate_flows(
     flows: Iterable[Dataflow], works: Sequence[LayerWork], passes: Sequence[str] = PASSES, device: str = "cuda"
 ) -> list[CandidateFlow]:
-    """Dataflows that differ from the default and from one another, lowest estimate first."""
+    """Candidates, lowest estimate first, without those equivalent to the default or to one another."""
     seen = {tuple(equivalence_key(PLANNED, name, device) for name in passes)}
     found = []
     for flow in flows:
@@ -248,6 +248,6 @@ def candidate_flows(
 
 
 def promising(found: Sequence[CandidateFlow], default_seconds: float, factor: float) -> list[CandidateFlow]:
-    """Candidates within `factor` of the best estimate; `default_seconds` is that of the default."""
+    """Candidates within `factor` of the lowest estimate. default_seconds: estimate of the default dataflow."""
     best = min([default_seconds, *(candidate.seconds for candidate in found)])
     return [candidate for candidate in found if candidate.seconds <= factor * best]

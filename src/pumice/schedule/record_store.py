@@ -1,10 +1,10 @@
-"""A per-user file of tuning results, safe for concurrent processes: records by key.
+"""Tuning results, records by key, in a per-user file that concurrent processes may read and write.
 
 The file is one JSON document with one line per entry. A change reads it and replaces it atomically (rename) under a
 file lock (filelock, a dependency of torch). Appending with O_APPEND needs no lock on a local disk, but machines that
 share a network file system would overwrite each other's lines; locks work there. The kernel releases the lock of a dead
-process. Readers take no lock. A writer that times out keeps its entry for the next change. On file systems without
-locks, filelock uses a lock file; one left by a dead process delays others once, for WAIT seconds.
+process. Readers take no lock. After a timeout a record stays unsaved until the next change. On file systems without
+locks, filelock uses a lock file; if a dead process left one, each process waits for it once, WAIT seconds.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from filelock import FileLock
 
 from pumice.errors import FileError
 
-WAIT = 10.0  # timeout of the lock in seconds (a change takes milliseconds); 0 after the first failure
+WAIT = 10.0  # timeout of the lock in seconds (a change takes milliseconds); after the first failure it is 0
 
 Entry: TypeAlias = Any  # a record in JSON form; unreadable ones (of a newer version) stay in the file
 Stamp: TypeAlias = tuple[int, int, int]  # inode, size and modification time, to detect that a file was replaced
 UNREADABLE = (TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
-"""Errors of parsing a record of another version; infinite numbers and deep nesting are among the causes."""
+"""Errors raised by parsing a record of another version, also for infinite numbers and deep nesting."""
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 @dataclass(frozen=True)
 class RecordType(Generic[K, V]):
-    """Format of a file. name: of its records, in the file and in messages. version: files of another version are
-    ignored.
+    """File format of a record type. name: of its records, in the file and in messages. version: others are rejected.
 
-    write(key, value) makes an entry; key and value parse it, or return None. date: when a value was made.
+    write(key, value) returns an entry; key(entry), value(entry) parse it (None: unreadable). date(value): its creation.
     """
 
     name: str
@@ -55,7 +54,7 @@ class RecordType(Generic[K, V]):
         return f'{{"version": {self.version}, "{self.name}": [\n{lines}\n]}}\n'
 
     def entries(self, text: str | bytes, name: str) -> list[Entry]:
-        """The entries of a document; `name` is for messages. Raises FileError if it has another format."""
+        """The entries of a document called `name` in messages. Raises FileError for another format or version."""
         try:
             found = json.loads(text)
             version, entries = found["version"], found[self.name]
@@ -65,7 +64,7 @@ class RecordType(Generic[K, V]):
             raise FileError(f"{name} is a tuning cache of {self.name} of version {version!r}, expected {self.version}")
         if not isinstance(entries, list):
             found = type(entries).__name__
-            raise FileError(f"{name} is not a tuning cache of {self.name} (expected a list of them, found {found})")
+            raise FileError(f"{name} is not a tuning cache of {self.name} (expected a list, found {found})")
         return entries
 
     def readable(self, entries: list[Entry]) -> dict[K, V]:
@@ -73,18 +72,18 @@ class RecordType(Generic[K, V]):
         return {key: value for key, value in pairs if key is not None and value is not None}
 
     def having(self, entries: list[Entry], more: Mapping[K, V]) -> list[Entry]:
-        """`entries` with those of the keys in `more` replaced."""
+        """`entries` with the records `more` added; they replace entries of equal key."""
         return [e for e in entries if self.key(e) not in more] + [self.write(key, v) for key, v in more.items()]
 
 
 class Store(Generic[K, V]):
     """The records of a file, read on first use; `keep` returns once a record is on disk.
 
-    If the file cannot be read or written, `find`, `seek` and `keep` warn once (RuntimeWarning) and keep records in this
-    process only: a read-only home directory must not stop a computation. All other methods raise FileError.
+    If the file cannot be read or written, `all`, `export`, `merge` and `clear` raise FileError. All other methods warn
+    once (RuntimeWarning) and keep records in memory: a read-only home directory must not stop a computation.
 
-    generation: incremented when records change here; plans built with an older one are rebuilt. Records of other
-    processes are noticed by `seek` and by each change.
+    generation: incremented when loaded records change; plans of an older one are rebuilt. Records of other processes
+    are loaded by `seek`, `refresh` and each change.
     """
 
     def __init__(self, path: Path, kind: RecordType[K, V]) -> None:
@@ -96,11 +95,11 @@ class Store(Generic[K, V]):
         self._failed = False
 
     def find(self, key: K) -> V | None:
-        """The value of this key, or None. The file is read once."""
+        """The value of this key, or None. Only the first call reads the file."""
         return self._known().get(key)
 
     def seek(self, key: K) -> V | None:
-        """As `find`, but reads the file again on a miss if it has changed."""
+        """As `find`, but a miss reads the file again if it has changed."""
         if key not in self._known():
             self.refresh()
         return self.find(key)
@@ -117,7 +116,7 @@ class Store(Generic[K, V]):
         return dict(self._known())
 
     def keep(self, key: K, value: V) -> None:
-        """Store a value. Records that other processes wrote meanwhile stay."""
+        """Store a value; records written by other processes are not lost."""
         self._unsaved[key] = value
         try:
             self._save()
@@ -184,7 +183,7 @@ class Store(Generic[K, V]):
         return self._held or {}
 
     def _renew(self) -> None:
-        """Increment the generation only after the new records are loaded."""
+        """Load the new records, then increment the generation, in this order."""
         self._refresh()
         self.generation += 1
 
@@ -206,7 +205,7 @@ class Store(Generic[K, V]):
                 _replace(self.path, self.kind.document(change(_read(self.path, self.kind)[0] or [])))
 
     def _refresh(self) -> None:
-        """Load the records of the file, and those that could not be written to it."""
+        """Load the records of the file if it has changed; unsaved records take precedence."""
         found = self._held or {}
         try:
             entries, self._stamp = _read(self.path, self.kind, self._stamp)
@@ -244,9 +243,9 @@ def _read(path: Path, kind: RecordType[Any, Any], seen: Stamp | None = None) -> 
 
 
 def _text(path: Path, seen: Stamp | None) -> tuple[bytes | None, Stamp | None]:
-    """The bytes of a file, None if it is unchanged or missing; and its stamp."""
+    """(bytes, or None if unchanged since `seen`; stamp); (None, None) for a missing file."""
     try:
-        # Opened rather than only checked with stat: a network file system then asks its server.
+        # Not only stat: opening a file makes a network file system ask its server.
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             stamp = status.st_ino, status.st_size, status.st_mtime_ns
@@ -276,7 +275,7 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _named(path: Path, done: str) -> Iterator[None]:
-    """Convert OSError, lock timeouts and RecursionError (deeply nested records) to FileError."""
+    """Context that converts OSError, lock timeouts and RecursionError (deeply nested records) to FileError."""
     try:
         yield
     except (OSError, RecursionError) as problem:

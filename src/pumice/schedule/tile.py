@@ -1,4 +1,4 @@
-"""Tile sizes of kernels and how deep their loads are prefetched. Values: no tensors, no launches."""
+"""Tiles of kernels: sizes, warps, pipeline stages, and heuristics to choose them. No tensors, no launches."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles
 
 SHARED_CHUNK = 8
-"""Entries of a segment per program where several share it."""
+"""Maximum entries per program of a segment shared by several programs (stream-K)."""
 WHOLE_SEGMENTS = 1 << 30
-"""A chunk that no segment is longer than."""
+"""A chunk longer than any segment: none is shared."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a kernel.
+    """The tile of a kernel. For segments see language.contraction.
 
-    rows, columns: results of one program; reduced: points of the reduction per loop iteration of a matrix product.
-    segment_threads: rows of the tile that share one segment (only if segments are the rows).
-    warps: of 32 threads (64 on CDNA); stages: loop iterations whose loads are in flight.
+    rows, columns: results of one program. reduced: reduction points per loop iteration of a matrix product.
+    segment_threads: rows that work on one segment together (only if the rows are segments).
+    warps: per program, of 32 threads (64 on CDNA). stages: loop iterations whose loads are in flight.
     swapped: the columns of the statement are the rows of the tile, since wgmma needs at least 64 rows.
-    column_major_grid: all rows of one block of columns before the next, so that gathered rows stay in the cache.
-    stacked: segments are the rows of a matrix product (language.contraction.stacked).
+    column_major_grid: programs run through all rows of one block of columns, then the next: gathered rows stay cached.
+    stacked: consecutive segments are the rows of a matrix product (language.contraction.stacked).
     prefetch_indices: matrix products load indices two iterations ahead, so that no load waits for another.
-    packed: an iteration takes several entries of a segment, as many as fit in `reduced` and at least one, each with all
-        of its few reduction points (language.contraction.packed).
-    stream_k_chunk: entries of a segment per program at most, in a matrix product over segments. Several programs share
-        a longer one; the last adds up all partial sums, always in the same order. 0: not shared; WHOLE_SEGMENTS: by a
-        kernel that could share them. One kernel takes chunks of any length.
-    epilogue_subtiles: parts of the columns of a matrix product that the epilogue writes one after the other; more parts
-        need fewer registers. Parts that are all padding are skipped.
-    hoisted, padded: False only for ablations: addresses are recomputed in every iteration; each iteration reads the
-        number of outputs though the map is padded with -1.
+    packed: an iteration takes as many entries of a segment as fit in `reduced`, at least one, each with all of its few
+        reduction points (language.contraction.packed).
+    stream_k_chunk: in a matrix product over segments, the maximum entries of a segment per program. Several programs
+        share a longer one; the last adds the partial sums in a fixed order. 0: the kernel cannot share segments. One
+        kernel serves all other values, also WHOLE_SEGMENTS.
+    epilogue_subtiles: number of column slices that the epilogue of a matrix product writes one by one; more slices need
+        fewer registers. Slices of padding are skipped.
+    hoisted, padded: False for ablations only: every iteration recomputes addresses, or reads the number of outputs
+        though the map is padded with -1.
     """
 
     rows: int
@@ -81,13 +81,13 @@ class Tile:
             raise OptionError(f"a program has at most 32 warps, found {self.warps}")
 
     def has_code_of(self, other: Tile) -> bool:
-        """True if both have one kernel, with chunks of other lengths perhaps."""
+        """True if both have the same code: they may differ in a nonzero stream_k_chunk only."""
         mine, its = self.stream_k_chunk, other.stream_k_chunk
         return self == (other if mine == its or not (mine and its) else replace(other, stream_k_chunk=mine))
 
     def smaller(self) -> Tile | None:
-        """The next tile that needs fewer resources: fewer stages, then half the longer side; None at the minimum. The
-        number of stacked segments stays, since the map was built for it."""
+        """The next tile that needs fewer resources: a stage fewer, then half the longer side; None at the minimum. The
+        number of stacked segments is kept, since the map was built for it."""
         if self.stages > 2:
             return replace(self, stages=self.stages - 1)
         if self.stacked:
@@ -120,8 +120,8 @@ def power_above(value: int) -> int:
 
 
 def size_class(count: int) -> int:
-    """Representative of the size class of a count: the next power of two up to 64, the most that decides a side of a
-    tile; above, one for each factor of 4, so that a layer meets few of them."""
+    """Representative of the size class of a count: up to 64, where counts limit the sides of tiles, the next power of
+    two; above, one class per factor of 4, so that a layer needs few kernels."""
     return power_above(count) if count <= 64 else 2 << 2 * ((count.bit_length() - 1) // 2)
 
 
@@ -129,21 +129,21 @@ _HALF_WAY = math.sqrt(0.5)
 
 
 def mean_class(entries: int, segments: int) -> float:
-    """Entries of a segment on average, rounded to the nearest power of two."""
+    """Mean entries per segment, rounded to the nearest power of two on a logarithmic scale."""
     part, exponent = math.frexp(max(entries, 1) / max(segments, 1))
     return math.ldexp(1.0, exponent - (part < _HALF_WAY))
 
 
-LONGEST = 27  # assumed entries of the longest segment if unknown: the kernel offsets of 3 x 3 x 3
+LONGEST = 27  # entries assumed in the longest segment if unknown: the kernel offsets of 3 x 3 x 3
 
 
 @dataclass(frozen=True)
 class Problem:
     """Input of the tile heuristics.
 
-    roles and extents of the statement; mean, longest: entries of a segment on average and at most; bits: of the values;
-    chained: loads in the loop depend on an index loaded there. packed: roles for packed tiles, if possible. waits: a
-    barrier orders stores of a program for other programs too (not on AMD).
+    roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
+    loads in the loop use indices loaded in it. stacks: stacked tiles are possible. segments: their number. packed:
+    roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD).
     """
 
     roles: ContractionRoles
@@ -159,7 +159,7 @@ class Problem:
 
     @property
     def shares(self) -> bool:
-        """True if several programs may share a segment: segments are loops of a product, and not very many."""
+        """True if programs may share segments: not very many segments, each the loop of a matrix product."""
         roles = self.roles
         own = roles.product and roles.segment is not None and not roles.laned
         return own and self.waits and self.segments < _MANY_SEGMENTS
@@ -172,7 +172,7 @@ PROCESSORS = 132  # streaming multiprocessors of an H200
 
 
 def programs(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """Approximate number of tiles; PROCESSORS times more with segments."""
+    """Approximate number of programs, assuming PROCESSORS segments if there are segments."""
     rows, columns = _sides(roles)
     across = 1 if roles.folds and not roles.product else _blocks(roles.columns, extents, columns)
     inner = 1 if roles.segment is None else PROCESSORS
@@ -180,7 +180,7 @@ def programs(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
 
 
 def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
-    """Split-K factor: more than 1 for few tiles with long loops; 1 with segments, whose results are written once."""
+    """Split-K factor: above 1 for few tiles with long loops; 1 with segments, whose results are written once."""
     if roles.segment is not None:
         return 1
     tiled, side = (roles.reduced, 64) if roles.product else (roles.columns if roles.folds else (), _sides(roles)[1])
@@ -192,7 +192,7 @@ def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
 
 
 def _sides(roles: ContractionRoles) -> tuple[int, int]:
-    """Rows and columns of a usual tile."""
+    """Rows and columns of a typical tile."""
     return (128, 128) if roles.product else (8, 256) if roles.folds else (16, 128)
 
 
@@ -201,8 +201,8 @@ def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> in
 
 
 def default(problem: Problem) -> Tile:
-    """The default tile without autotuning. Heuristics for matrix products come from convolutions on an H200 (C = 32,
-    64, 128, 256); other tiles keep a program at 2 to 8 KiB of registers."""
+    """The tile used without autotuning. Heuristics for matrix products come from convolutions on an H200 (C = 32, 64,
+    128, 256); other tiles limit a program to 2 to 8 KiB of registers."""
     roles = problem.roles
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
     if _should_pack(problem):
@@ -222,16 +222,15 @@ def default(problem: Problem) -> Tile:
         stages = 2 if problem.mean > 16 else 1
         return Tile(height, wide, segment_threads=lanes, warps=_warps(height * wide, 512), stages=stages)
     height = _below(rows, max(1, 2048 // wide))
-    # As above.
     stages = 1 if math.prod(problem.extents.get(name, 16) for name in roles.loops) <= 8 else 2
     return Tile(height, wide, warps=_warps(height * wide, 512), stages=stages)
 
 
-_STACKED = 16  # entries of a segment from which segments are stacked; below, stacking costs what it saves
+_STACKED = 16  # mean entries per segment from which segments are stacked; below, stacking does not pay
 
 
 def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: Tile) -> Tile:
-    """The tile for segments far longer than `tile` is meant for: one at a time, by many threads or a deep stack."""
+    """The tile for segments far longer than `tile` suits: one segment by many threads, or stacked ones of depth 256."""
     columns = math.prod(extents[name] for name in roles.columns)
     if tile.stacked:
         return Tile(16, _tile_side(columns, 64), 256, stages=3, stacked=True, prefetch_indices=True)
@@ -241,7 +240,7 @@ def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: 
 
 
 def candidates(problem: Problem) -> Iterator[Tile]:
-    """Tiles worth timing, the default first, no duplicates."""
+    """Distinct tiles for autotuning, the default first."""
     seen: set[Tile] = set()
     plain = default(replace(problem, packed=None))
     others = (_product_tiles if problem.roles.product else _plain_tiles)(problem, plain)
@@ -291,9 +290,9 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
         yield from _tiles_within(problem)
         return
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # A short side may be either side of the tile; otherwise the statement's own order stays.
+    # With a side below 64 either order is tried, otherwise only the order of the statement.
     orders = (False, True) if min(rows, columns) < 64 and not roles.folds else (False,)
-    # A load that depends on another gets half of the stages.
+    # Without prefetch, a load that depends on another gets half of the stages.
     loads = ((3, True), (4, True), (5, False)) if problem.chained else ((3, False), (5, False))
     for swapped in orders:
         sides = (columns, rows) if swapped else (rows, columns)
@@ -323,7 +322,7 @@ def _warps_of_product(area: int) -> tuple[int, ...]:
 
 
 def _tiles_within(problem: Problem) -> Iterator[Tile]:
-    """The left side, itself a product, is not recomputed; the right side comes in parts or at once."""
+    """Candidates for a nested product, with the outer reduction at once or in two parts."""
     first = _product_tile(problem)
     # Several wgmma products in a kernel: Triton 3.6 and 3.7 may read past shared memory (its issues 10573, 11366).
     for warps in (1, 2) if first.rows >= 64 else (1, 2, 4, 8):
@@ -334,7 +333,7 @@ def _tiles_within(problem: Problem) -> Iterator[Tile]:
 
 
 def _tile_within(problem: Problem) -> Tile:
-    """All columns and the whole reduction if they are few, with few warps: each splits shared operands for TF32."""
+    """The tile of a nested product: sides of at most 64, and few warps, since each splits shared operands for TF32."""
     roles = problem.roles
     rows, columns = (_tile_side(problem.volume(names), 64) for names in (roles.rows, roles.columns))
     depth = _tile_side(problem.volume(roles.reduced), 64)
@@ -342,12 +341,12 @@ def _tile_within(problem: Problem) -> Tile:
 
 
 def _product_tile(problem: Problem) -> Tile:
-    """The rows of the tile are the larger side, at least 64."""
+    """The tile of a matrix product, `swapped` if only its columns number 64 or more."""
     roles, wide = problem.roles, problem.bits > 16
     if roles.within:
         return _tile_within(problem)
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # With 32 bits wgmma reads its rows along the reduction only: the gathered operand must be the rows.
+    # With 32 bits wgmma reads operands along the reduction only, so the gathered one must be the rows.
     swapped = rows < 64 <= columns and not wide and not roles.folds
     if swapped:
         rows, columns = columns, rows
@@ -356,14 +355,14 @@ def _product_tile(problem: Problem) -> Tile:
         return _chained_tile(problem, (rows, columns, depth), swapped)
     if (short := _short_product(problem, (rows, columns), swapped)) is not None:
         return short
-    # 128 x 256 results of 32-bit factors do not fit the registers.
+    # 128 x 256 results of 32-bit factors do not fit into registers.
     height, width = _tile_side(rows, 128), _tile_side(columns, 128 if wide else 256)
     warps = 8 if height * width >= 128 * 128 else 4
     return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped)
 
 
 def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> Tile | None:
-    """A memory-bound product of many rows by a matrix: small programs, many in flight. On an H200 (fp16, with an
+    """The tile of a memory-bound product of many rows by a small matrix: many small programs. On an H200 (fp16, with an
     epilogue) 173,000 rows of 128 to 96 channels take 31 us (41 with eight warps), a million 138 (211), 66,000 rows of
     192 to 128 channels 15 (18)."""
     (rows, columns), reduced = sides, problem.volume(problem.roles.reduced)
@@ -374,7 +373,7 @@ def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> T
 
 
 def _depth(problem: Problem) -> int:
-    """Reduction points per iteration: half of those that fit if the last iteration of each row would be mostly padding
+    """Reduction points per iteration: halved if the last iteration would otherwise multiply mostly padding
     (96 channels on an H200, 173k voxels of Waymo, fp16: 0.063 ms with 32, 0.073 with 64)."""
     extent = problem.volume(problem.roles.reduced)
     depth = max(_min_depth(problem), _tile_side(extent, _max_depth(problem)))
@@ -382,13 +381,13 @@ def _depth(problem: Problem) -> int:
 
 
 def _wastes(extent: int, depth: int) -> bool:
-    """True if halving the depth saves a fifth of the multiplications."""
+    """True if halving the depth saves at least a fifth of the multiplications."""
     half = depth // 2
     return half >= 32 and 5 * -(-extent // half) * half <= 4 * -(-extent // depth) * depth
 
 
 def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) -> Tile:
-    """The tile if loads depend on an index, which is prefetched except in short loops. Tuned on H200 convolutions."""
+    """The tile if loads use loaded indices, which are prefetched except in short loops. Tuned on H200 convolutions."""
     (rows, columns, depth), roles = sides, problem.roles
     own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds or swapped)
     if own and problem.bits == 16:
@@ -398,7 +397,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
         tile = _tile_of_sums((rows, columns, depth), swapped)
         return tile if turns >= _SHORT_LOOP else _without_prefetch(tile)
     height, width, count = _chained_sides(problem, (rows, columns), turns)
-    # With 32 bits a side is held in several parts, for which 4 warps have too few registers.
+    # 32-bit operands are split into several parts, for which 4 warps have too few registers.
     warps = 8 if problem.bits > 16 and height * width >= 128 * 128 else 4
     tile = Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
     if width == 256:
@@ -408,22 +407,21 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
 
 
 def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
-    """The tile of a product of 16-bit values over segments, as a convolution has: nearly the same for all sizes, since
-    each new one is a kernel to compile. Only whether segments are cut depends on their number.
+    """The tile of a 16-bit product over segments, as in a convolution: nearly the same for all sizes, since each tile
+    is a kernel to compile. Only stream_k_chunk depends on the number of segments.
 
-    On an H100 (fp16, U-Net and encoder on 10 scans of 5,000 to 136,000 voxels) convolutions took as long as with tiles
-    that were narrower and had other stages for few or short segments, at half as many kernels.
+    On an H100 (fp16, U-Net and encoder on 10 scans of 5,000 to 136,000 voxels) convolutions took as long as with
+    special tiles (narrower, other stages) for few or short segments, with half as many kernels.
     """
     rows, columns, depth = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tile = Tile(height, width, depth, stages=3, prefetch_indices=True)
     if problem.longest <= _SHORT:
-        # Also where segments have one entry each.
         return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
     if height == 128 and columns >= 256:
-        # One program for 256 columns gathers once.
+        # One program for 256 columns gathers each row once.
         return replace(tile, columns=256, warps=8)
-    # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 with dependent loads), 885 us for a million
+    # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 without prefetch), 885 us for a million
     # of a shell (979).
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
     stages = 4 if height <= 64 or depth <= 32 else 3
@@ -435,8 +433,8 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
 
 
 def _tile_of_sums(sides: tuple[int, int, int], swapped: bool) -> Tile:
-    """The tile of a product of 16-bit values that programs add to, as the gradient of a weight is: the same for any
-    number of programs, since another tile is a kernel to compile, in the backward pass.
+    """The tile of a 16-bit product that programs accumulate by atomics, as a weight gradient: the same for any number
+    of programs, since another tile is another kernel to compile.
 
     On an H100 (fp16, groups of 1024 pairs of scans), us, with tiles of 64 x 64 and of 128 x 128:
     channels, voxels   96, 2,552   128, 18,737   128, 67,068   256, 2,552   256, 18,737
@@ -449,7 +447,7 @@ def _tile_of_sums(sides: tuple[int, int, int], swapped: bool) -> Tile:
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and the number of programs. Half the width doubles gathers, but fills a device."""
+    """(rows, columns) of a tile, and the number of programs. Halving the columns doubles gathers, but fills a GPU."""
     rows, columns = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
     tiles = problem.segments * problem.volume(problem.roles.batch)
@@ -466,13 +464,13 @@ def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tu
 
 
 def _with_loads(problem: Problem, tile: Tile, sizes: tuple[int, int]) -> Tile:
-    """With as many stages as fit; sizes: columns, programs. A fourth lowers occupancy; only for few or small tiles."""
+    """`tile`, with a fourth stage if it suits: it may lower occupancy. sizes: (columns of the result, programs)."""
     (columns, programs), more, area = sizes, replace(tile, stages=4), tile.rows * tile.columns
     roomy = tile.rows <= 64 or (area < 128 * 128 and programs < _MANY)
     few = problem.bits <= 16 and not problem.roles.atomic and programs <= 1.75 * _wave_size(problem, more)
     halved = tile.reduced < _max_depth(problem) and problem.volume(problem.roles.reduced) > tile.reduced
     if halved and programs >= _MANY:
-        # A tile with padding columns, which are not written: three programs fit where two did.
+        # Padding columns are not written. With subtiles three programs fit instead of two.
         sparse = 4 * columns <= 3 * tile.columns and not problem.roles.folds
         full = (
             columns == tile.columns == 128 and problem.bits <= 16 and not (problem.roles.folds or problem.roles.atomic)
@@ -487,9 +485,8 @@ def _without_prefetch(tile: Tile) -> Tile:
 
 
 def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
-    """Chunk of a segment per program, if the longest segment outlasts the others by far; 0: none is shared. Partial
-    sums go through memory, so nothing is shared if all programs have work, or if nearly every kernel offset occurs in
-    every tile."""
+    """stream_k_chunk of a tile: SHARED_CHUNK if the longest segment outlasts the mean work of a program slot by far,
+    else 0. Partial sums go through memory, which does not pay for segments of similar length or short ones."""
     each, longest = problem.mean * programs / _wave_size(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
     if longest < 2.5 * each or alike or problem.longest <= _SHORT:
@@ -498,25 +495,24 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
 
 
 def _waves(problem: Problem, tile: Tile, programs: int) -> int:
-    """Waves of programs on the device if all take equally long."""
-    # Short segments vary most in length: other programs fill the gaps.
+    """Waves of programs, if all take equally long."""
+    # Short segments vary most in length: other programs fill the gaps, as in one wave.
     alike = problem.roles.segment is None or problem.mean > _SHORT_LOOP
     return -(-programs // _wave_size(problem, tile)) if alike else 1
 
 
 def _wave_size(problem: Problem, tile: Tile) -> int:
-    """Concurrent programs of a matrix product on a device."""
     return PROCESSORS * occupancy(tile, problem.bits)
 
 
 _SHARED, _REGISTERS, _WARPS = 227 << 10, 64 << 10, 64
 """Per multiprocessor: bytes of shared memory for programs, registers, resident warps."""
-_USED = 56  # registers of a thread besides its results
+_USED = 56  # registers per thread besides those of results
 
 
 def occupancy(tile: Tile, bits: int) -> int:
     """Concurrent programs of a matrix product on a multiprocessor; bits: of the values."""
-    # With dependent loads, half of the stages hold values.
+    # Without prefetched indices, half of the stages hold values.
     buffers = tile.stages if tile.prefetch_indices else (tile.stages + 1) // 2
     shared = buffers * (tile.rows + tile.columns) * tile.reduced * bits // 8
     registers = tile.rows * tile.columns + 32 * tile.warps * _USED
@@ -524,37 +520,37 @@ def occupancy(tile: Tile, bits: int) -> int:
 
 
 _MANY_SEGMENTS = 2048
-"""From this many on segments are not shared: the others keep a GPU busy while the longest one finishes."""
+"""Number from which segments are not shared: the others keep a GPU busy while the longest one finishes."""
 _FEW = 3 * PROCESSORS  # programs below which a tile is made smaller
 
 _FEW_LONG = 96
-"""The same for long loops. On an H200 (fp16, convolutions over tiles of 64 outputs):
+"""The same with long loops. On an H200 (fp16, convolutions over tiles of 64 outputs):
 channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   128, 124
 64 x 64, us                     73         44         62         39        24         15
 64 x 128, us                    51         34         50         32        24         15
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
 
-_LONG_LOOP = 16  # iterations of a long loop, at least
+_LONG_LOOP = 16  # minimum iterations of a long loop
 
-_MANY = 512  # programs, a size class, from which a fourth stage must not lower the occupancy
+_MANY = 512  # programs (a size class) from which a fourth stage must not lower the occupancy
 _SHORT_LOOP = 6  # iterations below which indices are not prefetched
 _SHORT = 8
-"""Entries of a segment up to which none is shared, and a program is mostly prologue and epilogue: 31 us for 173,000
-outputs with one entry each, of 96 channels, on an H200 (42 with deeper loads), 168 us for a million (213)."""
+"""Entries up to which segments are short: never shared; programs are mostly prologue and epilogue. On an H200, 96
+channels: 31 us for 173,000 outputs with one entry each (42 with more stages), 168 us for a million (213)."""
 
-_FEW_POINTS = 16  # reduction points up to which entries are packed: an iteration takes as long as with more
+_FEW_POINTS = 16  # reduction points per entry up to which entries are packed: with more, iterations take no longer
 
 
 def _should_pack(problem: Problem) -> bool:
-    """True if iterations over one entry would be mostly padding, and there are several."""
+    """True if entries have few reduction points, and only packing fills or makes a matrix product."""
     if problem.packed is None or problem.volume(problem.packed.reduced) > _FEW_POINTS:
         return False
     return problem.mean > 1 or not problem.roles.product
 
 
 def _packed_tile(problem: Problem) -> Tile:
-    """As many entries per iteration as segments have, while its depth is that of other tiles at most. In 16 bits as
-    many as they may have, of which half are there: another depth for other scenes would be a kernel to compile."""
+    """The tile for packed entries: an iteration takes a segment of mean length, limited by the depth of other tiles. In
+    16 bits it takes the longest segment (mean: half of it), so that other scenes need no other kernel."""
     assert problem.packed is not None
     points = power_above(problem.volume(problem.packed.reduced))
     own = problem.bits == 16 and problem.packed.segment is not None
@@ -562,14 +558,14 @@ def _packed_tile(problem: Problem) -> Tile:
     depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(most)))
     turns = math.ceil(mean * points / depth)
     found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
-    # A loop of two iterations has no use for more buffers, which would cost occupancy; small tiles, of which there are
-    # few, prefetch indices all the same. Such short loops are not shared.
+    # For up to two iterations, more buffers would only lower occupancy. Small tiles prefetch indices in short loops
+    # too. Packed segments are too short to be shared.
     stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or found.rows <= 64
     return replace(found, reduced=depth, stages=stages, packed=True, stream_k_chunk=0, prefetch_indices=ahead)
 
 
 def _packed_tiles(problem: Problem) -> Iterator[Tile]:
-    """Around the default: several depths, with and without dependent loads."""
+    """Candidates around the default packed tile, with other depths and loads."""
     if problem.packed is None:
         return
     points = power_above(problem.volume(problem.packed.reduced))
@@ -587,17 +583,17 @@ def _packed_tiles(problem: Problem) -> Iterator[Tile]:
 
 
 def _max_depth(problem: Problem) -> int:
-    """128 bytes of each row."""
+    """Maximum reduction per iteration: 128 bytes of a row."""
     return {8: 128, 16: 64}.get(problem.bits, 32)
 
 
 def _min_depth(problem: Problem) -> int:
-    """Tensor cores take 32 8-bit values at a time."""
+    """Minimum reduction per iteration: tensor cores take 32 8-bit values."""
     return 32 if problem.bits == 8 else 16
 
 
 def _tile_side(extent: int, most: int) -> int:
-    """A power of two from 16 to `most`."""
+    """The next power of two, clamped to 16..`most`."""
     return max(16, min(most, power_above(extent)))
 
 

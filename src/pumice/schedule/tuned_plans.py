@@ -1,8 +1,8 @@
-"""Tuned plans: which dataflow each group of a network's layers runs, in a file per user (see record_store).
+"""Tuned plans, the dataflow of each group of a network's layers, in a file per user (see record_store).
 
 The key of a plan is the device, the dtypes, the mode, the network's shape (not its weights), and the workload: for each
-group the rows of its map and the pairs per row. A plan serves workloads whose numbers are all within a factor of
-sqrt(2) of its own. Buckets with fixed edges would not do: of nine maps one nearly always lies across an edge.
+group the rows of its map and the pairs per row. A plan applies to workloads in which each number is within a factor of
+sqrt(2) of the plan's. Fixed buckets would not work: with nine maps, one nearly always changes its bucket.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pumice.env import settings
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow
 from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
 
-VERSION = 1  # of the file, and in its name
+VERSION = 1  # of the file format; part of the file name
 NEAR = 0.5  # log2 of the factor by which the numbers of a workload may differ from the tuned ones
 
-Workload = tuple[tuple[float, float], ...]  # per group: log2 of its map's rows and of the pairs per row
+Workload = tuple[tuple[float, float], ...]  # by group: log2 of (rows of its map, pairs per row)
 
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Key of a tuned plan. model: a digest of its layers and groups. workload: twice the logarithms, rounded."""
+    """Key of a tuned plan. model: digest of the layers and groups. workload: 2 * log2 of its numbers, rounded."""
 
     device: str
     dtypes: str
@@ -43,8 +43,8 @@ class PlanKey:
 class TunedPlan:
     """A tuned plan.
 
-    flows: by group and passes, without those left to the planner. workload: as measured. before, after: seconds of a
-    pass over a scene, and by part. tuned_groups: those tuned completely; finished: all were. about: network and scenes.
+    flows: by group and passes; a missing one is the planner's. before, after: seconds per scene by default and with the
+    plan, in total and by part. tuned_groups: completely tuned ones; finished: all are. about: network and scenes.
     """
 
     flows: Mapping[str, Dataflow]
@@ -57,7 +57,7 @@ class TunedPlan:
     date: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
     def distance(self, workload: Workload) -> float:
-        """The largest difference of two numbers, in log2."""
+        """The largest difference of corresponding numbers, in log2."""
         if len(workload) != len(self.workload):
             return float("inf")
         pairs = zip(self.workload, workload, strict=True)
@@ -71,12 +71,12 @@ class Plans(Store[PlanKey, TunedPlan]):
         super().__init__(path, PLANS)
 
     def near(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
-        """The plan of the same network and device with the nearest workload, if within NEAR."""
+        """As `alike`, but only within a distance of NEAR."""
         found = self.alike(key, workload)
         return found if found is not None and found[1].distance(workload) <= NEAR else None
 
     def alike(self, key: PlanKey, workload: Workload) -> tuple[PlanKey, TunedPlan] | None:
-        """The plan with the nearest workload at any distance."""
+        """The plan with the nearest workload, at any distance, and otherwise equal key."""
         self.refresh()
         alike = {k: p for k, p in self.known().items() if replace(k, workload=key.workload) == key}
         return min(alike.items(), key=lambda item: item[1].distance(workload), default=None)
@@ -84,7 +84,7 @@ class Plans(Store[PlanKey, TunedPlan]):
 
 @lru_cache(maxsize=1)
 def plans() -> Plans:
-    """The user's plans."""
+    """The user's tuned plans."""
     return Plans(settings().cache / f"plans-{VERSION}.json")
 
 

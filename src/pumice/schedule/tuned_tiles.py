@@ -1,7 +1,7 @@
 """Tuned tiles in a file per user, safe for concurrent processes (see record_store).
 
-The key of a tile is the device, the statement, the dtypes, the sizes to half a power of two, and the precision of
-float32 products.
+The key of a tile is the device, the statement, the dtypes, the sizes rounded down to powers of sqrt(2), and the
+precision of float32 products.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pumice.env import settings
 from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
 from pumice.schedule.tile import Tile
 
-VERSION = 2  # of the file, and in its name
+VERSION = 2  # of the file format; part of the file name
 
 
 @dataclass(frozen=True)
 class Key:
-    """Key of a tuned tile. sizes: twice the binary logarithms, rounded down."""
+    """Key of a tuned tile. sizes: 2 * log2 of each extent, rounded down."""
 
     device: str
     statement: str
@@ -31,7 +31,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A tuned tile, its date, and the seconds of a call, if known."""
+    """A tuned tile, the date of its tuning, and the seconds of a call, if known."""
 
     tile: Tile
     date: datetime
@@ -45,17 +45,17 @@ class Ledger(Store[Key, Tuned]):
         super().__init__(path, TILES)
 
     def get(self, key: Key) -> Tile | None:
-        """The tile tuned for this key, or None. The file is read once."""
+        """The tile tuned for this key, or None. Only the first call reads the file."""
         found = self.find(key)
         return None if found is None else found.tile
 
     def look(self, key: Key) -> Tile | None:
-        """As `get`, but reads the file again on a miss if it has changed."""
+        """As `get`, but a miss reads the file again if it has changed."""
         found = self.seek(key)
         return None if found is None else found.tile
 
     def put(self, key: Key, tile: Tile, seconds: float | None = None) -> None:
-        """Store a tile and the seconds of a call. Records that other processes wrote meanwhile stay."""
+        """Store a tile and the seconds of a call; records written by other processes are not lost."""
         self.keep(key, Tuned(tile, datetime.now(timezone.utc), seconds))
 
 
@@ -80,7 +80,7 @@ def _key(entry: Entry) -> Key | None:
 
 
 def _tuned(entry: Entry) -> Tuned | None:
-    """None for a tile with an unknown field: without it, it would be another tile."""
+    """The value of an entry; None if the tile has an unknown field, which must not be ignored."""
     try:
         date, seconds = datetime.fromisoformat(entry["date"]), entry.get("seconds")
         if date.tzinfo is None:

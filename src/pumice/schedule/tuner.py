@@ -2,11 +2,11 @@
 
 Tang et al., "TorchSparse++", MICRO 2023, section 4: layers that share a kernel map form a group and run one dataflow; a
 group takes the one that is fastest for the whole network while the others stay fixed, so that the number of
-measurements is the sum of the groups' candidates, not their product. Additions of ours: every group first measures the
+measurements is the sum of the groups' candidates, not their product. Our additions: every group first measures the
 current assignment again, since clocks drift; a choice must win twice by more than the measurement noise; and the result
 is compared with the default in the end, so that it is never slower as measured.
 
-Values and a function `measure`: no tensors, no launches.
+Plain data and a function `measure`: no tensors, no launches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from time import monotonic
 
 from pumice.errors import PumiceError
 
-Choice = Hashable  # of a group; None is the default (the planner's)
-Assignment = Mapping[str, Choice]  # choices by group name; a missing group runs the default
+Choice = Hashable  # of a group, such as a dataflow; None is the default (the planner's)
+Assignment = Mapping[str, Choice]  # choice by group; a missing group runs the default
 Measure = Callable[[Assignment], float]  # seconds of an assignment; raises PumiceError if it cannot run
 
 MIN_NOISE = 0.002  # minimal relative gain of a choice
@@ -38,7 +38,7 @@ class TuningTask:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of a candidate: seconds of the network, or why it failed. baseline: seconds of the current assignment."""
+    """Seconds of the network with a candidate, or the reason why it failed. baseline: seconds without the candidate."""
 
     candidate: Choice
     seconds: float = math.inf
@@ -48,8 +48,8 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """State of a search. done, total: measurements; left: estimated seconds; best, before: seconds of the best
-    assignment so far and of the default."""
+    """State of a search. done, total: numbers of measurements. left: estimated seconds to the end. best, before:
+    seconds of the best assignment so far and of the default."""
 
     group: str
     candidate: Choice
@@ -65,8 +65,8 @@ class SearchResult:
     """Result of a search.
 
     assignment: choices that differ from the default. before, after: seconds of the default and of the assignment.
-    tried: trials by group, in order. tuned_groups: those tuned completely. measured: number of measurements.
-    ended: why it stopped early, or why the default was kept.
+    tried: trials by group, in order. tuned_groups: completely tuned groups. measured: number of measurements.
+    ended: why the search stopped early, or why the default was kept.
     """
 
     assignment: Assignment
@@ -81,7 +81,7 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Clock:
-    """A budget in seconds; now: a clock; watch: called with every step."""
+    """A budget in seconds. now: the time. watch: called after each measurement."""
 
     budget: float = math.inf
     now: Callable[[], float] = monotonic
@@ -93,7 +93,7 @@ class _BudgetSpent(Exception):
 
 
 def measurements(tasks: Sequence[TuningTask]) -> int:
-    """The maximal number of measurements of a search: linear in the candidates."""
+    """The maximum number of measurements of a search, linear in the number of candidates."""
     return 3 + sum(len(task.candidates) + 2 for task in tasks) + FINAL_MEASUREMENTS
 
 
@@ -104,12 +104,12 @@ def search(
     start: Assignment | None = None,
     before_group: Callable[[TuningTask], object] = lambda task: None,
 ) -> SearchResult:
-    """Tune the groups in turn, beginning with the assignment `start`; the module docstring has the method.
+    """Tune the groups in turn, beginning with the assignment `start`; the module docstring describes the method.
 
     before_group: called before each group, for instance to compile its candidates.
 
-    KeyboardInterrupt and the end of the budget keep the results so far. A PumiceError rejects a candidate; one of the
-    default is raised, as are all other errors of `measure`.
+    After the first measurement, KeyboardInterrupt and the end of the budget return the results so far. A PumiceError
+    in the trial of a candidate rejects it; all other errors of `measure` propagate.
     """
     return _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group).run()
 
@@ -157,7 +157,7 @@ class _Search:
             self.best = self._measure(self.current)
 
     def _tune_group(self, task: TuningTask) -> None:
-        """Take the best candidate of a group if it beats the current assignment twice."""
+        """Choose the fastest candidate of a group if it beats the current assignment twice."""
         self.measuring = (task.group, None)
         self._check_budget()
         self.before_group(task)
@@ -169,7 +169,7 @@ class _Search:
             for candidate in task.candidates:
                 results.append(self._measure_candidate(task.group, candidate, baseline))
         except (_BudgetSpent, KeyboardInterrupt):
-            # Completed measurements count.
+            # The candidates measured so far count.
             self._take_best(task.group, results, baseline)
             raise
         winner = self._take_best(task.group, results, baseline)
@@ -201,12 +201,12 @@ class _Search:
             self.best = winner.baseline
 
     def _verify_against_default(self) -> str:
-        """Measure both once more, alternating; why the default is kept, if it is."""
+        """Measure default and assignment again, alternating; returns why the default is kept."""
         if not self.current:
             return ""
         self.measuring = ("", None)
         pairs = [(self._measure({}, True), self._measure(self.current, True)) for _ in range(FINAL_MEASUREMENTS // 2)]
-        # Earlier measurements may be off by clock drift.
+        # These replace earlier measurements, since clocks drift.
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
             return ""
@@ -215,7 +215,7 @@ class _Search:
         return reason
 
     def _is_faster(self, seconds: float, baseline: float) -> bool:
-        """True if the difference exceeds the usual measurement noise."""
+        """True if `seconds` is below `baseline` by more than the measurement noise."""
         noise = 2 * median(self.noise) if self.noise else 0.0
         return seconds < baseline * (1 - min(MAX_NOISE, max(MIN_NOISE, noise)))
 
@@ -225,7 +225,7 @@ class _Search:
             self.noise.append(abs(one - other) / max(one, other))
 
     def _measure(self, assignment: Assignment, last: bool = False) -> float:
-        """Measure, if the budget allows this and the final comparison."""
+        """Seconds of an assignment. Checks the budget before, unless `last`."""
         if not last:
             self._check_budget()
         begin = self.clock.now()
