@@ -54,6 +54,18 @@ class Levels(nn.Module):
         return [self.back(a + b, x), self.dilating(a), self.odd(c), finer, self.generative(c)]
 
 
+class Gate(nn.Module):
+    """Channels scaled by what a linear map makes of their means over each item."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.pool, self.linear = GlobalAvgPool(), nn.Linear(width, width)
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.linear(self.pool(x)))
+        return x.replace(x.feats * pm.ops.broadcast(x, gate))
+
+
 class Layers(nn.Module):
     """Norms, groups, pools, and what reduces over items; a dictionary of what each gives."""
 
@@ -62,7 +74,7 @@ class Layers(nn.Module):
         self.stem = Sequential(Conv3d(4, width, 3, groups=2), GroupNorm(2, width), SiLU())
         self.depthwise = Sequential(Conv3d(width, width, 3, groups=width), InstanceNorm(width))
         self.pools = nn.ModuleList(pool(2, stride=2) for pool in (MaxPool3d, AvgPool3d, SumPool3d))
-        self.same = MaxPool3d(3, stride=1)
+        self.same = nn.Sequential(MaxPool3d(3, stride=1), Gate(width))
         self.whole = nn.ModuleList((GlobalMaxPool(), GlobalAvgPool(), GlobalSumPool()))
         self.block = ResidualBlock(width, 2 * width)
         self.head = Sequential(LayerNorm(2 * width), Linear(2 * width, 3), nn.ReLU())

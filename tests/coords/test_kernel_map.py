@@ -421,7 +421,7 @@ def test_groups_in_buffers_are_as_long_as_the_room_for_pairs_says(monkeypatch):
     pairs = int(kernel_map(whole, Relation.of(3, 3))[0].pairs().sizes.sum())
     length = maps.group_of(found)
     (room,) = (room for place, room in planner.capacities.items() if place[0] == "pairs")
-    assert pairs < 500 < room == -(-3 * pairs // 2)
+    assert pairs < 500 < room == -(-9 * pairs // 4)
     assert length == maps.group_of(found.transpose()) == 8
     taps, inputs, outputs = found.grouped(length)
     assert (inputs >= 0).sum() == (outputs >= 0).sum() == pairs and inputs.shape == (len(taps), length)

@@ -528,7 +528,7 @@ def test_gradients_reach_the_values_of_sparse_inputs():
         ),
         (
             ShapeError,
-            r"torch.sparse_csr tensor has 2 axes, neither batched nor dense; found shape \[2, 3, 4\]",
+            r"torch.sparse_csr tensor must have 2 axes, neither batched nor dense; found shape \[2, 3, 4\]",
             lambda: sparse(torch.ones(2, 3, 4).to_sparse_csr(), "(a b c):C"),
         ),
         (ShapeError, r"one tensor per part: expected 1, found 2", lambda: sparse(MATRIX).with_values([None, None])),

@@ -594,7 +594,7 @@ WRONG = {
     "collate": (lambda x: pm.collate([x, x]), GeometryError, "collate"),
     "dense without a grid": (lambda x: x.to_dense(), GeometryError, "spatial_shape"),
     "union": (lambda x: pm.union(x, pm.nn.Conv3d(4, 4, 1, out="support")(x)), GeometryError, "union"),
-    "elsewhere": (lambda x: pm.nn.Conv3d(4, 4, 3)(x, out=scene(9)), GeometryError, "from outside"),
+    "elsewhere": (lambda x: pm.nn.Conv3d(4, 4, 3)(x, out=scene(9)), GeometryError, "made outside"),
     "mean of all rows": (lambda x: x.feats.mean(0), CaptureError, "differs from its forward pass"),
     "centred": (lambda x: x.map(lambda f: f - f.mean(0)), CaptureError, "differs from its forward pass"),
     "maximum": (lambda x: x.map(lambda f: f / f.abs().max()), CaptureError, "differs from its forward pass"),

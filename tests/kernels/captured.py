@@ -288,6 +288,46 @@ def check_largest() -> None:
             assert_close(torch.autograd.grad(again, given, torch.arange(y.numel()).view_as(y).to(dtype))[0], exact)
 
 
+def check_items() -> None:
+    """Sums and maxima over batch items by kernels, and gradients of gradients, are those of plain torch: items in any
+    order, rows of none, items without rows, ties, NaN, zeros of both signs, several blocks and parts."""
+    for number, (count, channels, batch, dtype) in enumerate(
+        (
+            (900, 5, 3, torch.float32),
+            (3000, 64, 2, torch.float16),
+            (700, 100, 7, torch.bfloat16),
+            (40, 3, 50, torch.float32),
+            (20_000, 1, 1, torch.float32),
+            (0, 3, 2, torch.float32),
+        )
+    ):
+        generator = torch.Generator().manual_seed(number)
+        items = torch.randint(-1, batch, (count,), generator=generator)
+        items = items.sort().values if number % 2 else items
+        values = torch.randint(-4, 5, (count, channels), generator=generator).to(dtype)
+        odd = values.clone()
+        for share, value in ((0.3, -0.0), (0.1, -torch.inf), (0.002, torch.inf), (0.01, torch.nan)):
+            odd[torch.rand(odd.shape, generator=generator) < share] = value
+        assert torch.equal(by_rows.max_items(odd, items, batch), by_rows.max_items_torch(odd, items, batch))
+        ones = torch.ones(count, 1, dtype=torch.int64)
+        few = torch.randint(-3, 4, (batch, channels), generator=generator).float()
+        assert torch.equal(by_rows.sum_items(ones, items, batch)[:, 0], (items[:, None] == torch.arange(batch)).sum(0))
+        found = []
+        for sums, spread in (
+            (by_rows.sum_items, by_rows.spread_items),
+            (by_rows.sum_items_torch, by_rows.spread_items_torch),
+        ):
+            x, y = values.clone().requires_grad_(), few.clone().requires_grad_()
+            total = sums(x, items, batch)
+            (dx,) = torch.autograd.grad((total**2).sum(), x, create_graph=True)
+            (ddx,) = torch.autograd.grad((dx.float() ** 2).sum(), x)
+            rows = spread(y, items)
+            (dy,) = torch.autograd.grad((rows * values.float()).square().sum(), y, create_graph=True)
+            found.append((total, dx, ddx, rows, dy, *torch.autograd.grad(dy.sum(), y)))
+        for got, want in zip(*found, strict=True):
+            assert_close(got.detach(), want.detach())
+
+
 @contextmanager
 def by_kernels() -> Iterator[None]:
     """Convolutions by the kernels and the forms of maps that a GPU has."""
@@ -599,6 +639,7 @@ GROUPS: Mapping[str, Callable[[], Checks]] = {
         "norms of few rows": check_few_rows,
         "norms by known statistics": check_known_statistics,
         "maxima": check_largest,
+        "sums over items": check_items,
         "a step of training": check_step,
         "a step without room": check_wider_step,
     }

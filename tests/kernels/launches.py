@@ -164,6 +164,8 @@ def variants() -> tuple[Variant, ...]:
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
             _maxima(torch.zeros(60, channels, dtype=dtype))
+            _over_items(torch.zeros(60, channels, dtype=dtype))
+        by_rows.sum_items(torch.ones(60, 1, dtype=torch.int64), torch.zeros(60, dtype=torch.int64), 2)
     return tuple(recorder.seen)
 
 
@@ -195,6 +197,13 @@ def _maxima(x: Tensor) -> None:
     by_rows.max_pool_rows(x[:60].requires_grad_(), found).sum().backward()
     with torch.no_grad():
         by_rows.max_pool_rows(x[:60], found)
+
+
+def _over_items(x: Tensor) -> None:
+    """Sums and maxima over batch items, and rows of items."""
+    items = torch.arange(len(x)) // 20
+    by_rows.spread_items(by_rows.sum_items(x, items, 3), items)
+    by_rows.max_items(x, items, 3)
 
 
 def _cloud(dim: int) -> CoordBuffer:

@@ -9,6 +9,7 @@ import torch
 from oracle import Ints
 
 import pumice as pm
+from pumice.errors import ShapeError
 
 MODES = ["max", "avg", "sum"]
 
@@ -133,3 +134,17 @@ def test_pool_modules_are_their_functions(mode):
         got = module(x)
         assert cases.tuples(got) == cases.tuples(want) and torch.equal(got.feats, want.feats)
     assert torch.equal(getattr(pm.nn, f"Global{name}Pool")()(x), getattr(pm.ops, f"global_{mode}_pool")(x))
+
+
+def test_broadcast_over_the_voxels_of_an_item():
+    """Item 1 of three has no voxels."""
+    coords = [c for c in cases.compact(3, -3, 3, 9, 3) if c[0] != 1]
+    x = cases.tensor(coords, torch.randn(len(coords), 4, dtype=torch.float64), batch_size=3)
+    values = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    y = pm.ops.broadcast(x, values)
+    assert torch.equal(y, values[x.items])
+    torch.autograd.gradcheck(lambda v: pm.ops.broadcast(x, v), values)
+    torch.autograd.gradgradcheck(lambda v: pm.ops.broadcast(x, v) ** 2, values)
+    for wrong in (values[:2], values[0]):
+        with pytest.raises(ShapeError, match=rf"must be \[3, C\].*found \[{len(wrong)}"):
+            pm.ops.broadcast(x, wrong)

@@ -321,3 +321,57 @@ def max_pool_gradient(
         own = tl.load(taps + met * C + c, mask=there, other=-1).to(tl.int32) == tap
         found += tl.load(grad + met * C + c, mask=there & own, other=0.0).to(tl.float32)
     tl.store(dx + i[:, None] * C + c, found, mask=(i < inputs)[:, None] & within)
+
+
+@triton.jit
+def _item_block(items, start, last, ROWS: tl.constexpr):
+    """Rows [ROWS, 1] of a block, their batch items (-1: none), and the range of items that occur."""
+    r = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    item = tl.load(items + r, mask=r < last, other=-1).to(tl.int32)
+    return r, item, tl.min(tl.where(item < 0, 0x7FFFFFFF, item)), tl.max(item)
+
+
+@triton.jit(do_not_specialize=["rows", "chunk", "batch"])
+def sum_items(
+    x, items, sums, rows: "i64", chunk: "i64", batch: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """sums[p, b, c] += sum of x[r, c] over the rows r of chunk p with items[r] = b."""
+    part, c = _place(C, LANES)
+    last = tl.minimum((part + 1) * chunk, rows)
+    for start in range(part * chunk, last, ROWS):
+        r, item, low, high = _item_block(items, start, last, ROWS)
+        values = tl.load(x + r * C + c, mask=(item >= 0) & (c < C), other=0).to(sums.dtype.element_ty)
+        for b in range(low, high + 1):
+            found = tl.sum(tl.where(item == b, values, 0), axis=0)[None, :]
+            # No other program writes to this part, so that the order of additions is fixed.
+            tl.atomic_add(sums + (part * batch + b) * C + c, found, mask=c < C, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["rows"])
+def spread_items(values, items, y, rows: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """y[r, c] = values[items[r], c], 0 for item -1."""
+    block, c = _place(C, LANES)
+    r = block * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    item = tl.load(items + r, mask=r < rows, other=-1)
+    found = tl.load(values + item * C + c, mask=(item >= 0) & (c < C), other=0)
+    tl.store(y + r * C + c, found, mask=(r < rows) & (c < C))
+
+
+@triton.jit(do_not_specialize=["rows", "chunk", "batch"])
+def max_items(
+    x, items, tops, rows: "i64", chunk: "i64", batch: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """tops[p, b, c] = the largest key of x[r, c] over the rows r of chunk p with items[r] = b. Keys order by value (NaN
+    above infinity), then by row, the first above the last."""
+    part, c = _place(C, LANES)
+    last = tl.minimum((part + 1) * chunk, rows)
+    for start in range(part * chunk, last, ROWS):
+        r, item, low, high = _item_block(items, start, last, ROWS)
+        values = tl.load(x + r * C + c, mask=(item >= 0) & (c < C), other=0).to(tl.float32)
+        # Zeros of both signs are equal.
+        bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
+        bits = tl.where(values != values, 0x7FC00000, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+        key = (bits.to(tl.int64) << 32) | (0x7FFFFFFF - r)
+        for b in range(low, high + 1):
+            found = tl.max(tl.where(item == b, key, -0x8000000000000000), axis=0)[None, :]
+            tl.atomic_max(tops + (part * batch + b) * C + c, found, mask=c < C, sem="relaxed")

@@ -1,4 +1,4 @@
-"""Max pooling over a kernel map, and zeroing the padding rows of a buffer.
+"""Max pooling over a kernel map, sums and maxima over batch items, and zeroing the padding rows of a buffer.
 
     y[o, c] = max over kernel offsets k with an input of x[rows[o, k], c]          0 if there is no input
 
@@ -122,3 +122,116 @@ def zero_padding_rows_torch(values: Tensor, count: Tensor) -> None:
     """As zero_padding_rows, in plain torch."""
     # .data instead of detach(): the version counter of saved tensors must not change.
     values.data.masked_fill_(torch.arange(values.shape[0], device=values.device)[:, None] >= count, 0)
+
+
+# Batch items
+
+
+def sum_items(values: Tensor, items: Tensor, batch: int) -> Tensor:
+    """[B, C]: sums over the rows of each batch item, in a fixed order on a GPU.
+
+        sums[b, c] = sum of values[n, c] over the rows n with items[n] = b
+
+    values: [N, C], integers or floats, which are summed in at least float32; items: int64 [N], -1 for rows that are
+    left out. Differentiable, any number of times.
+    """
+    if not _over_items(values, batch):
+        return sum_items_torch(values, items, batch)
+    return _ItemSums.apply(values, items, batch, False) if values.requires_grad else _sums(values, items, batch)
+
+
+def sum_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
+    """As sum_items, in plain torch."""
+    values = values.to(_sum_dtype(values))
+    # Row 0 is that of item -1.
+    return values.new_zeros((batch + 1, values.shape[1])).index_add(0, items + 1, values)[1:]
+
+
+def spread_items(values: Tensor, items: Tensor) -> Tensor:
+    """[N, C]: values[items], 0 for item -1. values: [B, C]; items: int64 [N]. The gradient is `sum_items`."""
+    if not _over_items(values, len(values)):
+        return spread_items_torch(values, items)
+    return _ItemSums.apply(values, items, len(values), True) if values.requires_grad else _spread_rows(values, items)
+
+
+def spread_items_torch(values: Tensor, items: Tensor) -> Tensor:
+    """As spread_items, in plain torch."""
+    return torch.cat([values.new_zeros(1, values.shape[1]), values]).index_select(0, items + 1)
+
+
+def max_items(values: Tensor, items: Tensor, batch: int) -> Tensor:
+    """int64 [B, C]: the first row of each batch item that attains its maximum, -1 for an item without rows. A NaN is
+    the maximum. values: [N, C] floats; items: as in `sum_items`."""
+    if not _over_items(values, batch):
+        return max_items_torch(values, items, batch)
+    tops = _by_parts("max_items", values, items, batch, (_NO_KEY, torch.int64)).amax(0)
+    return torch.where(tops == _NO_KEY, -1, _LAST_ROW - (tops & _LAST_ROW))
+
+
+def max_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
+    """As max_items, in plain torch."""
+    # No len(): sizes may be symbolic.
+    (count, channels), index = values.shape, (items + 1)[:, None].expand(-1, values.shape[1])
+    tops = values.new_full((batch + 1, channels), -torch.inf).scatter_reduce(0, index, values, "amax")
+    rows = torch.arange(count, device=values.device)[:, None]
+    attaining = torch.where((values == tops.gather(0, index)) | values.isnan(), rows, count)
+    first = attaining.new_full(tops.shape, count).scatter_reduce(0, index, attaining, "amin")[1:]
+    return torch.where(first < count, first, -1)
+
+
+_ITEM_BLOCK, _ITEM_PROGRAMS, _ITEM_PARTIALS = 4096, 264, 1 << 22
+"""Values per iteration of a kernel over items; maximum programs, and maximum partial results."""
+_NO_KEY, _LAST_ROW = -(1 << 63), (1 << 31) - 1
+
+
+class _ItemSums(torch.autograd.Function):
+    """sum_items, or spread_items: each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, items: Tensor, batch: int, spreads: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.batch, ctx.spreads, ctx.dtype = batch, spreads, values.dtype
+        ctx.save_for_backward(items)
+        return _spread_rows(values, items) if spreads else _sums(values, items, batch)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (items,) = ctx.saved_tensors
+        return _ItemSums.apply(grad, items, ctx.batch, not ctx.spreads).to(ctx.dtype), None, None, None
+
+
+def _over_items(values: Tensor, batch: int) -> bool:
+    """True if kernels over batch items run on these values."""
+    return _by_kernels(values) and values.numel() > 0 and batch > 0
+
+
+def _sums(values: Tensor, items: Tensor, batch: int) -> Tensor:
+    return _by_parts("sum_items", values, items, batch, (0, _sum_dtype(values))).sum(0)
+
+
+def _spread_rows(values: Tensor, items: Tensor) -> Tensor:
+    found = values.new_empty(len(items), values.shape[1])
+    blocks, shape = _item_shape(values)
+    programs = -(-len(items) // shape["ROWS"]) * blocks
+    kernel("row_kernels.spread_items", "lower")(programs, (values.contiguous(), items, found), (len(items),), shape)
+    return found
+
+
+def _sum_dtype(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else values.dtype
+
+
+def _by_parts(name: str, values: Tensor, items: Tensor, batch: int, like: tuple[int, torch.dtype]) -> Tensor:
+    """[parts, B, C]: results of a kernel for parts of the rows; like: (initial value, dtype)."""
+    (count, channels), (start, dtype), (blocks, shape) = values.shape, like, _item_shape(values)
+    parts = max(1, min(_ITEM_PROGRAMS // blocks, _ITEM_PARTIALS // (batch * channels), count // (4 * shape["ROWS"])))
+    found = torch.full((parts, batch, channels), start, dtype=dtype, device=values.device)
+    numbers = count, -(-count // parts), batch
+    kernel(f"row_kernels.{name}", "lower")(parts * blocks, (values.contiguous(), items, found), numbers, shape)
+    return found
+
+
+def _item_shape(values: Tensor) -> tuple[int, dict[str, int]]:
+    """(blocks of channels, constants of the kernels over items)."""
+    channels = values.shape[1]
+    lanes = min(_CHANNELS, 1 << (channels - 1).bit_length())
+    return -(-channels // lanes), {"C": channels, "ROWS": _ITEM_BLOCK // lanes, "LANES": lanes}

@@ -9,6 +9,7 @@ from pumice.ops.norm import batch_norm, group_norm
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
 from pumice.ops.pool import (
     avg_pool,
+    broadcast,
     global_avg_pool,
     global_max_pool,
     global_sum_pool,
@@ -35,6 +36,7 @@ __all__ = [
     "SparseTensor",
     "avg_pool",
     "batch_norm",
+    "broadcast",
     "cat",
     "coalesce",
     "collate",

@@ -12,7 +12,8 @@ from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of
-from pumice.ops.tensor import SparseTensor, from_raw_feats, mask_padding, not_sparse, raw_feats, unchecked_tensor
+from pumice.ops.pool import broadcast, item_sums
+from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, raw_feats, unchecked_tensor
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -177,12 +178,10 @@ def group_norm(
 def _normalize(x: SparseTensor, groups: int, eps: float) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     feats = x.feats.to(dtype).unflatten(1, (groups, x.channels // groups))
-    item = x.items
-    counts = x.item_counts.clamp(min=1) * feats.shape[2]
+    counts = x.item_counts.clamp(min=1)[:, None] * feats.shape[2]
 
     def mean(values: Tensor) -> Tensor:
-        sums = values.new_zeros((x.batch_size, groups)).index_add(0, item, mask_padding(x, values.sum(dim=2)))
-        return (sums / counts[:, None])[item][:, :, None]
+        return broadcast(x, item_sums(x, values.sum(dim=2)) / counts)[:, :, None]
 
     centred = feats - mean(feats)
     return (centred * torch.rsqrt(mean(centred * centred) + eps)).flatten(1)

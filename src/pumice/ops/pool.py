@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import ShapeError
+from pumice.lower import rows as lowered
 from pumice.lower.rows import max_pool_rows
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
@@ -77,29 +78,56 @@ def avg_pool(
 
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
-    feats, items, batch = arithmetic_feats(x), x.items, x.batch_size
-    if x.geometry.buffered is not None:
-        # Padding rows form a batch item of their own, which is dropped.
-        items = torch.where(x.geometry.cloud.valid_mask(), items, batch)
-        return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch + 1)[:batch]
-    return maximum(feats, torch.arange(feats.shape[0], device=x.device), items, batch)
+    feats = arithmetic_feats(x)
+    with torch.no_grad():
+        first = (lowered.max_items if _kernels_run(feats) else lowered.max_items_torch)(feats, _items(x), x.batch_size)
+    return _rows_of(feats, first)
 
 
 def global_sum_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the sum over each batch item's voxels, accumulated in at least float32."""
-    feats = arithmetic_feats(x)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    sums = feats.new_zeros((x.batch_size, x.channels), dtype=dtype)
-    return sums.index_add(0, x.items, mask_padding(x, feats.to(dtype))).to(x.dtype)
+    return item_sums(x, arithmetic_feats(x)).to(x.dtype)
 
 
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
-    feats = arithmetic_feats(x)
-    wide = x.replace(feats.to(torch.promote_types(x.dtype, torch.float32)))
-    counts = x.item_counts.clamp(min=1)
-    sums = global_sum_pool(wide)
-    return (sums / counts[:, None]).to(x.dtype)
+    # Divided before rounding to x's dtype: the sum may overflow half precision where the mean does not.
+    return (item_sums(x, arithmetic_feats(x)) / x.item_counts.clamp(min=1)[:, None]).to(x.dtype)
+
+
+def broadcast(x: SparseTensor, values: Tensor) -> Tensor:
+    """[N, C]: the row of `values` [B, C] of each voxel's batch item, 0 in padding rows of a captured network.
+
+        y[n, c] = values[b, c]   with b the batch item of voxel n
+
+    Gates channels by a pooled vector, as squeeze-and-excitation does, and adds it to all voxels:
+
+        gate = torch.sigmoid(linear(pm.ops.global_avg_pool(x)))
+        y = x.replace(x.feats * pm.ops.broadcast(x, gate))
+
+    Its gradient is a sum over each item's voxels in a fixed order; that of values[x.items] is many times slower on a
+    GPU. Raises ShapeError unless values has a row for each batch item.
+    """
+    if values.ndim != 2 or len(values) != x.batch_size:
+        raise ShapeError(f"values must be [{x.batch_size}, C], a row per batch item, found {list(values.shape)}")
+    run = lowered.spread_items if _kernels_run(values) else lowered.spread_items_torch
+    return run(values, _items(x))
+
+
+def item_sums(x: SparseTensor, values: Tensor) -> Tensor:
+    """[B, C]: sums of values [N, C] over the voxels of each batch item, in at least float32."""
+    run = lowered.sum_items if _kernels_run(values) else lowered.sum_items_torch
+    return run(values, _items(x), x.batch_size)
+
+
+def _kernels_run(values: Tensor) -> bool:
+    """True if kernels of ours, with their gradients, may run: at most autograd's reverse mode is active."""
+    return autograd.only_reverse_mode_active((values,))
+
+
+def _items(x: SparseTensor) -> Tensor:
+    """int64 [N]: batch item of each voxel, -1 in padding rows."""
+    return x.items if x.geometry.buffered is None else torch.where(x.valid_mask, x.items, -1)
 
 
 def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
@@ -150,29 +178,20 @@ def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
     if x.is_meta:  # `prepare`: shapes only
         return x.new_empty(rows, x.shape[1])
     with torch.no_grad():
-        winner = _first_maximum(x[inputs], outputs, rows)
-        found = winner < inputs.shape[0]
-        source = torch.cat([inputs, inputs.new_zeros(1)])[winner]
+        place = lowered.max_items_torch(x[inputs], outputs, rows)
+        source = torch.cat([inputs, inputs.new_full((1,), -1)])[place]
+    return _rows_of(x, source)
+
+
+def _rows_of(x: Tensor, source: Tensor) -> Tensor:
+    """out[o, c] = x[source[o, c], c], 0 for row -1."""
     if torch.compiler.is_compiling():
         # The number of rows is symbolic and may be 0: append a row to index.
         x = torch.cat([x, x.new_zeros(1, x.shape[1])])
     elif x.shape[0] == 0:
-        return x.sum(dim=0).expand(rows, -1)  # zeros, with x's graph
+        return x.sum(dim=0).expand(len(source), -1)  # zeros, with x's graph
     channels = torch.arange(x.shape[1], device=x.device)
-    return torch.where(found, pick(x, (source, channels)), 0)
-
-
-def _first_maximum(values: Tensor, outputs: Tensor, rows: int) -> Tensor:
-    """[rows, C]: list position of the first maximum per output and channel; the list's length if there is none."""
-    places, channels = values.shape
-    index = outputs[:, None].expand(-1, channels)
-    top = values.new_full((rows, channels), -torch.inf).scatter_reduce(0, index, values, "amax")
-    place = torch.arange(places, device=values.device)[:, None].expand(-1, channels)
-    # NaN compares unequal to itself: count it as a maximum, so that it propagates.
-    attains = (values == top[outputs]) | torch.isnan(values)
-    candidate = torch.where(attains, place, places)
-    first = torch.full((rows, channels), places, dtype=torch.int64, device=values.device)
-    return first.scatter_reduce(0, index, candidate, "amin")
+    return torch.where(source >= 0, pick(x, (source.clamp(min=0), channels)), 0)
 
 
 def pick(x: Tensor, index: Tensor | tuple[Tensor, ...]) -> Tensor:

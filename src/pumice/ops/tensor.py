@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from pumice.coords import Geometry, checked_geometry, same_geometry
 from pumice.errors import DeviceError, DtypeError, GeometryError, MissingAttributeError, ShapeError
 from pumice.lower.reference import EIGHT_BITS
-from pumice.lower.rows import zero_padding_rows
+from pumice.lower.rows import sum_items, sum_items_torch, zero_padding_rows
+from pumice.ops.autograd import only_reverse_mode_active
 
 
 class SparseTensor:
@@ -97,9 +98,10 @@ class SparseTensor:
     @property
     def item_counts(self) -> Tensor:
         """int64 [B]: number of voxels per batch item."""
-        counts, items = self.items.new_zeros(self.batch_size), self.items
+        items = self.items
         ones = torch.ones_like(items) if self._geometry.buffered is None else self._geometry.cloud.valid_mask().long()
-        return counts.index_add(0, items, ones)
+        run = sum_items if only_reverse_mode_active((ones,)) else sum_items_torch
+        return run(ones[:, None], items, self.batch_size)[:, 0]
 
     @property
     def valid_mask(self) -> Tensor:
