@@ -227,7 +227,8 @@ def test_tasks_that_have_not_begun_are_dropped_at_exit():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_process_has_threads_of_its_own():
     code = "import os\nfrom pumice.runtime.compile import Background\nbackground = Background(1)\n"
-    code += "background.run([lambda: None])\nchild = os.fork()\nbackground.run([lambda: print('ran ', end='', flush=True)])\n"
+    code += "background.run([lambda: None])\nchild = os.fork()\n"
+    code += "background.run([lambda: print('ran ', end='', flush=True)])\n"
     code += "os._exit(0) if not child else print(os.waitpid(child, 0)[1])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert sorted(found.stdout.split()) == ["0", "ran", "ran"]
