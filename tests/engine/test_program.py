@@ -14,7 +14,7 @@ import pytest
 import torch
 from emulated import emulated, on_cpu
 from journeys.calls import calls_of
-from nets import strange
+from nets import Gate, strange
 from programs import Maker, Residual, Unit, flat, scene
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -107,6 +107,39 @@ def test_networks(name):
     assert all(step.norm is not None for step in products[:-1])
     rest = {step.names[0] for step in steps(program) if isinstance(step, CallStep)}
     assert rest <= {"cat", ".feats", "replace"} and "called as they are" in program.explain()
+
+
+class Functional(nn.Module):
+    """A gate by pooled features, and functions of pumice.ops in place of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.gate = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.BatchNorm(8)), Gate(8)
+        self.down, self.back = pm.nn.Conv3d(8, 16, 2, stride=2), nn.Parameter(torch.randn(8, 2, 2, 2, 16))
+        self.wide, self.last = nn.Parameter(torch.randn(16, 3, 3, 3, 16)), pm.nn.Linear(8, 3)
+        self.register_buffer("places", torch.rand(50, 4) * torch.tensor([1, 24, 24, 16]))
+
+    def forward(self, x):
+        x = self.gate(self.stem(x))
+        y = pm.ops.group_norm(pm.ops.conv(self.down(x), self.wide), 4)
+        y = pm.ops.conv_inverse(y, self.back, x, stride=2)
+        z = self.last(pm.ops.max_pool(x + y, 3, stride=1))
+        return z, pm.ops.global_max_pool(z), pm.ops.row_mean(y, y.feats), pm.ops.interpolate(pm.ops.avg_pool(y, 2), self.places)
+
+
+def test_functions_of_ops_are_steps(tmp_path):
+    """Layers behind them are fused as before, on a GPU as well."""
+    net = strange(Functional())
+    program = pm.compile(net)
+    for seed in range(2):
+        (y, *found), (z, *expected) = program(cloud(seed)), net(cloud(seed))
+        check(y, z)
+        assert all(map(torch.equal, found, expected)) and len(found) == 3
+        with emulated(tmp_path):
+            check(program(cloud(seed))[0], z, 2e-3)
+    assert " 0 modules called as they are" in program.explain()
+    products = [step.names for step in steps(program) if isinstance(step, Product)]
+    assert products == [("stem.0", "stem.1"), ("down",), ("last",)]
 
 
 # On a GPU

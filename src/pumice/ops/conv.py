@@ -21,7 +21,7 @@ from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.layer_maps import layer_map
-from pumice.ops.tensor import SparseTensor, from_raw_feats, raw_feats, unchecked_tensor
+from pumice.ops.tensor import SparseTensor, from_raw_feats, one_node, raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -29,6 +29,7 @@ Target = str | SparseTensor | Geometry | None
 Flow = str | Dataflow | Dataflows | None
 
 
+@one_node
 def conv(
     x: SparseTensor,
     weight: Tensor,
@@ -169,6 +170,7 @@ def _is_alike(x: Tensor, weight: Tensor) -> bool:
     return x.dtype == weight.dtype and x.is_floating_point() and x.dtype not in EIGHT_BITS
 
 
+@one_node
 def conv_transpose(
     x: SparseTensor,
     weight: Tensor,
@@ -206,6 +208,7 @@ def conv_transpose(
     return _over_map(x, weight, bias, groups, kernel_map(x.geometry, relation), None, dataflow)
 
 
+@one_node
 def conv_inverse(
     x: SparseTensor,
     weight: Tensor,

@@ -19,11 +19,12 @@ from pumice.lower.maps import NO_ARRAYS, NoMap, bound_map, no_map
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.conv import autocast_dtype
-from pumice.ops.tensor import SparseTensor, not_sparse, raw_feats, row_by_row
+from pumice.ops.tensor import SparseTensor, not_sparse, one_node, raw_feats, row_by_row
 
 LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 
 
+@one_node
 def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> SparseTensor:
     """y[n] = x[n] @ weight.T + bias: x N voxels x C_in, weight [C_out, C_in], bias [C_out] -> N voxels x C_out.
 

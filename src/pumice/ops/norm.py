@@ -13,7 +13,7 @@ from pumice.lower import norm as lowered
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of
 from pumice.ops.pool import broadcast, item_sums
-from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, raw_feats, unchecked_tensor
+from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, one_node, raw_feats, unchecked_tensor
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -156,6 +156,7 @@ def _track(norm: nn.BatchNorm1d, many: Tensor, seen: tuple[Tensor, Tensor]) -> N
         kept.copy_(torch.where(many, kept + share * (new - kept), kept))
 
 
+@one_node
 def group_norm(
     x: SparseTensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> SparseTensor:

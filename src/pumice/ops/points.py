@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords import Geometry, as_tensor, check_points, frame_of, quantize, unique_coords
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.ops.pool import REDUCTIONS, pick
-from pumice.ops.tensor import SparseTensor, arithmetic_feats
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, one_node
 from pumice.runtime.launch import vector
 
 
@@ -91,6 +91,7 @@ def coalesce(
     return SparseTensor(_reduced(feats, geometry, reduce), geometry)
 
 
+@one_node
 def devoxelize(
     x: SparseTensor, points: Tensor | None = None, batch: Tensor | None = None, mode: str = "nearest"
 ) -> Tensor:
@@ -118,6 +119,7 @@ def devoxelize(
     return interpolate(x, torch.cat([items.to(positions.dtype)[:, None], positions], dim=1), mode)
 
 
+@one_node
 def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", normalize: bool = True) -> Tensor:
     """Features at continuous positions: [P, C].
 

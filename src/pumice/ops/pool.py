@@ -13,10 +13,11 @@ from pumice.lower import rows as lowered
 from pumice.lower.rows import max_pool_rows
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
-from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, one_node
 from pumice.runtime.launch import has_triton
 
 
+@one_node
 def max_pool(
     x: SparseTensor,
     kernel_size: Size,
@@ -45,6 +46,7 @@ def _by_kernel(x: Tensor) -> bool:
     return autograd.only_autograd_active((x,)) and has_triton(x)
 
 
+@one_node
 def sum_pool(
     x: SparseTensor,
     kernel_size: Size,
@@ -59,6 +61,7 @@ def sum_pool(
     return SparseTensor(_sums(arithmetic_feats(x), found, outputs), outputs)
 
 
+@one_node
 def avg_pool(
     x: SparseTensor,
     kernel_size: Size,
@@ -76,6 +79,7 @@ def avg_pool(
     return SparseTensor(means.to(x.dtype), outputs)
 
 
+@one_node
 def global_max_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the maximum over each batch item's voxels; 0 for an empty item."""
     feats = arithmetic_feats(x)
@@ -84,17 +88,20 @@ def global_max_pool(x: SparseTensor) -> Tensor:
     return _rows_of(feats, first)
 
 
+@one_node
 def global_sum_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the sum over each batch item's voxels, accumulated in at least float32."""
     return item_sums(x, arithmetic_feats(x)).to(x.dtype)
 
 
+@one_node
 def global_avg_pool(x: SparseTensor) -> Tensor:
     """[B, C]: the mean over each batch item's voxels; 0 for an empty item."""
     # Divided before rounding to x's dtype: the sum may overflow half precision where the mean does not.
     return (item_sums(x, arithmetic_feats(x)) / x.item_counts.clamp(min=1)[:, None]).to(x.dtype)
 
 
+@one_node
 def broadcast(x: SparseTensor, values: Tensor) -> Tensor:
     """[N, C]: the row of `values` [B, C] of each voxel's batch item, 0 in padding rows of a captured network.
 
@@ -130,12 +137,14 @@ def _items(x: SparseTensor) -> Tensor:
     return x.items if x.geometry.buffered is None else torch.where(x.valid_mask, x.items, -1)
 
 
+@one_node
 def row_sum(x: SparseTensor, values: Tensor) -> Tensor:
     """The sum [...] of values [N, ...] over the voxels of x; padding rows of a captured network are excluded."""
     _check_rows(x, values)
     return mask_padding(x, values).sum(0)
 
 
+@one_node
 def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
     """The mean [...] of values [N, ...] over the voxels of x; padding rows of a captured network are excluded.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, make_dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, checked_geometry, same_geometry
@@ -15,6 +17,9 @@ from pumice.errors import DeviceError, DtypeError, GeometryError, MissingAttribu
 from pumice.lower.reference import EIGHT_BITS
 from pumice.lower.rows import sum_items, sum_items_torch, zero_padding_rows
 from pumice.ops.autograd import only_reverse_mode_active
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class SparseTensor:
@@ -370,6 +375,19 @@ pytree.register_pytree_node(
     lambda leaves, rest: unchecked_tensor(*leaves, *rest),
     serialized_type_name="pumice.SparseTensor",
 )
+
+
+def one_node(function: Callable[Concatenate[Any, Given], Found]) -> Callable[Concatenate[Any, Given], Found]:
+    """Decorator: torch.fx records a call on proxies (pumice.compile traces a network by them) as one node. The
+    function's first argument is the SparseTensor x."""
+
+    @wraps(function)
+    def call(x: Any, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        if type(x) is not SparseTensor and has_torch_function((x,)):
+            return handle_torch_function(call, (x,), x, *args, **kwargs)
+        return function(x, *args, **kwargs)
+
+    return call
 
 
 def row_wise(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
