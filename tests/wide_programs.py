@@ -147,7 +147,8 @@ class Dense(nn.Module):
         if self.how == 1:
             return y.replace(functional.gelu(self.linear(y.feats)) + x.feats)
         if self.how == 2:
-            return y * self.gate(y)[y.items]
+            gate = self.gate(y)
+            return y * pm.ops.broadcast(y, gate) + gate[y.items]
         if self.how == 3:
             return y.replace(torch.cat([y.feats[:, 1:], x.feats[:, :1]], 1))
         return y.replace(y.feats.softmax(1)).detach() + y
