@@ -124,7 +124,12 @@ class Functional(nn.Module):
         y = pm.ops.group_norm(pm.ops.conv(self.down(x), self.wide), 4)
         y = pm.ops.conv_inverse(y, self.back, x, stride=2)
         z = self.last(pm.ops.max_pool(x + y, 3, stride=1))
-        return z, pm.ops.global_max_pool(z), pm.ops.row_mean(y, y.feats), pm.ops.interpolate(pm.ops.avg_pool(y, 2), self.places)
+        return (
+            z,
+            pm.ops.global_max_pool(z),
+            pm.ops.row_mean(y, y.feats),
+            pm.ops.interpolate(pm.ops.avg_pool(y, 2), self.places),
+        )
 
 
 def test_functions_of_ops_are_steps(tmp_path):

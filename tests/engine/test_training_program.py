@@ -132,6 +132,27 @@ def test_random_networks_on_a_gpu(gpu, first):
     assert gpu.passes and gpu.back
 
 
+class ReadsStatistics(nn.Module):
+    """What is read of a norm is what its call has left there."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.relu = pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.ReLU()
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        z = x.replace(x.feats * self.norm.running_mean)
+        return [self.relu(y), z]
+
+
+def test_statistics_are_read_after_they_are_updated():
+    net = ReadsStatistics().train()
+    eager, program = copy.deepcopy(net), pm.compile(net)
+    for seed in range(2):
+        for found, expected in zip(program(scene(seed)), eager(scene(seed)), strict=True):
+            assert torch.equal(found.feats, expected.feats)
+
+
 # Networks
 
 

@@ -390,3 +390,8 @@ assert not {"torch", "numpy"} & set(sys.modules)
     import pumice
 
     subprocess.run([sys.executable, "-c", code, pumice.__path__[0]], check=True)
+
+
+def test_as_many_indices_as_torch_has_axes():
+    statement = parse("y = " + " * ".join(f"x{n}[i{n}]" for n in range(64)))
+    assert len(statement.terms[0].factors) == 64

@@ -220,3 +220,10 @@ def test_a_finish_takes_no_hash_to_other_processes():
     assert hash(told) == hash(replace(told)) != hash(replace(told, eps=1.0))
     there = pickle.loads(pickle.dumps(told))
     assert there == told and "_hash" not in there.__dict__
+
+
+def test_eight_bits_are_clamped():
+    most = torch.finfo(torch.float8_e4m3fn).max
+    values = torch.tensor([[-1e4, -2.0, 0.0, 3.0, 1e4]])
+    found = epilogues.applied(values, Epilogue(), torch.float8_e4m3fn)
+    assert found.dtype is torch.float8_e4m3fn and found.float().tolist() == [[-most, -2.0, 0.0, 3.0, most]]

@@ -340,3 +340,11 @@ def test_outputs_written_in_place_are_refused():
     down(x).coords[:, 2] += 1
     with pytest.raises(CoordinateError, match="written to in place"):
         down(x)
+
+
+@pytest.mark.parametrize(("given", "device"), [((), "cuda"), ((1,), "cuda:1"), (("cuda:2",), "cuda:2")])
+def test_cuda_takes_what_torch_takes(monkeypatch, given, device):
+    asked = []
+    monkeypatch.setattr(pm.SparseTensor, "to", lambda self, *args, **options: asked.append((*args, options)))
+    pm.testing.random_tensor(4, 2).cuda(*given, non_blocking=True)
+    assert asked == [(torch.device(device), {"non_blocking": True})]

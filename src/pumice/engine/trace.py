@@ -531,9 +531,11 @@ def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product
             more = row(step, link, graph) if link is not None else None
             if more is None or link is None:
                 continue
-            # The fused step runs at its last node: no node in between may change what it reads.
-            between = {p for p in changing if order[node] < p < order[link.result]}
-            if any(graph.nodes[p] not in (*own, link.operation) for p in between):
+            # The fused step runs at its last node: no node in between may change what the step reads, or read what the
+            # step changes.
+            between = [p for p in changing if order[node] < p < order[link.result]]
+            inside = {*own, link.operation, *_feats_of(step.node)}
+            if between and not inside.issuperset(graph.nodes[min(between) : order[link.result]]):
                 break
             own += [*([] if link.result is link.operation else _feats_of(step.node)), link.operation, link.result]
             names = (*more.names, _name_of(link.operation, graph))
