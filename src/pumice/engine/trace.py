@@ -292,7 +292,11 @@ class _Tracer(Tracer):
             if name is None:
                 raise TraceError("a tensor is neither an argument nor a parameter or buffer")
             return self.create_node("get_attr", name, (), {})
-        return a if type(a).__module__.startswith("pumice.") else super().create_arg(a)
+        if not type(a).__module__.startswith("pumice."):
+            return super().create_arg(a)
+        if any(isinstance(value, Proxy | Tensor) for value in getattr(a, "__dict__", {}).values()):
+            raise TraceError(f"tensors within an object of type {type(a).__name__}")
+        return a
 
 
 def _is_identity(module: nn.Module) -> bool:
