@@ -25,7 +25,7 @@ from pumice.lower.graph import PreparedGraph, prepare
 from pumice.lower.kernel import DEFAULT, tuning, use_tuning_mode
 from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import Sparse
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 
 Say = Callable[[str], object]
 DTYPES = {

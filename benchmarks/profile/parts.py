@@ -33,7 +33,7 @@ _BY_FILE: Mapping[str, str] = {
     "pumice/engine/train_pass.py": STARTING,
     "/triton/": STARTING,
     **dict.fromkeys(
-        (f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "chain_pairs", "pair_kernels", "segments")),
+        (f"pumice/coords/{name}.py" for name in ("tiles", "tile_kernels", "chain_tiles", "pair_kernels", "segments")),
         LAYING,
     ),
     **dict.fromkeys((f"pumice/lower/{name}.py" for name in ("maps", "segments")), LAYING),

@@ -20,7 +20,7 @@ from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
 from pumice.runtime.launch import has_triton, triton_unavailable_reason
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 from pumice.schedule.tile import Tile
 
 FORM = "compacted"

@@ -24,7 +24,7 @@ from pumice.language.bind import BoundStatement
 from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.kernel import DEFAULT, runner, tile_of, use_tuning_mode
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 from pumice.schedule.tile import PROCESSORS, Tile, occupancy, power_above
 
 LATENCY = 0.6e-6

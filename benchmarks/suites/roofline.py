@@ -16,7 +16,7 @@ from benchmarks.scenes.clouds import layer_scenes
 from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, forward, layer_of, map_of
 from benchmarks.suites.layer_model import Needs, Step, Walk, bounds, needs, walks, why
 from pumice.coords import KernelMap, SortSpec
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 
 FORM = "compacted"
 """Of the map: what a GPU's layer reads."""

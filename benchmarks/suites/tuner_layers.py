@@ -23,14 +23,16 @@ from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
 from pumice.lower import dataflow, reference
 from pumice.ops import Dataflow, conv_features
-from pumice.schedule.cost import DEVICES
-from pumice.schedule.dataflow import DATAFLOWS, EPSILONS, SIZES, Grouping, padding
+from pumice.schedule.dataflow import DATAFLOWS, Grouping, padding
+from pumice.schedule.predict import DEVICES
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
 """On which both studies run: those of the papers' tables."""
 _L2 = 50e6
 """Bytes of an H200's L2 that features have."""
 _RUNS = 5
+EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
+SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that it tries
 
 
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.scenes.layers import Layer, map_of
 from benchmarks.suites.layer_model import LATENCY, Needs, Step, Walk, bounds, in_turn, least, needs, walks, why
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 from pumice.schedule.tile import Tile
 
 TILE = Tile(64, 16, 16, warps=4, stages=3, prefetch_indices=True)

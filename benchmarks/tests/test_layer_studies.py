@@ -27,7 +27,7 @@ from benchmarks.suites.roofline import Placed
 from pumice.coords import Relation, kernel_map
 from pumice.errors import PumiceError
 from pumice.ops import SparseTensor
-from pumice.schedule.cost import DEVICES
+from pumice.schedule.predict import DEVICES
 
 CELL = "surface_300/k3/C8"
 

@@ -618,7 +618,7 @@ def test_the_norm_of_gradients_is_clipped():
 def test_targets_of_rows_that_do_not_live():
     x, _ = scene(3)
     targets = torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, dtype=torch.bool)
-    told = Targets.of(5, x, targets, -100).with_padding_ignored(torch.arange(5)[:, None] < 3)
+    told = Targets.like(5, x, targets, -100).with_padding_ignored(torch.arange(5)[:, None] < 3)
     assert [t.tolist() for t in told] == [[0, 0, 0, -100, -100], [0.0] * 5, [False] * 5]
 
 

@@ -28,7 +28,7 @@ from pumice import nn
 from pumice.coords import MapSchedule, Relation, kernel_map, tiles
 from pumice.coords.tiles import stable_argsort_torch
 from pumice.lower.emit import Source
-from pumice.runtime.parts import tensor_of
+from pumice.runtime.launch import tensor_of
 from pumice.testing import random_cloud
 
 Journey = Callable[[], object]

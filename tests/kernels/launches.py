@@ -31,7 +31,6 @@ from pumice.coords import (
     SortSpec,
     bricks,
     chain,
-    chain_pairs,
     chain_tiles,
     kernel_map,
     lookup,
@@ -134,7 +133,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
-        patch.object(chain_pairs, "has_triton", lambda tensor: True),
+        patch.object(chain_tiles, "has_triton", lambda tensor: True),
         patch.object(chain_tiles, "has_triton", lambda tensor: True),
         patch.object(packing, "has_triton", lambda tensor: True),
     ):
@@ -256,7 +255,7 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
     chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
     chain_tiles.fill_tiles(made, [40] * request.num_read)
-    chain_pairs.group_pairs(made, [40] * request.num_read)
+    chain_tiles.group_pairs(made, [40] * request.num_read)
 
 
 def _stages(volume: int) -> None:

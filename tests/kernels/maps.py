@@ -54,7 +54,6 @@ from pumice.coords import (
     bricks,
     chain,
     chain_build,
-    chain_pairs,
     chain_tiles,
     kernel_map,
     pyramid,
@@ -86,7 +85,7 @@ from pumice.lower.dataflow import materialize
 from pumice.runtime.launch import BoundKernel
 
 prepared = import_module("pumice.ops.prepare")
-layer_maps = import_module("pumice.ops.layer_maps")
+layer_maps = import_module("pumice.ops.prepare")
 
 Checks = Mapping[str, Callable[[], None]]
 DIMS = (1, 2, 3, 4)
@@ -1045,10 +1044,10 @@ def check_parts(coords: Tensor, site: GridSpec, request: chain.ChainRequest, mos
     got = chain_tiles.fill_tiles(found, told)
     with plain():
         lists = chain_tiles.fill_tiles(want, told)
-        expected = chain_pairs.group_pairs(want, told)
+        expected = chain_tiles.group_pairs(want, told)
     same([one.tiles() for one in got], [one.tiles() for one in lists])
     same([one.transpose().tiles() for one in got], [one.transpose().tiles() for one in lists])
-    groups = chain_pairs.group_pairs(found, told)
+    groups = chain_tiles.group_pairs(found, told)
     assert groups.keys() == expected.keys() and groups
     for number, one in groups.items():
         same(one.pairs(), expected[number].pairs())

@@ -11,7 +11,7 @@ import pumice as pm
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower import cpu, reference
 from pumice.ops import autograd
-from pumice.schedule.cost import CpuSchedule
+from pumice.schedule.predict import CpuSchedule
 from pumice.testing import random_cloud
 
 RELATIONS = {

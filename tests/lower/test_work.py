@@ -5,7 +5,7 @@ import torch
 
 from pumice.language.parse import parse
 from pumice.lower import plan, work
-from pumice.schedule.cost import DEVICES, seconds
+from pumice.schedule.predict import DEVICES, seconds
 
 GPU = DEVICES["cuda"]
 COMPACTED = "O[rows[tile[e],b],n] = x[met[e,b],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from pumice.errors import OptionError
 from pumice.schedule.dataflow import (
     DATAFLOWS,
-    EPSILONS,
     GROUPINGS,
-    SIZES,
     Dataflow,
     Dataflows,
     Grouping,
@@ -96,12 +94,6 @@ def test_the_groups_of_a_strided_map():
     assert Grouping("adaptive").groups(counts) == (OffsetGroup((0, 1, 3), True), OffsetGroup((2,), False))
     # The middle tap of an odd kernel is an ordinary one where not every row meets itself.
     assert Grouping("adaptive").groups([7, 8, 9]) == (OffsetGroup((0, 1, 2), True),)
-
-
-def test_the_ranges_that_are_tuned():
-    assert EPSILONS == (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
-    assert SIZES == (0, 5000, 7500, 10000, 12500, 15000, 17500, 20000, 22500, 25000)
-    assert Grouping("adaptive").epsilon in EPSILONS and Grouping("adaptive").size in SIZES
 
 
 @pytest.mark.parametrize("bad", [{"kind": "some"}, {"epsilon": 1.5}, {"width": 0}, {"size": -1}], ids=str)

@@ -10,10 +10,10 @@ from pumice.schedule.predict import (
     MapStats,
     candidate_flows,
     equivalence_key,
+    flow_seconds,
     is_applicable,
     layouts,
     promising,
-    seconds,
     total_seconds,
 )
 
@@ -60,7 +60,7 @@ def work(over, channels, **more):
 
 @pytest.mark.parametrize(("over", "channels", "name", "measured"), MEASURED)
 def test_within_a_third_of_what_was_measured(over, channels, name, measured):
-    reckoned = 1e6 * seconds(flow(name), work(over, channels), "forward", "cuda")
+    reckoned = 1e6 * flow_seconds(flow(name), work(over, channels), "forward", "cuda")
     assert 0.66 * measured <= reckoned <= 1.34 * measured
 
 
@@ -75,7 +75,7 @@ def test_a_layout_pays_where_layers_share_it():
         flow("unsorted"), many, ["forward"], "cuda"
     )
     alone, both = (total_seconds(flow("sorted"), many[:count], ["forward"], "cuda") for count in (1, 2))
-    kernel = seconds(flow("sorted"), many[0], "forward", "cuda")
+    kernel = flow_seconds(flow("sorted"), many[0], "forward", "cuda")
     assert both - alone == pytest.approx(kernel) and alone > kernel
     assert total_seconds(PLANNED, many, ["forward"], "cuda") == total_seconds(flow("sorted"), many, ["forward"], "cuda")
 
@@ -95,7 +95,7 @@ def test_every_dataflow_has_a_cost(flow, name, device):
 def test_the_input_gradient_reads_the_other_side():
     up, down = side(1000, 8000, {"compacted": (900,)}, 64), side(8000, 8000, {"compacted": (1000,)}, 64)
     one = LayerWork(down, up, (16, 64))
-    assert seconds(flow("sorted"), one, "dgrad", "cuda") == seconds(
+    assert flow_seconds(flow("sorted"), one, "dgrad", "cuda") == flow_seconds(
         flow("sorted"), LayerWork(up, down, (64, 16)), "forward", "cuda"
     )
     assert set(layouts(flow("sorted"), one, "dgrad", "cuda")) != set(layouts(flow("sorted"), one, "forward", "cuda"))

@@ -7,7 +7,7 @@ import pytest
 from pumice.errors import OptionError
 from pumice.language.contraction import contraction_roles, packed
 from pumice.language.parse import parse
-from pumice.schedule.cost import DEVICES, Work, seconds
+from pumice.schedule.predict import DEVICES, Work, seconds
 from pumice.schedule.tile import (
     WHOLE_SEGMENTS,
     Problem,

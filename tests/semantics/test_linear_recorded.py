@@ -14,7 +14,7 @@ from pumice import nn
 from pumice.lower import kernel as kernels
 from pumice.lower import plan
 from pumice.ops import autograd
-from pumice.schedule.cost import Work
+from pumice.schedule.predict import Work
 from pumice.testing import random_cloud
 
 linear = import_module("pumice.ops.linear")

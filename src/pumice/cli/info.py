@@ -24,8 +24,6 @@ from pumice.errors import OptionError
 if TYPE_CHECKING:
     from rich.console import Group
 
-__all__ = ["Check", "Info", "collect", "render"]
-
 # In Triton's search order.
 COMPILERS = ("gcc", "clang", "cc")
 COMPILE_SECONDS = 30

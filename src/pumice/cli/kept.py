@@ -28,8 +28,6 @@ from pumice.runtime.compile import BACKGROUND
 from pumice.schedule.tuned_plans import PlanKey, Plans, TunedPlan
 from pumice.schedule.tuned_tiles import Key, Ledger, Tuned
 
-__all__ = ["Kept"]
-
 STATEMENT = 64  # characters of a statement in the table
 
 

@@ -14,21 +14,6 @@ from typing import Any
 
 from pumice.errors import FileError
 
-__all__ = [
-    "MISSING",
-    "Page",
-    "asset",
-    "card",
-    "digits",
-    "finite",
-    "json_text",
-    "large",
-    "panel",
-    "plotly_source",
-    "plural",
-    "write_page",
-]
-
 MISSING = "–"
 
 

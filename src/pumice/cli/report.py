@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from pumice.cli.evaluate import LayerTiming, Timing
     from pumice.cli.training import TrainingProgress
 
-__all__ = [
-    "ClassStyle",
-    "CloudView",
-    "Metrics",
-    "Report",
-    "RunFacts",
-    "class_styles",
-    "code_type",
-    "packed_view",
-    "write_report",
-]
-
 MAX_POINTS_PER_VIEW = 80_000
 # 8 bytes a point: with plotly's 5 MB the file stays below 12 MB however many scans are shown.
 MAX_POINTS_IN_ALL = 600_000

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pumice.coords import tracing as tracing_module
 from pumice.coords.buffer import CoordBuffer
-from pumice.coords.chain_buffers import build_one_in_buffer, map_between
+from pumice.coords.chain_build import build_one_in_buffer, map_between
 from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.lookup import MapSchedule, Neighbours

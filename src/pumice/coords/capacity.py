@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -19,22 +19,6 @@ _MAP_MARGIN = 1.5  # Extra factor for kernel maps: scenes differ most in neighbo
 
 Shares = float | Mapping[Any, float] | None
 """Capacity of coarser levels as a share of the finest: one for all, or by stride (an int or one per axis)."""
-
-
-class Capacities(Protocol):
-    """Capacities of buffers whose counts stay on the device."""
-
-    def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
-        """Capacity of the buffer `key`. needed: int32 [1] on the device, entries in use; most: maximum of `needed`."""
-        ...
-
-    def planned(self, key: Hashable) -> int | None:
-        """Capacity of the buffer `key`; None if not planned yet."""
-        ...
-
-    def piece_lengths(self, key: Hashable) -> set[int]:
-        """Maximum lengths of the pieces into which runs of `key` are cut; callers add to the set."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +63,17 @@ class CapacityPlanner:
         self._taken, self._lengths = {capacity}, dict[Hashable, set[int]]()
 
     def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
+        """Capacity of the buffer `key`. needed: int32 [1] on the device, entries in use; most: maximum of `needed`."""
         if key not in self.capacities:
             self.capacities[key] = self._planned(key, needed, most)
         return self.capacities[key]
 
     def planned(self, key: Hashable) -> int | None:
+        """Capacity of the buffer `key`; None if not planned yet."""
         return self.capacities.get(key)
 
     def piece_lengths(self, key: Hashable) -> set[int]:
+        """Maximum lengths of the pieces into which runs of `key` are cut; callers add to the set."""
         return self._lengths.setdefault(key, set())
 
     def to_fixed(self) -> FixedCapacities:
@@ -128,11 +115,11 @@ class FixedCapacities:
         return ((key, capacity) for key, capacity in self.capacities.items() if key[0] == "rows")
 
     def capacity(self, key: Hashable, needed: Tensor, most: int) -> int:
-        """See Capacities. Raises CaptureError for a buffer that was not planned."""
+        """See CapacityPlanner. Raises CaptureError for a buffer that was not planned."""
         return self.planned(key)
 
     def planned(self, key: Hashable) -> int:
-        """See Capacities. Raises CaptureError for a buffer that was not planned."""
+        """See CapacityPlanner. Raises CaptureError for a buffer that was not planned."""
         found = self.capacities.get(key)
         if found is None:
             raise CaptureError(
@@ -142,4 +129,8 @@ class FixedCapacities:
         return found
 
     def piece_lengths(self, key: Hashable) -> set[int]:
+        """See CapacityPlanner."""
         return self.lengths_by_key.setdefault(key, set())
+
+
+Capacities = CapacityPlanner | FixedCapacities

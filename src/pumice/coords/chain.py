@@ -41,8 +41,16 @@ from pumice.coords.outputs import distinct_outputs, level_key, site_of
 from pumice.coords.relation import Relation
 from pumice.coords.segments import WHOLE
 from pumice.coords.tiles import Digits, SortSpec
-from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
-from pumice.runtime.parts import Part, aligned, allocate, carve
+from pumice.runtime.launch import (
+    Part,
+    aligned,
+    allocate,
+    cached_device_constant,
+    carve,
+    has_triton,
+    kernel,
+    to_device_async,
+)
 
 SAME, DOWN, UP = range(3)  # Kinds of maps, see Place
 Place = tuple[int, int, Relation]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,17 @@ from pumice.coords.chain import (
     plan_of,
 )
 from pumice.coords.segments import RUNS, WHOLE, Pieces, count_sort_constants
-from pumice.coords.tiles import SortSpec, TileList
-from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
-from pumice.runtime.parts import Part, aligned, allocate
+from pumice.coords.tiles import PairGroups, SortSpec, TileList
+from pumice.runtime.launch import (
+    Part,
+    aligned,
+    allocate,
+    cached_device_constant,
+    has_triton,
+    integers,
+    kernel,
+    to_device_async,
+)
 
 _KEYED = 512  # Rows per program of order_keys
 _SUMMED = 1024  # Tiles per step of the prefix sum of entries
@@ -167,9 +175,10 @@ class Tiled:
     """Tiles of one segment, in arrays shared by all segments; see TileList.
 
     begins: its start in each of `arrays` but turned. sizes: count of tiles, block (outputs per tile), entries. sorted:
-    False if rows keep their order. pieces: of its runs, by maximum length."""
+    False if rows keep their order. pieces: of its runs, by maximum length. of: for the transpose of a symmetric map,
+    the map's tiles, which differ only in the order of kernel offsets; else None."""
 
-    __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "pieces", "sorted", "volume")
+    __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "of", "pieces", "sorted", "volume")
 
     def __init__(
         self,
@@ -182,6 +191,7 @@ class Tiled:
         self.count, self.block, self.entries = sizes
         self.pieces: dict[int, PieceLists] = {}
         self.sorted = True
+        self.of: Tiled | None = None
         self._list: TileList | None = None
 
     def lengths(self) -> list[int]:
@@ -200,43 +210,21 @@ class Tiled:
 
     def tiles(self) -> TileList:
         """The tiles as tensors, cached, with their runs registered in RUNS."""
-        if self._list is None:
+        if self._list is None and self.of is not None:
+            self._list = self.of.tiles()._replace(taps=self.tensors()[2])
+        elif self._list is None:
             *own, ends = self.tensors()
             self._list = TileList(*own)
             pieces = {most: known.tensors() for most, known in self.pieces.items()}
             RUNS.register(self._list.tiles, ends, self.volume, pieces=pieces)
         return self._list
 
-    def transpose(self) -> Turned:
-        """The tiles of the transpose, for a symmetric map."""
-        return Turned(self)
-
-    def turned(self) -> Part:
-        """int32 [entries]: kernel offsets of the transpose's tiles, for a symmetric map."""
-        return self._arrays.turned.cut(self._begins[2], (self.entries,))
-
-
-class Turned:
-    """As Tiled, of a symmetric map's transpose: the map's tiles, `of`, with reversed kernel offsets."""
-
-    __slots__ = ("_list", "_of", "block", "pieces", "sorted")
-
-    def __init__(self, of: Tiled) -> None:
-        self._of, self.block, self.pieces, self.sorted = of, of.block, of.pieces, of.sorted
-        self._list: TileList | None = None
-
-    def lengths(self) -> list[int]:
-        return self._of.lengths()
-
-    def addresses(self) -> list[int]:
-        rows, own, _, inputs = self._of.addresses()
-        return [rows, own, self._of.turned().data_ptr(), inputs]
-
-    def tiles(self) -> TileList:
-        """Shares all arrays but the kernel offsets with `of`."""
-        if self._list is None:
-            self._list = self._of.tiles()._replace(taps=self._of.turned().tensor())
-        return self._list
+    def transpose(self) -> Tiled:
+        """The tiles of the transpose, for a symmetric map: they share all arrays but the kernel offsets."""
+        arrays = self._arrays._replace(taps=self._arrays.turned, turned=self._arrays.taps)
+        found = Tiled(arrays, self._begins, (self.count, self.block, self.entries), self.volume)
+        found.of, found.pieces, found.sorted = self, self.pieces, self.sorted
+        return found
 
 
 def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
@@ -309,7 +297,121 @@ def fill_segments_torch(chain: Chain, lists: Sequence[Tiled]) -> None:
         tile_of, taps = ((tile_masks[:, None] >> torch.arange(tiled.volume)) & 1).nonzero().unbind(1)
         own.copy_(tile_of)
         offsets.copy_(taps)
-        tiled.turned().tensor().copy_(tiled.volume - 1 - taps)
+        tiled.transpose().tensors()[2].copy_(tiled.volume - 1 - taps)
         slots, table = tile_rows[tile_of].long(), chain.table_of(place, rows).tensor()
         if rows:
             inputs.copy_(torch.where(slots >= 0, table[slots.clamp(min=0), taps[:, None]], -1))
+
+
+_ADDED = 512  # Row blocks per step of the prefix sum of pairs
+_WARPS = 8  # Warps of list_all
+
+
+class GroupedPairs:
+    """Pair groups of one map, in arrays shared by all maps; see PairGroups. count: groups; size: pairs per group."""
+
+    __slots__ = ("_found", "_inputs", "_outputs", "_taps", "count", "size")
+
+    def __init__(self, taps: Part, inputs: Part, outputs: Part) -> None:
+        self._taps, self._inputs, self._outputs = taps, inputs, outputs
+        self.count, self.size = inputs.shape
+        self._found: PairGroups | None = None
+
+    def transpose(self) -> GroupedPairs:
+        """The pair groups of the transposed map."""
+        return GroupedPairs(self._taps, self._outputs, self._inputs)
+
+    def addresses(self) -> list[int]:
+        """Device addresses of outputs, kernel offsets and inputs."""
+        return [self._outputs.data_ptr(), self._taps.data_ptr(), self._inputs.data_ptr()]
+
+    def pairs(self) -> PairGroups:
+        """The groups as tensors, cached."""
+        if self._found is None:
+            self._found = PairGroups(self._taps.tensor(), self._inputs.tensor(), self._outputs.tensor())
+        return self._found
+
+
+class _Sizes(NamedTuple):
+    """Sizes of one map: rows, row blocks, kernel offsets, groups, pairs per group."""
+
+    rows: int
+    blocks: int
+    volume: int
+    groups: int
+    size: int
+
+
+def group_pairs(chain: Chain, words: Sequence[int]) -> dict[int, GroupedPairs]:
+    """Pair groups of the maps in `request.grouped`, by map number. words: `chain.words`, read by the host."""
+    numbers = chain.request.grouped
+    if not numbers:
+        return {}
+    sizes = [_sizes(chain, words, number) for number in numbers]
+    listed, whole = [one.groups * one.size for one in sizes], sum([aligned(one.groups) for one in sizes])
+    device = chain.coords.device
+    inputs, outputs = allocate(device, ((sum(listed),),) * 2, _minus_ones)
+    taps, ranks, ends = allocate(device, ((whole,), (whole,), (sum([n.blocks * n.volume for n in sizes]),)))
+    found, group, pair = dict[int, GroupedPairs](), 0, 0
+    for number, one, length in zip(numbers, sizes, listed, strict=True):
+        shape = one.groups, one.size
+        found[number] = GroupedPairs(taps.cut(group, shape[:1]), inputs.cut(pair, shape), outputs.cut(pair, shape))
+        group, pair = group + aligned(one.groups), pair + length
+    if has_triton(chain.coords):
+        _start(chain, sizes, (taps, ranks, ends, inputs, outputs))
+    else:
+        group_pairs_torch(chain, found)
+    return found
+
+
+def group_pairs_torch(chain: Chain, found: dict[int, GroupedPairs]) -> None:
+    """Fill the pair groups `found` by map number, in plain torch."""
+    counts = chain.counts()
+    for number, one in found.items():
+        rows = counts[chain.request.maps[number][1]]
+        masks, count = chain.masks_of(number, rows).tensor()[:, None], torch.tensor([rows], dtype=torch.int32)
+        ends = tiles.pair_counts_torch(masks, count, chain.request.volumes[number])
+        table = chain.table_of(number, rows).tensor()
+        made = tiles.group_pairs(table, count, ends, (one.count, one.size))
+        for own, values in zip(one.pairs(), made, strict=True):
+            own.copy_(values)
+
+
+def _minus_ones(count: int, **options: Any) -> torch.Tensor:
+    return torch.full((count,), -1, **options)
+
+
+def _sizes(chain: Chain, words: Sequence[int], number: int) -> _Sizes:
+    request = chain.request
+    rows, pairs = request.rows_in(words, request.maps[number][1]), request.pairs_in(words, number)
+    size = request.rule.group(sum(pairs))
+    groups = sum([-(-count // size) for count in pairs])
+    return _Sizes(rows, -(-rows // tiles.BLOCK_ROWS), request.volumes[number], groups, size)
+
+
+def _start(chain: Chain, sizes: Sequence[_Sizes], arrays: Sequence[Part]) -> None:
+    """Launch the kernels. arrays: kernel offsets and ranks of groups, prefix counts of pairs, inputs, outputs."""
+    taps, ranks, ends, inputs, outputs = arrays
+    plan, (blocks, ranked) = _plan(chain, sizes)
+    lanes, number = tiles.lanes_of(max([one.volume for one in sizes])), len(sizes)
+    of_rows = {"ROWS": tiles.BLOCK_ROWS, "LANES": lanes}
+    kernel("pair_kernels.count_pairs")(blocks, (plan, chain.masks, ends), (number,), of_rows)
+    added = {"ROWS": tiles.BLOCK_ROWS, "BLOCK": _ADDED}
+    kernel("pair_kernels.end_pairs")(SIDE * number, (plan, ends), (), added)
+    kernel("pair_kernels.rank_all")(ranked, (plan, ends, taps, ranks), (number,), of_rows | {"BLOCK": tiles.RANKED})
+    tensors = (plan, chain.tables, ends, ranks, inputs, outputs, chain.words)
+    kernel("pair_kernels.list_all")(blocks, tensors, (number,), of_rows, _WARPS)
+
+
+def _plan(chain: Chain, sizes: Sequence[_Sizes]) -> tuple[torch.Tensor, tuple[int, int]]:
+    """(int64 [11 * 32]: `plan` of pair_kernels; (row blocks of all maps, programs of rank_all))."""
+    columns = list[tuple[int, ...]]()
+    block, end, group, ranked, pair = 0, 0, 0, 0, 0
+    for number, one in zip(chain.request.grouped, sizes, strict=True):
+        table, masks = chain.begins[number]
+        columns.append((masks, table, one.rows, one.volume, block, end, one.size, one.groups, group, ranked, pair))
+        block, end, group = block + one.blocks, end + one.blocks * one.volume, group + aligned(one.groups)
+        ranked, pair = ranked - one.groups // -tiles.RANKED, pair + one.groups * one.size
+    spare = [0] * (SIDE - len(columns))
+    values = [n for row in zip(*columns, strict=True) for n in (*row, *spare)]
+    return integers(values, chain.coords.device), (block, ranked)

@@ -68,7 +68,7 @@ class Geometry:
         self.prepared = False
         # Requests whose maps pumice.ops.prepare has built.
         self.prepared_requests: set[Hashable] = set()
-        # Set by pumice.ops.layer_maps: (maps that the network's layers requested, level of this geometry) or None.
+        # Set by pumice.ops.prepare: (maps that the network's layers requested, level of this geometry) or None.
         self.asked: Any = None
         self.trail: TraceOrigin | None = None
         self._buffered: BufferedState | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,19 +44,6 @@ class Deferred:
         self.make = make
 
 
-class PendingChecks(Protocol):
-    """A geometry whose checks may be pending."""
-
-    @property
-    def unsettled(self) -> Tensor | None:
-        """Status word to read, int32 [1], or None."""
-        ...
-
-    def settle(self, status: int | None = None) -> None:
-        """Raise the error that the status reports."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class KernelMap:
     """Kernel map (rulebook): `map[o, k, i]` is 1 where input row i is at kernel offset k of output row o.
@@ -79,7 +66,7 @@ class KernelMap:
     num_inputs: int
     num_outputs: int
     flipped: bool = False
-    inputs: weakref.ref[PendingChecks] | None = field(default=None, repr=False)
+    inputs: weakref.ref[Any] | None = field(default=None, repr=False)
     buffered: BufferedMapState | None = field(default=None, repr=False)
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
     # Launches over the map and its transpose by signature (lower.call), without references to the map's tensors.

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +29,6 @@ class Neighbours(NamedTuple):
 
     rows: Tensor
     masks: Tensor | None
-
-
-class Lookup(Protocol):
-    """A search structure from coordinates to the rows of a buffer."""
-
-    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
-        """The row at `stride * out + offset` for every output and kernel offset."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory in use."""
-        ...
 
 
 def find(lookup: Lookup, coords: Tensor, bounds: Bounds) -> Tensor:
@@ -483,18 +470,12 @@ def _runs(steps: Sequence[int]) -> list[list[int]]:
 
 
 # Choice of the structure
-class Structure(Protocol):
-    """Factory of a Lookup over a buffer."""
-
-    def __call__(self, cloud: CoordBuffer, schedule: MapSchedule) -> Lookup: ...
-
-    @staticmethod
-    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
-        """Reason why the structure is not available, or None."""
-        ...
+Lookup = Table | SortedKeys
+"""A search structure from coordinates to the rows of a buffer. neighbours(outputs, relation): the row at
+`stride * out + offset` for every output and kernel offset; nbytes: device memory in use."""
 
 
-STRUCTURES: Mapping[str, Structure] = {
+STRUCTURES: Mapping[str, type[SortedKeys | HashTable | DenseGrid | Bitmap]] = {
     "sorted": SortedKeys,
     "hash": HashTable,
     "grid": DenseGrid,

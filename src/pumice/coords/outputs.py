@@ -9,7 +9,6 @@ import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,27 +26,6 @@ from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, has_triton, to_device_async
 
 Axis = tuple[int, int, int, int, int]  # Minimum and maximum coordinate, minimum and maximum offset, stride
-
-
-class Outputs(Protocol):
-    """The output coordinates of a relation; the host need not know their count."""
-
-    @property
-    def count(self) -> Tensor:
-        """int32 [1] on the device: number of outputs."""
-        ...
-
-    def cloud(self, capacity: int, coords_only: bool = False) -> CoordBuffer:
-        """The outputs in a buffer with the inputs' status, padded with -1. coords_only: do not compute the table."""
-        ...
-
-    def geometry(self, count: int) -> Geometry:
-        """The outputs as a geometry, given the value of `count`."""
-        ...
-
-    def table(self, capacity: int) -> Tensor | None:
-        """int32 [outputs, K] ([inputs, K] for transposed_support): the map's table; None if it must be searched."""
-        ...
 
 
 def make_outputs(
@@ -112,7 +90,11 @@ _AXIS_BOXES = {"floor_unique": _floor_box, "support": _support_box, "transposed_
 
 
 class BrickOutputs:
-    """Outputs by brick kernels, which generate candidates, clip them to the box, count and order the distinct ones."""
+    """Outputs by brick kernels, which generate candidates, clip them to the box, count and order the distinct ones.
+
+    Interface of all outputs: count int32 [1], on the device; cloud(): a buffer with the inputs' status, padded with -1
+    (coords_only: without the table); geometry(): for the value of `count`; table(): int32 [outputs, K] ([inputs, K]
+    for transposed_support), None if it must be searched."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
         self._inputs, self._relation, self._site = inputs, relation, site
@@ -212,6 +194,9 @@ class TorchOutputs:
 
     def table(self, capacity: int) -> Tensor | None:
         return None
+
+
+Outputs = BrickOutputs | SortedOutputs | TorchOutputs
 
 
 def read_counts(geometry: Geometry, counts: Sequence[Tensor]) -> list[int]:

@@ -1,5 +1,5 @@
 """Triton kernels that list the pairs of kernel maps by kernel offset, also in groups: of one map, or of all maps of a
-network (coords.chain_pairs).
+network (coords.chain_tiles).
 
 `ends` int32 [K, blocks]: inclusive prefix counts of a map's pairs over blocks of ROWS rows, by kernel offset; those of
 several maps are concatenated. `plan` int64 [11, SIDE]: a column for each of several maps."""

@@ -18,8 +18,7 @@ from pumice.coords.buffer import OVERFLOW, new_status
 from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS
-from pumice.runtime.launch import cached_device_constant, has_triton, kernel, to_device_async
-from pumice.runtime.parts import Array
+from pumice.runtime.launch import Array, cached_device_constant, has_triton, kernel, to_device_async
 
 BLOCK_ROWS = 128  # Rows per program of pair and transposition kernels, and per block of pair_counts
 _SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups

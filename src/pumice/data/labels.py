@@ -11,8 +11,6 @@ import numpy as np
 
 from pumice.errors import DtypeError, OptionError, ShapeError
 
-__all__ = ["ASPRS", "NUSCENES", "SEMANTIC_KITTI", "STREET", "LabelSet", "generic_labels", "known_or_generic"]
-
 _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 _MOST_CLASSES = 1024
 # Points with unknown ids per point of a class, up to which these ids are taken for mistakes.

@@ -10,8 +10,6 @@ import numpy as np
 from pumice.data.labels import ASPRS, known_or_generic
 from pumice.data.scan import PointFile, bad_file, optional_package, unit_scale
 
-__all__ = ["read_las"]
-
 _HEADER = 227
 _RECORD, _EXTENDED_RECORD = 54, 60
 _COMPRESSED = 128

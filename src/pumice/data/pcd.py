@@ -7,8 +7,6 @@ import numpy as np
 
 from pumice.data.scan import PointFile, bad_file, from_fields
 
-__all__ = ["lzf_decode", "read_pcd"]
-
 _KINDS = {"F": "f", "I": "i", "U": "u"}
 
 

@@ -7,8 +7,6 @@ import numpy as np
 
 from pumice.data.scan import PointFile, bad_file, from_fields
 
-__all__ = ["read_ply"]
-
 _TYPES = {
     "char": "i1",
     "int8": "i1",

@@ -6,43 +6,12 @@ angle of incidence there. Only rays that can hit a shape's bounding sphere are t
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-
-__all__ = [
-    "Convex",
-    "Cylinder",
-    "Echo",
-    "Ellipsoid",
-    "Facade",
-    "Hit",
-    "Item",
-    "Rays",
-    "Shape",
-    "box",
-    "cast",
-    "facade",
-    "terrain_hit",
-]
 
 Hit = tuple[np.ndarray, np.ndarray]
 _MISS = np.inf
 _TINY = 1e-12
-
-
-class Shape(Protocol):
-    """A shape that rays can hit; `centre` [3] and `radius` bound it."""
-
-    @property
-    def centre(self) -> np.ndarray: ...
-
-    @property
-    def radius(self) -> float: ...
-
-    def hit(self, d: np.ndarray, rng: np.random.Generator) -> Hit:
-        """Distance (inf if missed) and cosine of incidence [...] of the rays `d` [..., 3]."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +111,11 @@ class Ellipsoid:
         normal = (t[..., None] * s - c) / self.axes
         cosine = -(normal * d).sum(-1) / np.maximum(np.linalg.norm(normal, axis=-1), _TINY)
         return np.where((inside > 0) & (t > 0), t, _MISS), np.abs(cosine)
+
+
+Shape = Convex | Cylinder | Ellipsoid
+"""What rays can hit: `centre` [3] and `radius` bound it; hit() gives the distance (inf if missed) and the cosine of
+incidence [...] of the rays `d` [..., 3]."""
 
 
 def box(centre: Sequence[float], size: Sequence[float], yaw: float = 0.0, top: tuple[float, float] = (1, 1)) -> Convex:

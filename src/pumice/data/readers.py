@@ -21,8 +21,6 @@ from pumice.data.ply import read_ply
 from pumice.data.scan import PointFile, Scan, bad_file, from_columns, from_fields, optional_package, unit_scale
 from pumice.errors import FileError, OptionError, PumiceError
 
-__all__ = ["READERS", "find_scans", "read_labels", "read_scan"]
-
 Reader = Callable[[Path, int | None], PointFile]
 _POINT_KEYS = ("points", "xyz", "pc", "coords", "v", "vertices")
 _FEAT_KEYS = ("feats", "features", "intensity", "rgb", "colors", "color")

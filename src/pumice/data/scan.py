@@ -11,17 +11,6 @@ import numpy as np
 from pumice.data.labels import LabelSet, generic_labels
 from pumice.errors import DtypeError, FileError, OptionError, ShapeError
 
-__all__ = [
-    "PointFile",
-    "Scan",
-    "align_labels",
-    "bad_file",
-    "from_columns",
-    "from_fields",
-    "optional_package",
-    "unit_scale",
-]
-
 # float32 resolves 0.5 mm up to 8 km; coordinates beyond that are shifted before they are rounded.
 _FAR = 8192.0
 

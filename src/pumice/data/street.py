@@ -15,8 +15,6 @@ from pumice.data.raycast import Cylinder, Echo, Ellipsoid, Item, Rays, Shape, bo
 from pumice.data.scan import Scan
 from pumice.errors import OptionError
 
-__all__ = ["street_scene"]
-
 GROUND = 0
 _BUILDING, _VEHICLE, _POLE, _TREE, _PERSON = range(1, 6)
 _REACH = 75.0  # The street extends this far to both sides.

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from pumice.coords.buffer import DUPLICATE, RANGE
 from pumice.coords.capacity import CapacityPlanner, FixedCapacities, Shares
 from pumice.engine.buffers import Buffers, ModelInput, per_point
 from pumice.engine.compare import differ, perturb
-from pumice.engine.static import CropContext, LevelOutput, OutputCropping, Path, Results
+from pumice.engine.static import CropContext, Kind, Results, kinds_of
 from pumice.errors import CaptureError, CoordinateError, OptionError, PumiceError, ShapeError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
@@ -79,16 +79,6 @@ def _capacities(most: int, what: str, buckets: float | Sequence[int]) -> tuple[i
     return tuple(reversed(found))
 
 
-class ProgramResult(Protocol):
-    """Levels of a pass, and its status words (see static.Results)."""
-
-    @property
-    def levels(self) -> Mapping[Path, LevelOutput]: ...
-
-    @property
-    def status_words(self) -> Tensor: ...
-
-
 @dataclass(eq=False)
 class CapacityBucket:
     """One planned capacity. graph: the captured graph, None on a CPU. results: the graph's output buffers.
@@ -117,7 +107,7 @@ class CapacityBucket:
         self.graph.replay()
         return self.results
 
-    def status_words(self, results: ProgramResult) -> Sequence[int]:
+    def status_words(self, results: Any) -> Sequence[int]:
         """Status words of the pass started by `run`; with host_words, layers may still be running on return. Raises
         RuntimeError for an error on the device."""
         if self.graph is None or self.host_words is None:
@@ -158,7 +148,8 @@ class GraphRunner:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins
         self.buckets: dict[int, CapacityBucket] = {}
-        self._cropping: OutputCropping | None = None
+        # How results are cropped to a scene, one for each.
+        self._kinds: tuple[Kind, ...] = ()
         # True once one capacity's results were compared: all capacities run one program.
         self._checked = False
         self.device = buffers.device
@@ -249,14 +240,13 @@ class GraphRunner:
     def _reads_batch(self) -> bool:
         """True if results depend on the number of batch items. It is then read before the graph runs: a later read
         would wait for the graph's layers."""
-        kinds = () if self._cropping is None else self._cropping.kinds
-        return any(kind == "items" or (isinstance(kind, tuple) and len(kind) > 0) for kind in kinds)
+        return any(kind == "items" or (isinstance(kind, tuple) and len(kind) > 0) for kind in self._kinds)
 
     def _batch_rejection(self, items: int | None) -> tuple[str, str] | None:
         most = self.program.site.batch_size
         return None if items is None or items <= most else ("batch", f"of {items} items exceeds batch={most}")
 
-    def _device_rejection(self, scene: ModelInput, results: ProgramResult, words: Sequence[int]) -> tuple[str, str]:
+    def _device_rejection(self, scene: ModelInput, results: Any, words: Sequence[int]) -> tuple[str, str]:
         """Reason (key, description) why the graph rejected a scene. Raises if it is invalid in eager mode, too."""
         status = words[0]
         bounded = self.program.site.spatial_shape is not None
@@ -292,27 +282,24 @@ class GraphRunner:
 
     def _gathered_to_points(self, leaves: Sequence[Any], x: SparseTensor) -> list[Any]:
         """Eager results, gathered to one row per point where the graph returns rows per point."""
-        kinds = () if self._cropping is None else self._cropping.kinds
-        if "taken" not in kinds:
+        if "taken" not in self._kinds:
             return list(leaves)
-        return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, kinds, strict=True)]
+        return [_by_point(leaf, x) if k == "taken" else leaf for leaf, k in zip(leaves, self._kinds, strict=True)]
 
     def _sizes_known(self, scene: ModelInput) -> bool:
         """True if the sizes of all results are known without a host synchronisation."""
-        assert self._cropping is not None
-        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._cropping.kinds)
+        return not any(isinstance(kind, tuple) and (kind or not scene.whole) for kind in self._kinds)
 
     def _cropped_results(self, scene: ModelInput, results: Results, words: Sequence[int]) -> Any:
-        assert self._cropping is not None
         given = self._crop_context(scene, results, words)
-        leaves = [given.crop(leaf, kind) for leaf, kind in zip(results.leaves, self._cropping.kinds, strict=True)]
+        leaves = [given.crop(leaf, kind) for leaf, kind in zip(results.leaves, self._kinds, strict=True)]
         return pytree.tree_unflatten(leaves, results.spec)
 
     def _crop_context(self, scene: ModelInput, results: Results, words: Sequence[int]) -> CropContext:
         site = self.program.site
         own = scene.geometry(site)
         # Read from the device only where a result depends on it.
-        items = scene.batch if self._cropping is not None and "items" in self._cropping.kinds else None
+        items = scene.batch if "items" in self._kinds else None
         items = site.batch_size if items is None else items
         counts = dict(zip(results.levels, words[1:], strict=True)) if words else {(): scene.count}
         return CropContext(own, site, items, scene.count, counts, results.levels)
@@ -413,10 +400,9 @@ class GraphRunner:
             if words[0] & RANGE:
                 raise CaptureError(f"the example {self._range_message}")
             raise CaptureError(f"the example exceeds the capacity: it {overflow_message(results, words)}")
-        reading = OutputCropping.of(results, words, wanted, (self.limits.batch, x.batch_size))
-        self._cropping = reading
+        self._kinds = kinds_of(results, words, wanted, (self.limits.batch, x.batch_size))
         given = replace(self._crop_context(scene, results, words), items=x.batch_size)
-        both = zip(results.leaves, reading.kinds, self._gathered_to_points(wanted, x), strict=True)
+        both = zip(results.leaves, self._kinds, self._gathered_to_points(wanted, x), strict=True)
         for number, (leaf, kind, want) in enumerate(both):
             got = given.crop(leaf, kind)
             if differ(got, want) and (detail := differ(got, want, self._perturbed_results(x, wanted)[number])):
@@ -438,7 +424,7 @@ class GraphRunner:
         side.wait_stream(torch.cuda.current_stream(self.device))
         if self._words is None:
             with torch.cuda.stream(side), _forbid_synchronisation():
-                ran: ProgramResult = self.program.run(bucket.buffers, bucket.capacities)
+                ran: Results = self.program.run(bucket.buffers, bucket.capacities)
             self._words = ran.status_words.shape
         host = torch.zeros(self._words, dtype=torch.int32, pin_memory=True) if self.early_status else None
         more = {} if host is None else {"host_words": host}
@@ -518,7 +504,7 @@ def _by_point(leaf: Any, x: SparseTensor) -> Tensor:
     return per_point(leaf.feats if isinstance(leaf, SparseTensor) else leaf, x.inverse)
 
 
-def overflow_message(results: ProgramResult, words: Sequence[int]) -> str:
+def overflow_message(results: Any, words: Sequence[int]) -> str:
     """Message naming the capacities that overflowed."""
     named = [
         f"{needed} voxels at stride {level.stride}, above the capacity of {level.capacity}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords import Bounds, CoordBuffer, Geometry, GridSpec, Relation, make_outputs
 from pumice.coords.buffer import RANGE, new_status, put_first
 from pumice.coords.capacity import BufferedState
-from pumice.coords.chain_buffers import distinct_cells
+from pumice.coords.chain_build import distinct_cells
 from pumice.coords.grid import VoxelFrame
 from pumice.coords.outputs import max_outputs
 from pumice.ops import SparseTensor, voxelize
@@ -24,71 +24,6 @@ class InputBatch:
 
     x: SparseTensor
     inverse: Tensor | None = None
-
-
-class Buffers(Protocol):
-    """Fixed-capacity input buffers of a program."""
-
-    @property
-    def capacity(self) -> int:
-        """Capacity in voxels or points."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def first(self, capacity: int) -> Buffers:
-        """View of the first rows, as buffers of a smaller capacity."""
-        ...
-
-    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        """The buffers as an input tensor. site: its grid; coordinates outside the grid's bounds set the status word."""
-        ...
-
-    def poison(self, count: int) -> None:
-        """Fill the features of padding rows (those from `count` on) with NaN."""
-        ...
-
-
-class ModelInput(Protocol):
-    """Input of a captured network."""
-
-    @property
-    def count(self) -> int:
-        """Number of voxels or points."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """True if the number of input voxels equals `count` (voxel input)."""
-        ...
-
-    @property
-    def batch(self) -> int | None:
-        """Number of batch items, which may take a host synchronisation; None: the program's."""
-        ...
-
-    @property
-    def known_batch(self) -> int | None:
-        """`batch` if known without a host synchronisation, else None."""
-        ...
-
-    def fill(self, buffers: Any) -> None:
-        """Copy the scene to the first rows of the buffers."""
-        ...
-
-    def tensor(self) -> SparseTensor:
-        """The scene as eager input. Raises for an invalid scene."""
-        ...
-
-    def geometry(self, site: GridSpec) -> Geometry | None:
-        """Geometry of the scene, None for points. site: grid of the program, which has checked the coordinates."""
-        ...
-
-    def sample(self, most: int, near: bool = False) -> ModelInput:
-        """The scene, or a subset of `most` rows in order if it has more: random rows (a thin scene), or with `near`
-        the rows nearest to the middle (a dense scene)."""
-        ...
 
 
 def sample_rows(places: Tensor, most: int, near: bool = False) -> Tensor | None:
@@ -104,7 +39,10 @@ def sample_rows(places: Tensor, most: int, near: bool = False) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class VoxelBuffers:
-    """Voxel buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1] (valid rows)."""
+    """Voxel buffers: coords int32 [capacity, 1+D], feats [capacity, C], count int32 [1] (valid rows).
+
+    As of all buffers: first() are the first rows as buffers of a smaller capacity; poison() fills features of padding
+    rows with NaN; make_input() is the input tensor, outside whose grid coordinates set the status."""
 
     coords: Tensor
     feats: Tensor
@@ -138,7 +76,12 @@ class VoxelBuffers:
 
 @dataclass(frozen=True, eq=False)
 class VoxelScene:
-    """Voxel input: feats [N, C] on coords int32 [N, 1+D]. own: their geometry, if known; like: the example."""
+    """Voxel input: feats [N, C] on coords int32 [N, 1+D]. own: their geometry, if known; like: the example.
+
+    Interface of all inputs: count: voxels or points; whole: True if the number of input voxels equals count; batch:
+    number of batch items, which may take a host synchronisation (None: the program's), known_batch: without one, else
+    None; fill(): copy to the first rows of buffers; tensor(): as eager input, raises for an invalid scene; geometry():
+    None for points; sample(): at most so many rows, random ones (a thin scene) or the nearest to the middle (dense)."""
 
     feats: Tensor
     coords: Tensor
@@ -162,7 +105,7 @@ class VoxelScene:
         items = -1 if self.own is None else self.own.outline.batch_size
         return None if items < 0 else items
 
-    def fill(self, buffers: VoxelBuffers) -> None:
+    def fill(self, buffers: Any) -> None:
         put_first((buffers.coords, buffers.feats), (self.coords, self.feats), buffers.count)
 
     def tensor(self) -> SparseTensor:
@@ -304,7 +247,7 @@ class PointScene:
 
     known_batch = batch
 
-    def fill(self, buffers: PointBuffers) -> None:
+    def fill(self, buffers: Any) -> None:
         to, arrays = [buffers.points], [self.points]
         if buffers.feats is not None and self.feats is not None:
             to.append(buffers.feats)
@@ -340,3 +283,7 @@ def per_point(values: Tensor, inverse: Tensor) -> Tensor:
         return values.new_full((len(inverse), *values.shape[1:]), filler)
     absent = (inverse < 0).view(-1, *(1,) * (values.ndim - 1))
     return values[inverse.clamp(min=0)].masked_fill(absent, filler)
+
+
+Buffers = VoxelBuffers | PointBuffers
+ModelInput = VoxelScene | PointScene

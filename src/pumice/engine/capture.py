@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pumice.coords import Bounds, GridSpec, check_points, frame_of
 from pumice.coords.capacity import Shares
-from pumice.coords.chain_buffers import key_bounds
+from pumice.coords.chain_build import key_bounds
 from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.program import compile  # noqa: A004

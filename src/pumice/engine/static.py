@@ -171,21 +171,13 @@ Kind = Path | str
 batch "items", or "whole" (anything else)."""
 
 
-@dataclass(frozen=True, eq=False)
-class OutputCropping:
-    """How results are cropped to a scene. kinds: one per leaf."""
-
-    kinds: tuple[Kind, ...]
-
-    @staticmethod
-    def of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> OutputCropping:
-        """Classify leaves by the eager results `wanted`, or raise CaptureError; batch: items of (program, scene)."""
-        counts = dict(zip(results.levels, words[1:], strict=True))
-        if len(wanted) != len(results.leaves):
-            raise CaptureError(f"the network returns {len(wanted)} results eagerly, {len(results.leaves)} captured")
-        return OutputCropping(
-            tuple(_kind(a, b, results, counts, batch) for a, b in zip(results.leaves, wanted, strict=True))
-        )
+def kinds_of(results: Results, words: Sequence[int], wanted: Sequence[Any], batch: tuple[int, int]) -> tuple[Kind, ...]:
+    """How each result is cropped to a scene, by the eager results `wanted`; or raise CaptureError. batch: items of
+    (program, scene)."""
+    counts = dict(zip(results.levels, words[1:], strict=True))
+    if len(wanted) != len(results.leaves):
+        raise CaptureError(f"the network returns {len(wanted)} results eagerly, {len(results.leaves)} captured")
+    return tuple(_kind(a, b, results, counts, batch) for a, b in zip(results.leaves, wanted, strict=True))
 
 
 def _kind(leaf: Any, wanted: Any, results: Results, counts: Mapping[Path, int], batch: tuple[int, int]) -> Kind:

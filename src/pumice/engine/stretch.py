@@ -25,9 +25,9 @@ from pumice.nn.hooks import TENSOR_GUARDS
 from pumice.ops import SparseTensor, autograd, cat
 from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype, convolve, plan_for_other_tiles
 from pumice.ops.conv import compilation as compilation_of_conv
-from pumice.ops.layer_maps import layer_map
 from pumice.ops.linear import compilation as compilation_of_linear
 from pumice.ops.linear import linear_features
+from pumice.ops.prepare import layer_map
 from pumice.ops.sets import same_geometry
 from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from pumice.coords import Geometry, GridSpec, join_side_streams
 from pumice.coords.capacity import BufferedState, Capacities
-from pumice.engine.buffers import InputBatch, VoxelBuffers, VoxelScene, sample_rows
+from pumice.engine.buffers import VoxelBuffers, VoxelScene, sample_rows
 from pumice.engine.program import Program
 from pumice.engine.static import Autocast, LevelOutput, Path, levels_of, status_words_of
 from pumice.errors import CaptureError, OptionError, ShapeError
@@ -45,40 +45,26 @@ def values_of(target: Target) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class Targets(VoxelBuffers):
     """Buffers of voxels and targets. per_voxel: for each target, True if it has one row per voxel."""
 
-    voxels: VoxelBuffers
     tensors: tuple[Tensor, ...]
     per_voxel: tuple[bool, ...]
     ignored: int
 
     @staticmethod
-    def of(capacity: int, x: SparseTensor, targets: Sequence[Target], ignored: int) -> Targets:
+    def like(capacity: int, x: SparseTensor, targets: Sequence[Target], ignored: int) -> Targets:
         by_voxel = tuple(_by_voxel(target) for target in targets)
         held = tuple(
             torch.zeros((capacity, *t.shape[1:]) if counts else t.shape, dtype=t.dtype, device=x.device)
             for t, counts in zip(map(values_of, targets), by_voxel, strict=True)
         )
-        return Targets(VoxelBuffers.of(capacity, x), held, by_voxel, ignored)
-
-    @property
-    def capacity(self) -> int:
-        return self.voxels.capacity
-
-    @property
-    def device(self) -> torch.device:
-        return self.voxels.device
+        own = VoxelBuffers.of(capacity, x)
+        return Targets(own.coords, own.feats, own.count, held, by_voxel, ignored)
 
     def first(self, capacity: int) -> Targets:
         held = tuple(t[:capacity] if counts else t for t, counts in zip(self.tensors, self.per_voxel, strict=True))
-        return Targets(self.voxels.first(capacity), held, self.per_voxel, self.ignored)
-
-    def poison(self, count: int) -> None:
-        self.voxels.poison(count)
-
-    def make_input(self, site: GridSpec, buffered: BufferedState) -> InputBatch:
-        return self.voxels.make_input(site, buffered)
+        return replace(self, coords=self.coords[:capacity], feats=self.feats[:capacity], tensors=held)
 
     def with_padding_ignored(self, alive: Tensor) -> list[Tensor]:
         """Targets with padding rows replaced: `ignored` for integers, 0 for floats, False for bools."""
@@ -97,48 +83,24 @@ def _by_voxel(target: Target) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingSample:
+class TrainingSample(VoxelScene):
     """Scene with its targets."""
 
-    scene: VoxelScene
     targets: tuple[Target, ...]
 
-    @property
-    def count(self) -> int:
-        return self.scene.count
-
-    @property
-    def whole(self) -> bool:
-        return True
-
-    @property
-    def batch(self) -> int | None:
-        return self.scene.batch
-
-    @property
-    def known_batch(self) -> int | None:
-        return self.scene.known_batch
-
-    def fill(self, buffers: Targets) -> None:
-        self.scene.fill(buffers.voxels)
+    def fill(self, buffers: Any) -> None:
+        super().fill(buffers)
         for target, held in zip(map(values_of, self.targets), buffers.tensors, strict=True):
             (held[: len(target)] if target.ndim else held).copy_(target)
 
-    def tensor(self) -> SparseTensor:
-        return self.scene.tensor()
-
-    def geometry(self, site: GridSpec) -> Geometry | None:
-        return self.scene.geometry(site)
-
     def sample(self, most: int, near: bool = False) -> TrainingSample:
-        chosen = sample_rows(self.scene.coords[:, 1:], most, near)
+        chosen = sample_rows(self.coords[:, 1:], most, near)
         if chosen is None:
             return self
-        coords = self.scene.coords[chosen]
-        own = self.scene.own
-        made = Geometry(coords, self.scene.like.geometry.site if own is None else own.site)
-        scene = VoxelScene(self.scene.feats[chosen], coords, made, self.scene.like)
-        return TrainingSample(scene, tuple(t[chosen] if _by_voxel(t) else t for t in self.targets))  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        coords = self.coords[chosen]
+        made = Geometry(coords, self.like.geometry.site if self.own is None else self.own.site)
+        targets = tuple(t[chosen] if _by_voxel(t) else t for t in self.targets)  # pyright: ignore[reportIndexIssue]
+        return TrainingSample(self.feats[chosen], coords, made, self.like, targets)  # pyright: ignore[reportArgumentType]
 
     def check(self, like: TrainingSample) -> None:
         """Raise ShapeError if the targets do not match those of the example."""

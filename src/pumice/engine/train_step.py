@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from pumice.coords.capacity import CapacityPlanner, Shares
 from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, device_context
-from pumice.engine.buffers import ModelInput, VoxelScene
+from pumice.engine.buffers import ModelInput
 from pumice.engine.capture import captured_site, check_example, check_scene
 from pumice.engine.compare import AMPLIFIED, steps_differ
 from pumice.engine.program import compile  # noqa: A004
@@ -117,9 +117,9 @@ def capture_step(
         GradientBuffers(),
         replicated,
     )
-    first = TrainingSample(VoxelScene(example.feats.detach(), example.coords, example.geometry, example), targets)
+    first = TrainingSample(example.feats.detach(), example.coords, example.geometry, example, targets)
     with outside_inference_mode():
-        buffers = Targets.of(limits.capacities[-1], example, targets, ignored)
+        buffers = Targets.like(limits.capacities[-1], example, targets, ignored)
     steps = _Steps(program, buffers, first, limits, margins)
     return CapturedStep(steps, CapturedOptimizerStep(optimizer, example.device))
 
@@ -148,13 +148,13 @@ class CapturedStep(CapturedModule):
         like: TrainingSample = self._engine.example  # pyright: ignore[reportAssignmentType]
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"a captured step takes a SparseTensor and targets, found {type(x).__name__}")
-        check_scene(x, like.scene.like)
-        if x.dtype != like.scene.like.dtype:
-            raise DtypeError(f"feats must be {like.scene.like.dtype} as the example's, found {x.dtype}")
+        check_scene(x, like.like)
+        if x.dtype != like.like.dtype:
+            raise DtypeError(f"feats must be {like.like.dtype} as the example's, found {x.dtype}")
         if x.requires_grad and torch.is_grad_enabled():
             raise OptionError("x requires gradients, which a captured step does not compute: capture the whole network")
         _check_targets(x, targets)
-        scene = TrainingSample(VoxelScene(x.feats.detach(), x.coords, x.geometry, like.scene.like), targets)
+        scene = TrainingSample(x.feats.detach(), x.coords, x.geometry, like.like, targets)
         scene.check(like)
         with self._lock:
             return self._engine.step(scene, self._update)

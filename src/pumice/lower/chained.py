@@ -25,7 +25,7 @@ from pumice.language.derive import fresh, names_of
 from pumice.language.nodes import Access, Affine, Index, Statement, Term, accesses_of, index, indices_of
 from pumice.lower import kernel as kernels
 from pumice.lower import work
-from pumice.schedule.cost import DEVICES, Work, seconds
+from pumice.schedule.predict import DEVICES, Work, seconds
 
 Steps = tuple[BoundStatement, BoundStatement]
 Facts = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]

@@ -38,7 +38,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, arrays_of, indices_of
 from pumice.lower import graph, reference
 from pumice.runtime.cache import cached_per_tensor
-from pumice.schedule.cost import CpuSchedule
+from pumice.schedule.predict import CpuSchedule
 
 _PAIRS = 3  # tables are the three arrays of Pairs, then the chunks
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from pumice.coords import KernelMap, SortSpec, read_pending_sizes
 from pumice.coords.chain import LARGE, SMALL, TileRule
 from pumice.coords.chain_build import TiledMap
-from pumice.coords.chain_pairs import GroupedPairs
-from pumice.coords.chain_tiles import PieceLists, Tiled, Turned
+from pumice.coords.chain_tiles import GroupedPairs, PieceLists, Tiled
 from pumice.coords.kernel_map import Deferred, pair_capacity
 from pumice.coords.segments import WHOLE
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
@@ -142,7 +141,7 @@ def keep_tiles(one: TiledMap) -> None:
         found.keep(("arrays", True), LaidArrays(tokens, found, (one.tiled, turned, groups)))
 
 
-def _keep_form(found: KernelMap, tiled: Tiled | Turned, side: str) -> str:
+def _keep_form(found: KernelMap, tiled: Tiled, side: str) -> str:
     """Cache tiles as a form of a map, and return the form's name. side: "_t" for tiles of the transpose."""
     name = ("compacted" if tiled.sorted else "unsorted") + side
     # Does not hold the map: no reference cycle.
@@ -150,7 +149,7 @@ def _keep_form(found: KernelMap, tiled: Tiled | Turned, side: str) -> str:
     return name
 
 
-def _form_of_tiles(tiled: Tiled | Turned, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
+def _form_of_tiles(tiled: Tiled, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     return _TILE_TOKENS[name], [*tiled.tiles()]
 
 
@@ -645,7 +644,7 @@ class LaidArrays(MapArrays):
         self,
         tokens: tuple[tuple[str, ...], tuple[str, ...]],
         found: KernelMap,
-        layouts: tuple[Tiled, Tiled | Turned, GroupedPairs],
+        layouts: tuple[Tiled, Tiled, GroupedPairs],
     ) -> None:
         """tokens: of the map's tiles, of its transpose's tiles."""
         own, turned, groups = self._layouts = layouts
@@ -654,7 +653,7 @@ class LaidArrays(MapArrays):
         self._lengths = [*own.lengths(), *turned.lengths(), *[groups.count] * 3]
         self._addresses = [*own.addresses(), *turned.addresses(), *groups.addresses()]
         self._columns = own.block, 0, 0, own.block, turned.block, 0, 0, turned.block, groups.size, 0, groups.size
-        self.key, self.kind = _keys_of_layouts(self.tokens, found.volume, type(turned) is Turned, self._columns)
+        self.key, self.kind = _keys_of_layouts(self.tokens, found.volume, turned.of is not None, self._columns)
 
     @property
     def arrays(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -677,7 +676,7 @@ class LaidArrays(MapArrays):
 
 
 def _tensors_of(
-    layouts: tuple[Tiled, Tiled | Turned, GroupedPairs], places: Sequence[int] = range(len(_TOKENS_OF_PASSES))
+    layouts: tuple[Tiled, Tiled, GroupedPairs], places: Sequence[int] = range(len(_TOKENS_OF_PASSES))
 ) -> list[Tensor]:
     """The arrays of LaidArrays at these positions, as tensors."""
     own, turned, groups = layouts

@@ -31,7 +31,7 @@ from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, S
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import require_memory
-from pumice.schedule.cost import DEVICES, Device, Work, seconds
+from pumice.schedule.predict import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -9,7 +9,7 @@ from torch import Tensor
 from pumice.language.bind import BoundStatement
 from pumice.language.contraction import ContractionRoles, contraction_roles
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
-from pumice.schedule.cost import Work
+from pumice.schedule.predict import Work
 from pumice.schedule.tile import PROCESSORS, programs, splits
 
 

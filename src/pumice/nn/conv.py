@@ -32,9 +32,10 @@ class Convolution(CompiledTogether, nn.Module):
     dataflow: Flow = None
     tuned: Flow = None
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, dim: int | None = None) -> None:
         super().__init_subclass__()
-        if "dim" in vars(cls):
+        if dim is not None:
+            cls.dim = dim
             # Conv1d to Conv4d inherit the docstring of Conv, which is not public.
             line, _, _ = (cls.__doc__ or "").partition(";")
             cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
@@ -241,97 +242,65 @@ def _window(kernel_size: Size | None, dim: int) -> tuple[int, ...]:
     return as_axes(kernel_size, dim, "kernel_size", 1)
 
 
-class Conv1d(Conv):
+class Conv1d(Conv, dim=1):
     """Conv over 1 spatial axis; see Conv for the arguments."""
 
-    dim = 1
 
-
-class Conv2d(Conv):
+class Conv2d(Conv, dim=2):
     """Conv over 2 spatial axes; see Conv for the arguments."""
 
-    dim = 2
 
-
-class Conv3d(Conv):
+class Conv3d(Conv, dim=3):
     """Conv over 3 spatial axes; see Conv for the arguments."""
 
-    dim = 3
 
-
-class Conv4d(Conv):
+class Conv4d(Conv, dim=4):
     """Conv over 4 spatial axes; see Conv for the arguments."""
 
-    dim = 4
 
-
-class ConvTranspose1d(ConvTranspose):
+class ConvTranspose1d(ConvTranspose, dim=1):
     """ConvTranspose over 1 spatial axis; see ConvTranspose for the arguments."""
 
-    dim = 1
 
-
-class ConvTranspose2d(ConvTranspose):
+class ConvTranspose2d(ConvTranspose, dim=2):
     """ConvTranspose over 2 spatial axes; see ConvTranspose for the arguments."""
 
-    dim = 2
 
-
-class ConvTranspose3d(ConvTranspose):
+class ConvTranspose3d(ConvTranspose, dim=3):
     """ConvTranspose over 3 spatial axes; see ConvTranspose for the arguments."""
 
-    dim = 3
 
-
-class ConvTranspose4d(ConvTranspose):
+class ConvTranspose4d(ConvTranspose, dim=4):
     """ConvTranspose over 4 spatial axes; see ConvTranspose for the arguments."""
 
-    dim = 4
 
-
-class GenerativeConvTranspose1d(GenerativeConvTranspose):
+class GenerativeConvTranspose1d(GenerativeConvTranspose, dim=1):
     """GenerativeConvTranspose over 1 spatial axis; see GenerativeConvTranspose for the arguments."""
 
-    dim = 1
 
-
-class GenerativeConvTranspose2d(GenerativeConvTranspose):
+class GenerativeConvTranspose2d(GenerativeConvTranspose, dim=2):
     """GenerativeConvTranspose over 2 spatial axes; see GenerativeConvTranspose for the arguments."""
 
-    dim = 2
 
-
-class GenerativeConvTranspose3d(GenerativeConvTranspose):
+class GenerativeConvTranspose3d(GenerativeConvTranspose, dim=3):
     """GenerativeConvTranspose over 3 spatial axes; see GenerativeConvTranspose for the arguments."""
 
-    dim = 3
 
-
-class GenerativeConvTranspose4d(GenerativeConvTranspose):
+class GenerativeConvTranspose4d(GenerativeConvTranspose, dim=4):
     """GenerativeConvTranspose over 4 spatial axes; see GenerativeConvTranspose for the arguments."""
 
-    dim = 4
 
-
-class InverseConv1d(InverseConv):
+class InverseConv1d(InverseConv, dim=1):
     """InverseConv over 1 spatial axis; see InverseConv for the arguments."""
 
-    dim = 1
 
-
-class InverseConv2d(InverseConv):
+class InverseConv2d(InverseConv, dim=2):
     """InverseConv over 2 spatial axes; see InverseConv for the arguments."""
 
-    dim = 2
 
-
-class InverseConv3d(InverseConv):
+class InverseConv3d(InverseConv, dim=3):
     """InverseConv over 3 spatial axes; see InverseConv for the arguments."""
 
-    dim = 3
 
-
-class InverseConv4d(InverseConv):
+class InverseConv4d(InverseConv, dim=4):
     """InverseConv over 4 spatial axes; see InverseConv for the arguments."""
-
-    dim = 4

@@ -179,6 +179,11 @@ class _Pool(nn.Module):
     dim: ClassVar[int]
     function: ClassVar[Callable[..., SparseTensor]]
 
+    def __init_subclass__(cls, dim: int | None = None) -> None:
+        super().__init_subclass__()
+        if dim is not None:
+            cls.dim = dim
+
     def __init__(
         self,
         kernel_size: Size,
@@ -243,73 +248,49 @@ class GlobalSumPool(nn.Module):
         return global_sum_pool(x)
 
 
-class MaxPool1d(MaxPool):
+class MaxPool1d(MaxPool, dim=1):
     """MaxPool over 1 spatial axis."""
 
-    dim = 1
 
-
-class MaxPool2d(MaxPool):
+class MaxPool2d(MaxPool, dim=2):
     """MaxPool over 2 spatial axes."""
 
-    dim = 2
 
-
-class MaxPool3d(MaxPool):
+class MaxPool3d(MaxPool, dim=3):
     """MaxPool over 3 spatial axes."""
 
-    dim = 3
 
-
-class MaxPool4d(MaxPool):
+class MaxPool4d(MaxPool, dim=4):
     """MaxPool over 4 spatial axes."""
 
-    dim = 4
 
-
-class AvgPool1d(AvgPool):
+class AvgPool1d(AvgPool, dim=1):
     """AvgPool over 1 spatial axis."""
 
-    dim = 1
 
-
-class AvgPool2d(AvgPool):
+class AvgPool2d(AvgPool, dim=2):
     """AvgPool over 2 spatial axes."""
 
-    dim = 2
 
-
-class AvgPool3d(AvgPool):
+class AvgPool3d(AvgPool, dim=3):
     """AvgPool over 3 spatial axes."""
 
-    dim = 3
 
-
-class AvgPool4d(AvgPool):
+class AvgPool4d(AvgPool, dim=4):
     """AvgPool over 4 spatial axes."""
 
-    dim = 4
 
-
-class SumPool1d(SumPool):
+class SumPool1d(SumPool, dim=1):
     """SumPool over 1 spatial axis."""
 
-    dim = 1
 
-
-class SumPool2d(SumPool):
+class SumPool2d(SumPool, dim=2):
     """SumPool over 2 spatial axes."""
 
-    dim = 2
 
-
-class SumPool3d(SumPool):
+class SumPool3d(SumPool, dim=3):
     """SumPool over 3 spatial axes."""
 
-    dim = 3
 
-
-class SumPool4d(SumPool):
+class SumPool4d(SumPool, dim=4):
     """SumPool over 4 spatial axes."""
-
-    dim = 4

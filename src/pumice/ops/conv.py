@@ -20,7 +20,7 @@ from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
-from pumice.ops.layer_maps import layer_map
+from pumice.ops.prepare import layer_map
 from pumice.ops.tensor import SparseTensor, from_raw_feats, one_node, raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pumice.coords import CoordBuffer
+from pumice.coords.box import UNKNOWN
 from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
 from pumice.ops import autograd
@@ -120,40 +122,17 @@ def _vectors(norm: nn.BatchNorm1d) -> Vectors:
 
 
 def _traced(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
-    """Batch norm for a symbolic number of voxels."""
+    """Batch norm for a symbolic number of voxels, by the plain-torch versions of the kernels."""
+    statistics, (_, _, weight, bias) = _statistics_of(norm), _vectors(norm)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    known = wide.new_zeros(norm.num_features), wide.new_ones(norm.num_features)
-    if norm.running_mean is not None and norm.running_var is not None:
-        # Copies: training updates the statistics in place while autograd has saved these.
-        known = norm.running_mean.to(wide.dtype, copy=True), norm.running_var.to(wide.dtype, copy=True)
-    mean, var = _statistics(norm, wide, known) if norm.training or norm.running_mean is None else known
-    y = (wide - mean) * torch.rsqrt(var + norm.eps)
-    if norm.affine:
-        y = y * norm.weight + norm.bias
-    return y.to(x.dtype)
-
-
-def _statistics(norm: nn.BatchNorm1d, x: Tensor, known: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and variance over the voxels, or `known` if there are fewer than two; updates the running statistics."""
-    count = torch.full((), x.shape[0], dtype=x.dtype, device=x.device)
-    many, some = count > 1, count.clamp(min=1)
-    mean = x.sum(0) / some
-    var = (x - mean).square().sum(0) / some
-    if norm.training and norm.track_running_stats and norm.running_mean is not None:
-        with torch.no_grad():
-            _track(norm, many, (mean.detach(), var.detach() * (some / (some - 1).clamp(min=1))))
-    return torch.where(many, mean, known[0]), torch.where(many, var, known[1])
-
-
-def _track(norm: nn.BatchNorm1d, many: Tensor, seen: tuple[Tensor, Tensor]) -> None:
-    """Update the running statistics from `seen` (mean, unbiased variance) if `many`."""
-    share: float | Tensor = 0.0 if norm.momentum is None else norm.momentum
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(many)
-        share = 1 / norm.num_batches_tracked.clamp(min=1).to(seen[0].dtype) if norm.momentum is None else share
-    for kept, new in zip((norm.running_mean, norm.running_var), seen, strict=True):
-        assert kept is not None
-        kept.copy_(torch.where(many, kept + share * (new - kept), kept))
+    if norm.training or statistics.running is None:
+        count = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+        pair = lowered.moments_torch(wide, CoordBuffer(x, count, UNKNOWN, count), statistics)
+    else:
+        mean, variance = (t.to(wide.dtype) for t in statistics.running)
+        pair = torch.stack([mean, torch.rsqrt(variance + norm.eps)])
+    state = lowered.NormState(pair, weight, bias, False)
+    return state.affine(state.centred(wide)).to(x.dtype)
 
 
 @one_node

@@ -275,32 +275,15 @@ def _of_coo(tensor: Tensor) -> Entries:
     return Entries(tensor.indices().unbind(0), tensor.values(), tuple(tensor.shape))
 
 
-# True: compressed rows; False: compressed columns.
-_COMPRESSED = {torch.sparse_csr: True, torch.sparse_bsr: True, torch.sparse_csc: False, torch.sparse_bsc: False}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
 
 
 def _of_compressed(tensor: Tensor) -> Entries:
-    by_rows = _COMPRESSED[tensor.layout]
-    pointers = tensor.crow_indices() if by_rows else tensor.ccol_indices()
-    minor = tensor.col_indices() if by_rows else tensor.row_indices()
-    values = tensor.values()
-    blocked = tensor.layout in (torch.sparse_bsr, torch.sparse_bsc)
-    if pointers.ndim != 1 or values.ndim != (3 if blocked else 1):
+    if tensor.ndim != 2:
         raise ShapeError(
             f"a {tensor.layout} tensor must have 2 axes, neither batched nor dense; found shape {list(tensor.shape)}"
         )
-    major = torch.arange(len(pointers) - 1, device=values.device)
-    major = torch.repeat_interleave(major, pointers.diff(), output_size=len(minor))
-    outer = (major, minor.long()) if by_rows else (minor.long(), major)
-    if not blocked:
-        return Entries(outer, values, tuple(tensor.shape))
-    rows, columns = (torch.arange(n, device=values.device) for n in values.shape[1:])
-    inner = (rows[:, None], columns[None, :])
-    coords = (
-        (o[:, None, None] * n + i).expand(values.shape).reshape(-1)
-        for o, n, i in zip(outer, values.shape[1:], inner, strict=True)
-    )
-    return Entries(tuple(coords), values.reshape(-1), tuple(tensor.shape))
+    return _of_coo(tensor.to_sparse_coo())
 
 
 def _of_sparse(x: Sparse) -> Entries:

@@ -46,9 +46,6 @@ from pumice.errors import OptionError
 # Groups of kernel offsets
 Taps = tuple[int, ...]
 
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
-SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that TorchSparse's tuner tries
-
 
 class OffsetGroup(NamedTuple):
     """Kernel offsets of a group, in order. batched: one batched GEMM for all of them, otherwise one plain GEMM each."""
