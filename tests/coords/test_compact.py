@@ -60,6 +60,12 @@ def test_like_outputs_share_a_tile():
     assert entries < 0.85 * plain
 
 
+def test_a_list_of_tiles_tells_its_bytes():
+    tiles = found("3x3x3").compacted(16)
+    entries = len(tiles.taps)
+    assert tiles.nbytes == 4 * (tiles.rows.numel() + 2 * entries + 16 * entries)
+
+
 def test_nothing():
     empty = Geometry.checked(torch.zeros(0, 4, dtype=torch.int32))
     m, _ = kernel_map(empty, RELATIONS["3x3x3"])

@@ -346,5 +346,5 @@ def test_outputs_written_in_place_are_refused():
 def test_cuda_takes_what_torch_takes(monkeypatch, given, device):
     asked = []
     monkeypatch.setattr(pm.SparseTensor, "to", lambda self, *args, **options: asked.append((*args, options)))
-    pm.testing.random_tensor(4, 2).cuda(*given, non_blocking=True)
+    random_tensor().cuda(*given, non_blocking=True)
     assert asked == [(torch.device(device), {"non_blocking": True})]
