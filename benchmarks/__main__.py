@@ -22,7 +22,7 @@ from pumice.errors import PumiceError
 
 
 class _Suites(TyperGroup):
-    """Commands by name; any other first argument is a suite, or an option of `run`."""
+    """Command group that inserts `run` if the first argument is not the name of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = args and (args[0] in self.commands or args[0] == "--help")
@@ -35,7 +35,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")]
 
 
 def main() -> None:
-    """Run the command line; an error of the library becomes one line and exit code 1."""
+    """Run the command line; a PumiceError is printed in one line, with exit code 1."""
     try:
         app(prog_name="python -m benchmarks")
     except PumiceError as error:
@@ -77,7 +77,7 @@ def report(
     commit: Annotated[list[str] | None, typer.Option(help="rows of commits that begin so; may be repeated")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="write the tables of docs and README")] = False,
 ) -> None:
-    """The results file as one HTML page and PNGs, or as Markdown; nothing is measured."""
+    """Write the results file as an HTML page with PNGs, or as Markdown; nothing is measured."""
     if markdown:
         readme = Path("README.md")
         readme.write_text(status.front(readme.read_text(encoding="utf-8"), current(read(ledger))), encoding="utf-8")
@@ -96,7 +96,7 @@ def profile_(
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16 [default: fp16 on a GPU]")] = "",
     out: Annotated[Path, typer.Option(help="folder for profile.html and profile.png")] = Path("pumice-runs/profile"),
 ) -> None:
-    """Host time of an eager pass: by part, by function, by layer, and as a flame graph."""
+    """Profile the host time of an eager pass: by part, function and layer, and as a flame graph."""
     found = profile.profile(profile.ProfileOptions(model, scan, pick_device(device), precision, voxel, passes))
     written, picture = page.write(found, out)
     _say(page.summary(found))
@@ -106,7 +106,7 @@ def profile_(
 
 
 def _say(text: str) -> None:
-    # Outside a terminal a path must stay in one piece.
+    # soft_wrap: outside a terminal a path must stay in one piece.
     console.print(text, soft_wrap=True)
 
 

@@ -1,6 +1,6 @@
 """Pumice against its peers in one run, as rows of the results file.
 
-A suite yields rows; nothing is timed that was not just checked against a float64 result. A row is one JSON object:
+Suites yield rows. A call is timed only after its result was checked against a float64 result. A row is one JSON object:
 suite, case, metric, value (median), unit, p20, p80, lib, dtype, clock, peer, peer_value, peer_source, device, versions,
 commit, date.
 """
@@ -129,14 +129,14 @@ SUITES: dict[str, Callable[[Say, Options], Iterator[Row]]] = {
 
 
 def run(suite: str, say: Say, options: Options | None = None) -> Iterator[Row]:
-    """The rows of a suite. Raises OptionError for an unknown one."""
+    """The rows of a suite. Raises OptionError for an unknown suite."""
     if suite not in SUITES:
         raise OptionError(f"suite {suite!r} is unknown; there are {', '.join(sorted(SUITES))}")
     return SUITES[suite](say, options or Options())
 
 
 def record(rows: Iterable[Row], ledger: Path | None) -> None:
-    """Append rows to the results file as they come, if there is one."""
+    """Run a suite by iterating over its rows, and append each to the results file, if given."""
     for found in rows:
         if ledger is not None:
             append(ledger, found)

@@ -1,4 +1,4 @@
-"""Print how the code is shaped, room by room: a report to steer by, not a gate."""
+"""Print metrics of the code's shape, by subpackage and in total: a report, not a check."""
 
 import ast
 import math
@@ -22,7 +22,7 @@ class Function:
 
 
 def nesting(node: ast.AST) -> int:
-    """The deepest stack of if, for, while, with and try; an elif adds none, an inner function starts anew."""
+    """Depth of nested if, for, while, with and try; an elif adds none, and inner functions do not count."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
@@ -48,12 +48,12 @@ def functions(path: str, tree: ast.Module) -> Iterator[Function]:
 
 
 WHEN = ("load", "call", "types")
-"""When an import runs: with its file, within a function, or under `if TYPE_CHECKING`, for type checkers alone."""
+"""When an import runs: on loading the file, in a function call, or under `if TYPE_CHECKING`, for type checkers only."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a file: the module it names, and the names taken from it; when: one of WHEN."""
+    """An import in a file: the module, and the names imported from it. when: one of WHEN."""
 
     module: str
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Import:
 
 
 def imports(path: str, tree: ast.Module) -> Iterator[Import]:
-    """The imports of a file of the package; relative ones are resolved."""
+    """The imports of a file of the package, with relative ones resolved."""
     package = ["pumice", *Path(path).parts[:-1]]
     stack: list[tuple[ast.AST, str]] = [(tree, "load")]
     while stack:
@@ -80,8 +80,8 @@ def imports(path: str, tree: ast.Module) -> Iterator[Import]:
 
 
 def graph(trees: Mapping[str, ast.Module], when: Container[str] = ("load",)) -> dict[str, set[str]]:
-    """The files that each file imports at these times. `from package import name` is an import of the file of that
-    name, or of the package's own file."""
+    """By file, the files it imports at these times. `from package import name` imports the file of that name, or the
+    package's own file if there is none."""
     files = {_module(path): path for path in trees}
     found: dict[str, set[str]] = {path: set() for path in trees}
     for path, tree in trees.items():
@@ -96,7 +96,7 @@ def _module(path: str) -> str:
 
 
 def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """The sets of more than one file that import each other (strongly connected components)."""
+    """Sets of several files that import each other (strongly connected components)."""
     reached = {path: _reached(path, edges) for path in edges}
     groups = {tuple(sorted(b for b in reached[a] | {a} if a in reached[b])) for a in edges}
     return sorted([*group] for group in groups if len(group) > 1)
@@ -115,7 +115,7 @@ def _reached(start: str, edges: Mapping[str, Iterable[str]]) -> set[str]:
 
 
 def repeated_classes(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
-    """The names of several classes, with where each is."""
+    """Class names that are defined several times, with their places."""
     found: dict[str, list[str]] = defaultdict(list)
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -125,7 +125,7 @@ def repeated_classes(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
 
 
 def sites(trees: Mapping[str, ast.Module], of: str) -> list[str]:
-    """Where a class is called or inherited from; `of` is how its dotted name ends."""
+    """Places where a class is called or inherited from. of: suffix of its dotted name."""
     found = []
     for path, tree in trees.items():
         for node in ast.walk(tree):
@@ -157,7 +157,7 @@ def print_rooms(lines: Mapping[str, int], found: Mapping[str, list[Function]]) -
 
 
 def print_whole(trees: Mapping[str, ast.Module], lines: Mapping[str, int], found: list[Function]) -> None:
-    """What the whole package is judged by."""
+    """Print the metrics of the whole package."""
     chained = {kinds: circles(graph(trees, kinds)) for kinds in (WHEN[:1], WHEN[:2], WHEN)}
     twice = repeated_classes(trees)
     for kinds, groups in chained.items():

@@ -1,8 +1,8 @@
-"""Which cases of the results file answer one question: families of cases, how they are read, and who their rivals are.
+"""Families of cases in the results file: cases whose ratios may be averaged, their name patterns and their peers.
 
-A case names a cell (what was computed) and, in many suites, the way in which we did it, as in
-waymo_1f_5cm/k3/C64/fwd/tuned. A family's pattern reads it: `group` and `series` say where the cell stands in a picture,
-`precision` where the case has it (else the row's dtype counts), `way` which of ours it was.
+A case names a cell (what was computed) and, in many suites, the way (which of our implementations computed it), as in
+waymo_1f_5cm/k3/C64/fwd/tuned. The family's pattern parses it: `group` and `series` locate the cell in a chart,
+`precision` is optional (the row's dtype by default), and `way` names our implementation.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ SUITES: Mapping[str, str] = {
     "ucf": "other libraries' benchmarks",
     "cpu-conv": "layers on a CPU",
 }
-"""The suites of the results file, and what they are about."""
+"""Suites of the results file, in the order of the report, with their titles."""
 
 SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"
-"""Where a peer's value comes from."""
+"""Sources of a peer's value; BOUND: a lower bound of the time."""
 VARIED = "time over varied scans"
-"""The metric of a network that met several scans in turn; of one scan again and again it is "time"."""
+"""The metric of a network timed over several scans in turn; over a single scan the metric is "time"."""
 DEFAULT = "default"
-"""The way that takes nothing tuned, and the peer of what was."""
+"""The name of our untuned way, also as the peer of tuned ways."""
 
 PRECISIONS = ("fp16", "bf16", "tf32", "fp32", "fp64", "tf32x3", "bf16x3", "ieee", "int8", "fp8")
 MODES = ("inference", "training")
 _NETWORK = rf"(?P<group>.+?)/(?P<precision>{'|'.join(PRECISIONS)})"
 _MARKS = r"(?P<generated>/generated)?(?:/(?P<way>default|tuned))?"
-"""Behind a mode: of scans that were made from a seed, and by which tiles."""
+"""Suffixes of a mode: for scans generated from a seed, and for the choice of tiles."""
 NETWORK = rf"{_NETWORK}/(?P<mode>{'|'.join(MODES)})(?:/(?P<rest>.+))?"
-"""A case of a network: MODEL/PRECISION/MODE, and what may come after it. A model's name may have slashes."""
+"""Pattern of a network's case: MODEL/PRECISION/MODE and an optional rest. Model names may contain slashes."""
 STREAM = r"(?P<group>(?:[^/]+/)*(?:unet|encoder))"
-"""A network of the suite stream, behind what its scenes are."""
+"""Pattern of a network of the suite stream, preceded by the description of its scenes."""
 
 
 @dataclass(frozen=True)
 class Rivals:
-    """Peers whose names begin so, from the same run or recorded elsewhere."""
+    """Peers selected by name prefixes and by source."""
 
     names: tuple[str, ...]
     source: str = SAME_RUN
@@ -60,7 +60,7 @@ class Rivals:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case stands in its family."""
+    """The position of a case in its family: the cell, and the way."""
 
     group: str
     series: str
@@ -76,8 +76,8 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Cases of a suite whose ratios may be averaged. rivals: by what the peers are called together; bounds: the names
-    of what no kernel can beat."""
+    """Cases of a suite whose ratios may be averaged. rivals: peers by the title of their group. bounds: peers that are
+    lower bounds."""
 
     suite: str
     name: str
@@ -87,14 +87,14 @@ class Family:
     metric: str = "time"
 
     def place(self, row: Row) -> Place | None:
-        """Where a row's case stands; None if it is none of this family's."""
+        """The place of a row's case; None if the row does not belong to this family."""
         if row.suite != self.suite or row.metric != self.metric:
             return None
         found = re.fullmatch(self.pattern, row.case)
         if found is None:
             return None
         parts = found.groupdict(default="")
-        # As studies of the tuner call it.
+        # The name used by studies of the suite tuner.
         group = parts["group"] + "-generated" * bool(parts.get("generated"))
         return Place(group, parts.get("series", ""), parts.get("precision") or row.dtype, parts.get("way", ""))
 
@@ -103,7 +103,7 @@ LIBRARIES = (
     *("spconv", "torchsparse", "TorchSparse", "MinkowskiEngine", "FlexGEMM", "WarpConvNet", "fVDB"),
     *("torch.sparse", "torch BSR", "cuSPARSE", "Inductor", "eager", "e3nn", "cuEq", "torch_geometric", "PyG", "DGL"),
 )
-"""Beginnings of the names of other libraries: a peer of the same run may also be a way of our own."""
+"""Name prefixes of other libraries. (Other peers of the same run may be our own implementations.)"""
 _SPCONV = {"spconv": Rivals(("spconv",))}
 _DEFAULT = {"its default": Rivals((DEFAULT,))}
 _LAYERS = {**_SPCONV, "the best recorded": Rivals(("best recorded",), RECORDED)}
@@ -114,7 +114,7 @@ _PRODUCT = r"tensor-product/(?P<group>l\d+/C\d+)/(?P<series>[^/]+)"
 
 
 def _mode(mode: str) -> str:
-    """Networks in one mode, as a whole."""
+    """Pattern of networks in one mode, timed as a whole."""
     return rf"{_NETWORK}/{mode}{_MARKS}"
 
 
@@ -123,7 +123,7 @@ def _kinds(name: str) -> str:
 
 
 def _engine(mode: str, way: str) -> Family:
-    """A mode of networks in one way, captured or eager."""
+    """The family of networks in one mode and way, captured or eager."""
     rivals = {**_LAYERS, **({} if way == "eager" else {"our eager pass": Rivals(("our eager pass",))})}
     return Family("engine", f"{way} {mode}", rf"{_NETWORK}/{mode}(?:/tuned)?/{way}", rivals)
 
@@ -188,9 +188,9 @@ FAMILIES: tuple[Family, ...] = (
     *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph", "ucf")),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
-"""What the results file's ratios are averaged over, in the order of the report."""
+"""All families, in the order of the report."""
 
 
 def suites_of(rows: Iterable[Row]) -> list[str]:
-    """The known suites in their order, then others that have rows."""
+    """The suites of SUITES in order, then other suites that have rows."""
     return list(dict.fromkeys([*SUITES, *(row.suite for row in rows)]))

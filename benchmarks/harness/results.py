@@ -1,8 +1,8 @@
-"""The results file, read: rows, which of them still stand, and how many times as fast as a peer something is.
+"""Reads the results file: rows, the rows still current, and ratios to peers.
 
-A newer row supersedes an older one of the same suite, case, metric, peer, clock and device. Its dtype and where the
-peer's value comes from belong to what must be the same too: some cases do not say their dtype, and spconv is both
-recorded and measured in the same run. Of rows of one date the later line is the newer one.
+A row supersedes older ones of the same suite, case, metric, peer, clock, device, dtype and peer source. The last two
+belong to the key since some cases do not name their dtype, and spconv is both recorded and measured in the same run. Of
+rows of one date, the later line is the newer one.
 
 A ratio is peer_value / value of one row, and so of one run: times of different runs are never divided.
 """
@@ -32,9 +32,9 @@ _NEEDED = {field.name for field in fields(Row) if field.default is MISSING}
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a results file, in its order; blank lines are passed over.
+    """The rows of a results file in order; blank lines are skipped.
 
-    Raises FileError where the file cannot be read or a line is no row; the message names the file and the line.
+    Raises FileError, naming the file and the line, if the file cannot be read or a line is not a row.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -54,7 +54,7 @@ def _row(line: str, where: str) -> Row:
 
 
 def _problem(found: Any) -> str:
-    """What is wrong with the value of a line; "" if it is a row."""
+    """The error in a parsed line, or "" if it is a row."""
     if not isinstance(found, dict):
         return f"expected a JSON object, found {type(found).__name__}"
     lost, strange = sorted(_NEEDED - found.keys()), sorted(found.keys() - _FIELDS.keys())
@@ -78,7 +78,7 @@ def _wrong_date(text: str) -> str:
 
 
 def current(rows: Iterable[Row]) -> list[Row]:
-    """The rows that no newer one supersedes, in the order of the results file."""
+    """The rows not superseded by newer ones, in the order of the results file."""
     kept: dict[tuple[str, ...], tuple[int, Row]] = {}
     for place, row in enumerate(rows):
         key = tuple(getattr(row, name) for name in _KEY)
@@ -88,10 +88,10 @@ def current(rows: Iterable[Row]) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row], device: str = "", commits: Collection[str] = ()) -> list[Row]:
-    """The rows of devices whose name has this part, small or capital, and of commits that begin like one of these.
+    """The rows whose device name contains `device` (in any case) and whose commit starts with one of `commits`.
 
-    What was counted belongs to any device. Raises OptionError where no row is left of some; the message says what is
-    there.
+    Rows of counted values (device ANY) match any device. Raises OptionError if no row matches the device or a commit;
+    the message lists those present.
     """
     devices = sorted({row.device for row in rows} - {ANY})
     if rows and device and not any(device.lower() in name.lower() for name in devices):
@@ -109,17 +109,17 @@ def chosen(rows: Sequence[Row], device: str = "", commits: Collection[str] = ())
 
 
 def geomean(values: Iterable[float]) -> float:
-    """The geometric mean of numbers above 0. Raises OptionError where there are none, or one is not."""
+    """The geometric mean. Raises OptionError if there are no values, or one is not positive."""
     found = list(values)
     if not found or min(found) <= 0:
         raise OptionError(f"a geometric mean is of numbers above 0, found {found or 'none'}")
-    # Rounding must not lead out of what it is the mean of.
+    # Rounding must not move the mean out of the range of the values.
     return min(max(math.exp(sum(map(math.log, found)) / len(found)), min(found)), max(found))
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The best of our ways of a cell against the best of its rivals. place: of the cell; row: where both stand."""
+    """The best of our ways in a cell against the best of its rivals. row: holds both values."""
 
     place: Place
     way: str
@@ -127,15 +127,15 @@ class Compared:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast we are."""
+        """The speedup over the peer."""
         return self.row.ratio
 
 
 def compared(rows: Iterable[Row], family: Family, against: str, ways: Collection[str] = ()) -> list[Compared]:
-    """Each cell of a family on one device, by one clock and in one precision; in the order of the rows.
+    """Compare each cell of a family with rivals, in the order of the rows, all of one device and clock.
 
-    against: a key of family.rivals. ways: of ours, these alone. Of each way the least ratio counts, over all rivals,
-    and of the ways the one with the greatest.
+    against: a key of family.rivals. ways: if given, only these of our ways count. A way's ratio is the least over all
+    rivals; the cell's ratio is the greatest over its ways.
     """
     worst: dict[Place, Compared] = {}
     for row in rows:
@@ -149,7 +149,7 @@ def compared(rows: Iterable[Row], family: Family, against: str, ways: Collection
 
 
 def reached(rows: Iterable[Row], family: Family) -> list[Compared]:
-    """Each cell of a family against the longest of its bounds; a ratio of 1 reaches it."""
+    """Compare each cell of a family with the largest of its lower bounds; at a ratio of 1 the bound is reached."""
     found = []
     for row in rows:
         place = family.place(row)
@@ -159,7 +159,7 @@ def reached(rows: Iterable[Row], family: Family) -> list[Compared]:
 
 
 def _greatest(found: Iterable[Compared]) -> list[Compared]:
-    """Of each cell the greatest ratio."""
+    """The comparison with the greatest ratio of each cell."""
     best: dict[Place, Compared] = {}
     for one in found:
         if one.place not in best or one.ratio > best[one.place].ratio:
@@ -169,7 +169,7 @@ def _greatest(found: Iterable[Compared]) -> list[Compared]:
 
 @dataclass(frozen=True)
 class Mean:
-    """Ratios of several cells in short. plain: the geometric mean of our default way alone, where it has all cells."""
+    """Ratios of several cells, summarized. plain: the geometric mean of our untuned way, if it covers all cells."""
 
     cells: int
     geomean: float
@@ -179,14 +179,14 @@ class Mean:
 
 
 def mean_of(found: Sequence[Compared], plain: Sequence[Compared] = ()) -> Mean:
-    """The mean of ratios, one at least. Raises OptionError where there is none."""
+    """The summary of ratios. Raises OptionError if there are none."""
     whole = geomean(one.ratio for one in found)
     least, most = (pick(found, key=lambda one: one.ratio) for pick in (min, max))
     return Mean(len(found), whole, least, most, geomean(p.ratio for p in plain) if len(plain) == len(found) else None)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key | None]) -> dict[Key, list[Item]]:
-    """Items by key, in the order in which keys first appear; those whose key is None are left out."""
+    """Items by key, in the order of the keys' first appearance; items whose key is None are dropped."""
     found: dict[Key, list[Item]] = {}
     for item in items:
         if (held := key(item)) is not None:
@@ -195,18 +195,18 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key | None]) -> dict[Ke
 
 
 def days(rows: Iterable[Row]) -> str:
-    """The dates of rows, as a range where there are several."""
+    """The date of the rows, or their first and last date."""
     dates = sorted({row.date for row in rows})
     return " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
 
 
 def commits_of(rows: Iterable[Row]) -> list[str]:
-    """The commits of rows in their order."""
+    """The distinct commits of rows, in order of appearance."""
     return list(dict.fromkeys(row.commit for row in rows))
 
 
 def told(rows: Iterable[Row]) -> str:
-    """Device, clocks, dates and commits of rows in one line: what is said of every figure."""
+    """Device, clocks, dates and commits of rows in one line: the caption of a figure."""
     found = list(rows)
     devices = dict.fromkeys("counted, the same on any device" if row.device == ANY else row.device for row in found)
     clocks = dict.fromkeys(row.clock for row in found)

@@ -17,7 +17,7 @@ from benchmarks.harness.timing import Times
 from pumice.cli.info import distribution
 
 ANY = "any"
-"""The device of what is counted and the same everywhere."""
+"""The device of rows whose value is counted, and so the same on all devices."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,14 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as the peer."""
+        """The speedup over the peer."""
         return self.peer_value / self.value
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What a value is compared with: a name, a value in the row's unit, and its source.
-
-    package: the peer's distribution, whose version the row records.
-    """
+    """A value that a row is compared with, in the row's unit. package: the peer's distribution, whose version the row
+    records."""
 
     name: str
     value: float
@@ -78,12 +76,12 @@ def row_of(about: tuple[str, str, str, str, str], times: Times, clock: str, peer
 
 
 def _rounded(value: float) -> float:
-    """Four places, or four digits where that leaves too few."""
+    """Round to four decimals, or to four digits below 0.1."""
     return round(value, 4) if value >= 0.1 else float(f"{value:.4g}")
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of Python, of what Pumice stands on, and of these packages where they are installed."""
+    """Versions of Python, Pumice, torch, numpy and these packages; "from source" if a package is not installed."""
     found = {name: distribution(name) for name in packages}
     own = {name: distribution(name) or "from source" for name in ("pumice", "torch", "numpy")}
     peers = {name: version or "from source" for name, version in found.items()}
@@ -91,7 +89,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def device_name(device: torch.device | None = None) -> str:
-    """The CPU's model and how many threads torch uses, or the GPU's name; without a device the GPU if there is one."""
+    """The GPU's name, or the CPU's model, torch's threads and its instruction set. None: the GPU if there is one."""
     if (device is None and torch.cuda.is_available()) or (device is not None and device.type == "cuda"):
         return torch.cuda.get_device_name(device)
     model = platform.processor() or platform.machine()
@@ -104,7 +102,7 @@ def device_name(device: torch.device | None = None) -> str:
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """The commit of the source tree, "+dirty" if it was changed; "unknown" outside a repository."""
+    """The commit of the source tree, with "+dirty" if the tree was changed; "unknown" outside a repository."""
     here = Path(__file__).parent
     try:
         head, state = (

@@ -1,4 +1,4 @@
-"""What every study does: check our call and the peers' against a float64 result, then time them in turn, as rows."""
+"""Studies: our call and the peers' are checked against a float64 result, then timed in turn, as rows."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ DTYPES = {
     torch.int8: "int8",
     torch.float8_e4m3fn: "fp8",
 }
-SLOW = 2.0  # seconds until the first result from which on they are told
+SLOW = 2.0  # seconds; slower first calls are reported
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4, torch.float64: 1e-10}
-"""The relative error of the whole result from which on nothing is timed; float32 with room for long sums."""
+"""Relative errors of results above which a way is not timed; float32 leaves room for long sums."""
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of the command line.
 
-    case: one study. only: cases whose name contains this text. thorough: also peers and sizes that take minutes to
-    tune. limit: seconds that a study (of stream: a way) may take; 0: no limit. count: scans or geometries of a study;
-    0: its own number. scenes, most, inline: of stream: a folder of scenes, to how many voxels they are cropped, and
-    whether all is measured in this process.
+    case: one study. only: cases whose name contains this text. thorough: include peers and sizes that take minutes to
+    tune. limit: seconds per study (suite stream: per way); 0: no limit. count: scans or geometries per study; 0: its
+    default. scenes, most, inline: for the suite stream: a folder of scenes, maximum voxels they are cropped to, and
+    whether all ways are measured in this process.
     """
 
     case: str = ""
@@ -73,8 +73,8 @@ class Options:
 class Setup:
     """Where and how a study runs.
 
-    quick: tiny sizes, few repeats. failures: wrong results of Pumice so far. absent: peers that are not installed.
-    until: the end of the study by time.perf_counter. count: scans or geometries; 0: the study's own number.
+    quick: tiny sizes, few repeats. failures: messages of failed checks. absent: packages of missing peers. until: the
+    end of the study by time.perf_counter. count: scans or geometries; 0: the study's default.
     """
 
     device: torch.device
@@ -90,12 +90,12 @@ class Setup:
 
     @property
     def left(self) -> float:
-        """Seconds that the study still has."""
+        """Seconds left for the study."""
         return self.until - time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """For one clock of one case, all calls together."""
+        """Seconds for one clock of one case, over all calls."""
         return 0.01 if self.quick else 0.4
 
     @property
@@ -105,7 +105,7 @@ class Setup:
 
     @property
     def clock(self) -> str:
-        """The clock of the device alone where there is one, else the wall clock."""
+        """The device's own clock if it has one, else the wall clock."""
         return clocks(self.device)[-1]
 
     def wants(self, name: str) -> bool:
@@ -116,7 +116,7 @@ class Setup:
         self.failures.append(what)
 
     def settle(self) -> None:
-        """Raise PumiceError if anything of ours was wrong."""
+        """Raise PumiceError if a check or a study failed."""
         if self.failures:
             raise PumiceError(f"{len(self.failures)} failed: {'; '.join(self.failures)}")
 
@@ -130,18 +130,18 @@ class Setup:
         unit: str = "ms",
         dtype: str | torch.dtype = "",
     ) -> Row:
-        """A row of this suite on this device; by default of `half`. A number is a value without quantiles."""
+        """A row of this suite and device; default dtype: `half`. A number as `times` is a value without quantiles."""
         label = dtype if isinstance(dtype, str) else DTYPES[dtype]
         about = (self.suite, case, metric, unit, label or DTYPES[self.half])
         return row_of(about, times if isinstance(times, Times) else Times.exactly(times), clock, peer, self.device)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-        """Normal numbers, the same on every device."""
+        """Normal random numbers from the CPU's generator, the same for every device."""
         chance = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=chance).to(self.device, dtype)
 
     def filled(self, *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
-        """Normal numbers made on the device: for what would take long to make elsewhere."""
+        """Normal random numbers generated on the device, which is faster for large tensors."""
         chance = torch.Generator(self.device).manual_seed(seed)
         return torch.randn(*shape, generator=chance, device=self.device).to(dtype)
 
@@ -151,17 +151,17 @@ Study = Callable[[Setup], Iterator[Row]]
 
 @dataclass(frozen=True)
 class Suite:
-    """Studies by name. every: without a case all of them run, else the first one alone."""
+    """Studies by name. every: without the option `case` all of them run, otherwise only the first."""
 
     name: str
     studies: Mapping[str, Study]
     every: bool = True
 
     def __call__(self, say: Say, options: Options) -> Iterator[Row]:
-        """The rows of the study that the options name, or of the default ones.
+        """Yield the rows of the study named in the options, or of the default studies.
 
-        With a limit a study leaves out what it has no time for. Where one of several studies raises, the others still
-        run. Raises OptionError for an unknown case, and PumiceError at the end if a result of Pumice was wrong.
+        With a time limit, a study skips measurements. If one of several studies raises, the others still run. Raises
+        OptionError for an unknown case, and PumiceError at the end if a check or a study failed.
         """
         if options.case and options.case not in self.studies:
             raise OptionError(f"case {options.case!r} of {self.name} is unknown; there are {', '.join(self.studies)}")
@@ -183,10 +183,10 @@ class Suite:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing the result. make() prepares it and returns the call; a peer's may raise ModuleNotFoundError.
+    """A way to compute a case's result. make() prepares the call; a peer's may raise ModuleNotFoundError.
 
-    package: the distribution of a peer. view: from what the call returns to what is compared. slack: factor on the
-    tolerance of the dtype. optional: one of our ways whose failure is no failure of the run.
+    package: the peer's distribution. view: converts the call's result for the comparison. slack: factor on the
+    tolerance. optional: a way of ours that may fail without failing the run.
     """
 
     name: str
@@ -199,7 +199,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """One result that several ways compute. bounds: least milliseconds by name, on an H200."""
+    """A result that several ways compute. bounds: lower bounds of the time on an H200 in milliseconds, by name."""
 
     name: str
     dtype: torch.dtype
@@ -209,7 +209,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Ready:
-    """A way that was checked: its call, and its error."""
+    """A checked way: its call and its relative error."""
 
     name: str
     call: Callable[[], Any]
@@ -218,7 +218,7 @@ class Ready:
 
 
 def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
-    """|found - truth| / |truth| in float64, the largest of several; NaN where anything is."""
+    """|found - truth| / |truth| in float64, maximum over several tensors; inf if a shape differs, NaN if one is NaN."""
     if isinstance(truth, Tensor):
         found, truth = [found], [truth]
     worst = 0.0
@@ -233,7 +233,7 @@ def error(found: Any, truth: Tensor | Sequence[Tensor]) -> float:
 
 
 def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
-    """The way made and checked. A wrong result of ours is a failure; a peer that cannot is said in one line."""
+    """Make and check a way; None if that fails. A failure of ours fails the run; a peer's is reported in one line."""
     if way.package in setup.absent:
         return None
     begin = time.perf_counter()
@@ -246,7 +246,7 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
         told = f"{way.package or way.name} is left out: {one_line(reason)}"
         setup.failed(told) if ours else setup.say(told)
         return None
-    except Exception as reason:  # peers fail in their own ways, and the other cases are still wanted
+    except Exception as reason:  # peers may raise anything; the other cases still run
         recover(setup)
         told = f"{case.name}: {way.name}: {one_line(reason)}"
         setup.failed(told) if ours and not way.optional else setup.say(f"  {told}")
@@ -262,7 +262,7 @@ def ready(setup: Setup, case: Case, way: Way, ours: bool) -> Ready | None:
 
 
 def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]) -> Iterator[Row]:
-    """Our ways and the peers', checked and then timed in turn: a row for each of ours, each peer and each clock."""
+    """Check our ways and the peers', time them in turn, and yield a row per way of ours, peer and clock."""
     _forget_compiled()
     mine = [r for r in (ready(setup, case, way, True) for way in ours) if r]
     if not mine:
@@ -273,12 +273,12 @@ def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]
 
 
 def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Ready]) -> Iterator[Row]:
-    """The rows of ways that were checked."""
+    """Time checked ways in turn and yield their rows."""
     everyone = (*mine, *theirs)
     for clock in clocks(setup.device):
         try:
             spent = together([r.call for r in everyone], setup.device, clock, setup.seconds)
-        except Exception as reason:  # a way that runs once may still run out of memory among the others
+        except Exception as reason:  # a way that ran alone may run out of memory beside the others
             recover(setup)
             setup.failed(f"{case.name}: while timed: {one_line(reason)}")
             return
@@ -293,9 +293,9 @@ def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Read
 
 
 def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[str, ...]]) -> None:
-    """How many times as fast as the best of each family of peers ours are, over all cases: the best, then each way.
+    """Report our speedup over the fastest peer of each family, over all cases: of our fastest way, then of each way.
 
-    families: beginnings of the peers' names.
+    families: prefixes of the peers' names, by family.
     """
     compared = [found for found in rows if found.peer_source == "same run"]
     for family, names in families.items():
@@ -311,15 +311,15 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """By case, the fastest peer's time over the fastest of ours."""
+    """By case, the fastest peer's time over our fastest time."""
     cases = grouped(rows, lambda row: row.case.rpartition("/")[0])
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
 
 
 def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
-    """The rows of one case that the results file gets.
+    """The rows of one case to write to the results file.
 
-    Ways that are only `beside` the others, and not the fastest of ours, are compared with the fastest peer alone.
+    beside: our secondary ways. Unless it is our fastest, a secondary way keeps only the row against the fastest peer.
     """
     found: list[Row] = []
     for clock in dict.fromkeys(r.clock for r in rows):
@@ -334,13 +334,13 @@ def kept(rows: Sequence[Row], beside: Collection[str]) -> list[Row]:
 
 
 def mean_told(ratios: Mapping[str, float]) -> str:
-    """The geometric mean of ratios by case, and the least of them."""
+    """The geometric mean of ratios by case, and the least ratio, as text."""
     worst = min(ratios, key=lambda name: ratios[name])
     return f"{geomean(ratios.values()):.2f}x (geometric mean of {len(ratios)}), least {ratios[worst]:.2f}x at {worst}"
 
 
 def _say_fastest(setup: Setup, rows: Sequence[Row]) -> None:
-    """Which of our ways is the fastest how often."""
+    """Report how often each of our ways was the fastest."""
     best: dict[tuple[str, str, str], tuple[float, str]] = {}
     for found in rows:
         case, _, way = found.case.rpartition("/")
@@ -362,19 +362,19 @@ def _rows(
 
 
 def times_told(ways: Sequence[Ready], times: Mapping[str, Times]) -> str:
-    """Times and errors by name, in a line."""
+    """Times and errors of ways in one line."""
     return "   ".join(f"{way.name} {str(times[way.name])[:-1]}; error {way.error:.1e})" for way in ways)
 
 
 def _forget_compiled() -> None:
-    """Let torch.compile begin anew: after shapes of earlier cases it would compile for any shape, and slower."""
+    """Reset torch.compile, which after the shapes of earlier cases would compile dynamic, slower kernels."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the warnings of torch: that sparse tensors are in beta state, and the like."""
+    """Suppress warnings, such as torch's that sparse tensors are in beta state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -387,19 +387,19 @@ def one_line(reason: Exception) -> str:
 
 
 def recover(setup: Setup) -> None:
-    """Free what a failed call left in the allocator."""
+    """Release cached GPU memory after a failed call."""
     if setup.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def seconds_to_move(cache: float = 0.0, memory: float = 0.0, flops: float = 0.0) -> float:
-    """The least seconds of an H200 for bytes through the L2, bytes of memory and FLOP of 16-bit matrix products."""
+    """Lower bound of the time on an H200 for bytes through L2, bytes of memory and FLOP of 16-bit matrix products."""
     gpu = DEVICES["cuda"]
     return max(cache / gpu.cache, memory / gpu.memory, flops / gpu.matrix)
 
 
 def line(name: str, text: str, lowering: str = "", **operands: Tensor | Sparse) -> Way:
-    """Our way: one line of einsum."""
+    """A way of ours: one einsum statement with tuned kernels."""
 
     def make() -> Callable[[], Tensor]:
         formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
@@ -410,14 +410,14 @@ def line(name: str, text: str, lowering: str = "", **operands: Tensor | Sparse) 
 
 
 def tuned(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call, its kernels tuned."""
+    """Run a call once with autotuning, and return it."""
     with tuning():
         call()
     return call
 
 
 def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: float) -> None:
-    """Whether the geometric mean of ratios by case reaches a goal."""
+    """Report whether the geometric mean of ratios by case reaches the goal `least`."""
     if not ratios:
         setup.say(f"goal {name}, {least:.3g}x: not measured")
         return
@@ -426,24 +426,24 @@ def goals_told(setup: Setup, name: str, ratios: Mapping[str, float], least: floa
 
 
 def untuned(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call by default tiles, whatever was tuned before."""
+    """The call with default tiles, ignoring tuned ones."""
     return use_tuning_mode(DEFAULT)(call)
 
 
 def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call by default tiles; in a thorough run by tuned ones."""
+    """The call with default tiles, or in a thorough run with tuned ones."""
     return tuned(call) if setup.thorough else untuned(call)
 
 
 def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
-    """The statement as torch operators (gather, einsum, scatter): what eager PyTorch and Inductor are given."""
+    """The statement as a graph of torch operators (gather, einsum, scatter), for eager PyTorch and Inductor."""
     formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
     tensors, names = compile_einsum(text, formats)._flatten_operands(operands)
     return graph_of(tensors, names, text, None)
 
 
 def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> PreparedGraph:
-    """The same of operands that are named as the operator names them; of one form each, in one step."""
+    """The graph of a one-step statement over flattened operands; names: their tokens, with one format per operand."""
     forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
     done = plan.rewritten(text, names, forms)
     if len(done.steps) != 1:
@@ -455,11 +455,11 @@ def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int,
 
 
 NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
-"""Options with which Inductor fuses gathers, products and scatters into one kernel."""
+"""Inductor options that fuse gathers, matrix products and scatters into one kernel."""
 
 
 def inductor(name: str, made: Callable[[], PreparedGraph], native: bool) -> Way:
-    """Inductor on a graph; native: with gathers and scatters fused into its products."""
+    """Inductor on a graph. native: fuse gathers and scatters into matrix products."""
 
     def make() -> Callable[[], Tensor]:
         known = torch._inductor.list_options()
@@ -474,7 +474,7 @@ def inductor(name: str, made: Callable[[], PreparedGraph], native: bool) -> Way:
 
 
 def eager(name: str, made: Callable[[], PreparedGraph]) -> Way:
-    """The graph run operator by operator."""
+    """The graph run operator by operator by eager PyTorch."""
 
     def make() -> Callable[[], Tensor]:
         module, arguments = made()

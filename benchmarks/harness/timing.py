@@ -1,9 +1,9 @@
-"""Clocks: how long calls take on the wall and on the GPU, several calls in turn, with quantiles.
+"""Timing of several calls in turn, with quantiles, by one of three clocks.
 
-wall   from an idle device to an idle device: host time counts in full
-gpu    between two events on the stream, the host far ahead: what the device alone needs; `busy` is for calls that wait
-       for the device in their middle: how long it did anything for them
-events between two events on the stream, the host ahead by the flush alone: how many peers time themselves
+wall   from an idle device to an idle device: includes all host time
+gpu    between two events on the stream, the host far ahead: device time only. For calls that wait for the device
+       midway, `busy` adds up the device's work instead
+events between two events on the stream, the host ahead only by the L2 flush: how many libraries time themselves
 
 On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
 """
@@ -49,7 +49,7 @@ class Times:
 
 
 def clocks(device: torch.device) -> tuple[str, ...]:
-    """The clocks of a device; the last one is that of the device alone where there is one."""
+    """The clocks of a device; the last one is the device's own, if it has one."""
     return ("wall", "gpu") if device.type == "cuda" else ("wall",)
 
 
@@ -60,9 +60,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: float, cold: bool = True) -> list[Times]:
-    """Time calls in turn for about `seconds` in all; each runs twice before, and then 7 to 200 times.
+    """Time calls in turn for about `seconds` in all: two warm-up runs of each, then 7 to 200 timed ones.
 
-    cold: on a GPU, flush the L2 before each; else each runs once more instead, unless the clock is the wall.
+    cold: flush the L2 before each timed run; otherwise run the call once more instead. The wall clock always flushes.
     """
     for _ in range(2):
         for call in calls:
@@ -73,10 +73,10 @@ def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: f
 
 
 def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str, seconds: float) -> list[Times]:
-    """Time calls that are made of pieces, piece by piece, all in turn, and add up the pieces of each run.
+    """Time calls given as pieces, piece by piece and all in turn; a call's time is the sum over its pieces.
 
-    A stream holds about a thousand kernels; a call of more cannot be queued whole while the device sleeps, its pieces
-    can. Runs and seconds are those of `together`, for all pieces.
+    For calls of more kernels than a stream can queue (about a thousand): while the device sleeps, a piece can be queued
+    but not the whole call. Seconds and runs are as in `together`, for all pieces.
     """
     pieces = [piece for call in calls for piece in call]
     for _ in range(2):
@@ -90,20 +90,19 @@ def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str,
 
 
 def busy(call: Call, runs: int = 7) -> Times:
-    """How long the current device works on a call, whatever the host does meanwhile: its kernels, copies and fills.
+    """Total time of the device's work on a call (kernels, copies, fills), for calls that wait for the device midway:
+    the time between two events would include that wait.
 
-    Between two events around a call that waits for the host in its middle that wait would lie, too. The call has run
-    before: what compiles at first counts. Raises as pumice.engine.measure.by_part.
+    The call must have run before, or its compilation counts. Raises as pumice.engine.measure.by_part.
     """
     found, _ = by_part([call] * runs)
     return Times.of([1e3 * sum(parts.values()) for parts in found])
 
 
 def captured(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
-    """The call as a CUDA graph: what is returned runs the graph and gives the same tensors each time, filled anew.
+    """Capture a call as a CUDA graph; the function returned replays it and returns the same tensors each time.
 
-    The call must not wait for the device. It runs three times before, so that its kernels are compiled and what is
-    kept for a device is there.
+    The call must not wait for the device. It runs three times before the capture, to compile kernels and fill caches.
     """
     with torch.cuda.device(device):
         side = torch.cuda.Stream()
@@ -150,7 +149,7 @@ def _on_gpu(calls: Sequence[Call], device: torch.device, seconds: float, ahead: 
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_() if cold else call()
             if nap:
-                # While the device sleeps the host gets ahead, so that no wait for it lies between the events.
+                # The device sleeps while the host queues the call: no wait for the host lies between the events.
                 torch.cuda._sleep(nap)
             first.record()
             call()
@@ -163,7 +162,7 @@ def _on_gpu(calls: Sequence[Call], device: torch.device, seconds: float, ahead: 
 
 
 def _nap(call: Call, device: torch.device) -> int:
-    """Cycles in which the host has surely queued the call, at 2 GHz; at most 20 ms."""
+    """Cycles of a 2 GHz clock that suffice for the host to queue the call; at most 20 ms."""
     took = []
     for _ in range(3):
         torch.cuda.synchronize(device)

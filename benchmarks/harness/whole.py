@@ -1,7 +1,7 @@
-"""Calls that may wait for the device in their middle, a network or a layer with its map: checked, then timed, as rows.
+"""Checks and timings of calls that may wait for the device midway: a network, or a layer with its kernel map.
 
-wall  from an idle device to an idle device, in turn with the peers, the L2 flushed before each
-gpu   the sum over what the device did for the call, as the profiler records it: no wait of the host counts
+wall  from an idle device to an idle device, in turn with the peers, the L2 flushed before each run
+gpu   the profiler's sum over the device's work for the call, without waits for the host
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Result = TypeVar("Result")
 
 
 def checked(setup: Setup, way: Way, cases: Sequence[tuple[Case, Way]], ours: bool) -> Ready | None:
-    """The way made once, and its result compared with each truth by the view and slack of the way beside it.
+    """Make a way once and compare its result with each case, by view and slack of the way paired with the case.
 
-    None where one of them is wrong, or where a peer cannot run; the error is the largest.
+    None if a result is wrong or a peer cannot run; otherwise `error` is the largest.
     """
     calls: list[Callable[[], object]] = []
 
@@ -43,7 +43,7 @@ def checked(setup: Setup, way: Way, cases: Sequence[tuple[Case, Way]], ours: boo
 
 
 def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: float = 0.0) -> dict[str, Times]:
-    """Times by name of ways in turn; none where the profiler or the memory fails, which is said."""
+    """Time ways in turn: times by name. Empty, with a message, if the profiler fails or memory runs out."""
     calls = [way.call for way in ways]
     try:
         if clock == "gpu":
@@ -53,7 +53,7 @@ def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: f
     except PumiceError as reason:
         setup.say(f"{case} {clock} is left out: {reason}")
         return {}
-    except RuntimeError as reason:  # what runs once may still run out of memory among the others
+    except RuntimeError as reason:  # a way that ran alone may run out of memory beside the others
         recover(setup)
         setup.failed(f"{case} {clock}: while timed: {str(reason).splitlines()[0]}")
         return {}
@@ -65,7 +65,7 @@ def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: f
 def compared(
     setup: Setup, case: str, mine: Ready, theirs: Sequence[Ready], seconds: float = 0.0, **about: Any
 ) -> Iterator[Row]:
-    """Ours against each peer: a row for each clock and each of them; without a peer the times are said only.
+    """Time ours against each peer and yield a row per clock and peer; without peers the times are only printed.
 
     about: metric and dtype of the rows.
     """
@@ -77,7 +77,7 @@ def compared(
 
 
 def in_tf32(call: Callable[[], Result]) -> Callable[[], Result]:
-    """The call while torch multiplies float32 as tf32; Pumice follows torch's setting."""
+    """The call with torch's float32 precision set to tf32; Pumice follows torch's setting."""
 
     def run() -> Result:
         with multiplying("tf32"):
@@ -88,7 +88,7 @@ def in_tf32(call: Callable[[], Result]) -> Callable[[], Result]:
 
 @contextmanager
 def multiplying(precision: str) -> Iterator[None]:
-    """Within it torch multiplies float32 so, in products of matrices and in convolutions."""
+    """Set torch's precision of float32 matrix products and convolutions within a block."""
     backends: Any = torch.backends
     switches = backends.cuda.matmul, backends.cudnn.conv
     before = [switch.fp32_precision for switch in switches]

@@ -1,4 +1,4 @@
-"""cuSPARSE's SpMM with descriptors and buffers made once, on the library that torch has loaded, through ctypes."""
+"""cuSPARSE's SpMM, called by ctypes in the library that torch has loaded; descriptors and buffers are made once."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _FUNCTIONS = (
 
 
 def spmm(csr: Sequence[Tensor], shape: tuple[int, int], b: Tensor, algorithm: str) -> Callable[[], Tensor]:
-    """A call for csr (int32 pointers, int32 columns, values) of this shape times b, row-major, on today's stream.
+    """A call that multiplies csr (int32 row pointers, int32 columns, values) of this shape by b, row-major.
 
-    Raises RuntimeError where the library is not found or refuses.
+    It runs on the stream current at this point. Raises RuntimeError if the library is missing or returns an error.
     """
     library, handle = _handle()
     pointers, columns, values = csr
@@ -51,7 +51,7 @@ def spmm(csr: Sequence[Tensor], shape: tuple[int, int], b: Tensor, algorithm: st
             )
         )
     one, zero, size = c_float(1.0), c_float(0.0), c_size_t(0)
-    # Sums are in float32 for both kinds.
+    # Both dtypes accumulate in float32.
     call = (
         handle, c_int(_AS_IT_IS), c_int(_AS_IT_IS), byref(one), sparse, dense[0], byref(zero), dense[1],
         c_int(_KINDS[torch.float32]), c_int(ALGORITHMS[algorithm]),

@@ -1,4 +1,4 @@
-"""e3nn and cuEquivariance on the operands of a tensor product: their layouts, modes and methods."""
+"""e3nn and cuEquivariance as peers of a tensor product, in their layouts, modes and methods."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 PARITIES = ("0e", "1o", "2e", "3o")
 MODES = ("eager", "script")
-COMPILED_UP_TO = 3  # the highest degree for which torch.compile of e3nn is waited for
+COMPILED_UP_TO = 3  # highest degree of the benchmark of e3nn under torch.compile, which takes long
 
 
 def irreps(channels: int, highest: int) -> str:
-    """As both libraries write them."""
+    """Irreps of degrees up to `highest`, in the notation of both libraries."""
     return "+".join(f"{channels}x{PARITIES[degree]}" for degree in range(highest + 1))
 
 
 def channels_first(x: Tensor) -> Tensor:
-    """From [b, component, channel] to the flat layout "mul_ir": of each degree the channels, of each its orders."""
+    """[b, component, channel] as the flat layout "mul_ir": by degree, then channel, then order."""
     parts, first = [], 0
     while first < x.shape[1]:
         orders = 2 * len(parts) + 1
@@ -39,7 +39,7 @@ def channels_first(x: Tensor) -> Tensor:
 
 
 def channels_last(x: Tensor, channels: int) -> Tensor:
-    """The way back from "mul_ir"."""
+    """Inverse of channels_first."""
     parts, first = [], 0
     while first < x.shape[1]:
         orders = 2 * len(parts) + 1
@@ -50,7 +50,7 @@ def channels_last(x: Tensor, channels: int) -> Tensor:
 
 
 def e3nn_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
-    """e3nn eagerly, scripted, and compiled."""
+    """e3nn as peers: eager, scripted, and under torch.compile."""
     for mode in MODES:
         yield _way(f"e3nn {mode}", "e3nn", partial(_e3nn, setup, given, mode), given, backward, "mul_ir")
     if not setup.quick and not backward and given.highest <= COMPILED_UP_TO:
@@ -75,7 +75,7 @@ def _e3nn(setup: Setup, given: Product, mode: str) -> Callable[..., Tensor]:
 
 
 def cue_ways(setup: Setup, given: Product, backward: bool) -> Iterator[Way]:
-    """cuEquivariance by its fused method and the naive one, in both layouts."""
+    """cuEquivariance as peers: the fused and the naive method, in both layouts."""
     for method in ("fused_tp", "naive"):
         if method == "fused_tp" and setup.device.type != "cuda":
             continue
@@ -90,7 +90,7 @@ def _cue(setup: Setup, given: Product, method: str, layout: str) -> Callable[...
         _load_nvrtc()
     cue: Any = import_module("cuequivariance")
     cuet: Any = import_module("cuequivariance_torch")
-    # The group whose coefficients are e3nn's.
+    # The group with e3nn's coefficients.
     group = import_module("cuequivariance.group_theory.experimental.e3nn").O3_e3nn
     both, one = (cue.Irreps(group, irreps(c, given.highest)) for c in (given.channels, 1))
     how = {"layout": getattr(cue, layout), "method": method, "device": setup.device, "dtype": torch.float32}
@@ -100,7 +100,7 @@ def _cue(setup: Setup, given: Product, method: str, layout: str) -> Callable[...
 
 
 def _load_nvrtc() -> None:
-    """Its kernels are compiled by nvrtc, which comes with torch but is not found without help."""
+    """Load nvrtc, which compiles cuEquivariance's kernels: it comes with torch, off the library search path."""
     for folder in sys.path:
         for library in Path(folder or ".").glob("nvidia/*/lib/libnvrtc.so.1[23]"):
             try:
@@ -112,7 +112,7 @@ def _load_nvrtc() -> None:
 def _way(
     name: str, package: str, make: Callable[[], Callable[..., Tensor]], given: Product, backward: bool, layout: str
 ) -> Way:
-    """A peer that takes flat operands; the results are brought to our layout for the check alone."""
+    """A peer with flat operands; its results are converted to our layout for the check only."""
     first = channels_first if layout == "mul_ir" else (lambda x: x.flatten(1))
 
     def back(x: Tensor) -> Tensor:

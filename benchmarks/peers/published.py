@@ -1,4 +1,4 @@
-"""What the papers on these dataflows reported, as far as public text has it; what could not be read is left out."""
+"""Results that the papers on these dataflows report, as far as they are in public text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Published:
-    """A finding in our words, and where it stands."""
+    """A finding in our words, and its source."""
 
     text: str
     source: str
@@ -61,4 +61,4 @@ PUBLISHED: Mapping[str, tuple[Published, ...]] = {
         Published("1.6 times MinkowskiEngine and 1.5 times SpConv, of the gather-scatter kind", _TS),
     ),
 }
-"""By study. Of the figures in the tables and drawings of both papers none could be looked up beside these."""
+"""By study. Figures that stand only in the papers' tables and charts could not be looked up."""

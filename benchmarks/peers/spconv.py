@@ -18,27 +18,27 @@ _NAMES = ("spconv", "spconv-cu126", "spconv-cu124", "spconv-cu121", "spconv-cu12
 
 
 def package() -> str:
-    """The distribution that is installed, or the plain one's name."""
+    """The installed distribution of spconv; "spconv" if there is none."""
     return next((name for name in _NAMES if distribution(name)), "spconv")
 
 
 def slack(device: torch.device) -> float:
-    """How many times the error of the dtype is good enough: on a CPU its threads add to one output at once and lose
-    sums; another mistake would be an error near 1."""
+    """Factor on the tolerance of the dtype. On a CPU spconv's threads race and lose sums; a real mistake would give an
+    error near 1."""
     return 2000 if device.type == "cpu" else 2
 
 
 def train_without_cuda() -> None:
-    """Let spconv's backward run on a CPU where torch has no CUDA: it asks for a stream that it then does not use."""
+    """Let spconv's backward pass run without CUDA: it asks for a CUDA stream that it does not use on a CPU."""
     if not torch.cuda.is_available():
         operators: Any = import_module("spconv.pytorch.ops")
         operators.get_current_stream = lambda: 0
 
 
 def way(layer: Any, training: bool = False, anew: bool = False, tf32: bool = False) -> Way:
-    """spconv's 3x3x3 layer as a peer of a layer of ours, with its operands.
+    """spconv's 3x3x3 submanifold layer as a peer, over the operands of `layer`.
 
-    training: the result with the gradients of features and weights. anew: each call finds its kernel map.
+    training: the call also returns the gradients of features and weight. anew: every call builds its kernel map.
     """
 
     def make() -> Callable[[], Any]:
@@ -76,7 +76,7 @@ def _module(layer: Any) -> Any:
 
 
 def _tensor_maker(layer: Any) -> Callable[[Tensor], Any]:
-    """What makes spconv's tensor of features; its coordinates begin at 0."""
+    """A function from features to spconv's tensor, whose coordinates are shifted to begin at 0."""
     spconv: Any = import_module("spconv.pytorch")
     least = layer.coords.amin(0)
     least[0] = 0
@@ -86,7 +86,7 @@ def _tensor_maker(layer: Any) -> Callable[[Tensor], Any]:
 
 
 def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Result]:
-    """The call with float32 multiplied as tf32, by kernels that were tuned for it: by this tuner, or by a new one."""
+    """The call with float32 multiplied as tf32, by kernels that this tuner, or a new one, tunes for tf32."""
     chosen = tuner or new_tuner()
 
     def run() -> Result:
@@ -99,7 +99,7 @@ def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Resul
 def new_tuner() -> Any:
     """A new tuner of kernels; None in a build for CPUs.
 
-    spconv's own remembers a kernel by dtype and channels: what it chose for float32 it would take for tf32, too.
+    spconv's global tuner caches kernels by dtype and channels only, so it would reuse float32's choice for tf32.
     """
     own = import_module("spconv.pytorch.ops").CONV_CPP
     if own is None:
@@ -111,7 +111,7 @@ def new_tuner() -> Any:
 
 @contextmanager
 def _multiplying(tuner: Any) -> Iterator[None]:
-    """Within it spconv multiplies as tf32 where it can, by this tuner."""
+    """Let spconv multiply in tf32, with this tuner, within a block."""
     operators: Any = import_module("spconv.pytorch.ops")
     constants: Any = import_module("spconv.constants")
     before = constants.SPCONV_ALLOW_TF32, operators.CONV_CPP

@@ -1,8 +1,8 @@
-"""Our networks in spconv's layers, with the same weights: what a careful user of spconv would write.
+"""Our networks in spconv's layers with the same weights, as a careful user of spconv would write them.
 
-Layers on one set of coordinates share an indice_key, the way back of a MinkUNet is a SparseInverseConv3d on the key of
-the way down, pointwise maps, norms and activations work on the features alone, and nothing is folded. Of a twin as of
-ours, `twin(x)` is a sparse tensor, and parameters come in the same order.
+Layers on one set of coordinates share an indice_key, a MinkUNet's decoder has SparseInverseConv3d with the keys of its
+encoder, pointwise layers, norms and activations act on the features only, and nothing is folded. As with our networks,
+`twin(x)` is a sparse tensor, and parameters come in the same order.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.nn import Conv3d, MaxPool3d, ResidualBlock
 
 _ROUNDED = 16
-"""The extent that spconv is told is a multiple of MinkUNet's stride: it drops an odd last slice, and we do not."""
+"""Extents for spconv are rounded up to a multiple of MinkUNet's stride, since it drops an odd last slice."""
 
 
 def twin(net: nn.Module) -> nn.Module:
-    """The same network in spconv's layers, with copies of weights and statistics, in its dtype and mode, where it lies.
+    """The same network in spconv's layers, with copied weights and statistics, in its dtype and mode, on its device.
 
     Raises ModuleNotFoundError without spconv, OptionError for a network that has no twin.
     """
@@ -38,7 +38,7 @@ def twin(net: nn.Module) -> nn.Module:
 
 
 def tensor_maker(sample: Sample) -> Callable[[], Any]:
-    """What makes spconv's tensor of a sample, with no index yet, each time it is called."""
+    """A function that makes a new spconv tensor of a sample, without cached indices, on each call."""
     spconv: Any = import_module("spconv.pytorch")
     extent = sample.spatial_shape
     if extent is None:
@@ -48,7 +48,7 @@ def tensor_maker(sample: Sample) -> Callable[[], Any]:
 
 
 class _Unit(nn.Module):
-    """A convolution, and on its features a norm and ReLU."""
+    """A convolution, then a norm and ReLU on its features."""
 
     def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Unit(nn.Module):
 
 
 class _Block(nn.Module):
-    """pumice.nn.ResidualBlock, or the same by single layers."""
+    """A residual block with the weights of pumice.nn.ResidualBlock or stream_nets.Residual."""
 
     def __init__(self, spconv: Any, block: Any, key: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Block(nn.Module):
 
 
 class _UNet(nn.Module):
-    """A U-Net by its stem, by (down, blocks) and (up, blocks) of its levels, and by its head."""
+    """A U-Net: a stem, levels of (down, blocks) and of (up, blocks), a head."""
 
     stem: nn.Module
     head: nn.Module
@@ -137,7 +137,7 @@ def _conv_pool(spconv: Any, net: Any) -> nn.Module:
     level = 0
     for layer in net.layers:
         if isinstance(layer, MaxPool3d):
-            # It starts from 0 where ours starts from the least number, so that ours is followed by ReLU.
+            # spconv's maximum starts from 0, which includes the ReLU that follows ours.
             level += 1
             layers.append(spconv.SparseMaxPool3d(layer.kernel_size, layer.options["stride"]))
         elif isinstance(layer, Conv3d):
@@ -187,9 +187,9 @@ TWINS: Mapping[type[nn.Module], Callable[[Any, Any], nn.Module]] = {
     UNet: _StreamUNet,
     Encoder: _stream_encoder,
 }
-"""What makes the twin of a kind of network, given the module spconv.pytorch and the network.
+"""By type of network, the function that makes its twin from the module spconv.pytorch and the network.
 
-Networks and their parts are taken as they are built: modules know each other's attributes, types do not.
+Networks are passed as Any: the static types of their submodules do not declare the attributes read here.
 """
 
 
@@ -198,7 +198,7 @@ def _blocks(spconv: Any, blocks: Iterable[Any], key: str) -> list[nn.Module]:
 
 
 def _kept(spconv: Any, conv: Any, key: str) -> nn.Module:
-    """A convolution that keeps the coordinates."""
+    """A submanifold convolution with the weights of `conv`."""
     made = spconv.SubMConv3d(
         conv.in_channels, conv.out_channels, _window(conv), bias=conv.bias is not None, indice_key=key
     )
@@ -231,7 +231,7 @@ def _window(conv: Any) -> list[int]:
 
 
 def _copied(made: nn.Module, conv: Any) -> nn.Module:
-    """With the weights of `conv`: both have them as [C_out, *kernel, C_in], which spconv reads at kernel size 1 as
+    """Copy the weights of `conv`: both layers store [C_out, *kernel, C_in], but spconv reads those of kernel size 1 as
     [C_in, C_out]."""
     with torch.no_grad():
         for name in ("weight", "bias"):

@@ -1,11 +1,11 @@
-"""How long the first call of a statement or of a network takes in a new process; as a program, it prints JSON.
+"""Times of the first calls of statements and of a network in a new process, printed as JSON.
 
     python -m benchmarks.probes.first_call DEVICE quick|full NAME,...
 
-Operands, formats and the maps of a statement are made before. The first call has the text, the choice of kernels, their
-sources, their compilation or loading from the disk, and one run; of a network also its kernel maps. What a process pays
-once (libraries loaded, the launcher of Triton built) is in the first call of a tiny statement, "start", that runs
-before statements; a network's first call has that, too.
+Operands, formats and kernel maps of a statement are made before. Its first call includes parsing, the choice of
+kernels, their generation, compilation or loading from disk, and one run; a network's also includes its kernel maps.
+One-time costs of the process (loading libraries, building Triton's launcher) fall on the first call of a tiny
+statement, "start", that runs before statements; a network's first call includes these costs.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _tensor_product(setup: Setup) -> Make:
 
 
 def _network(setup: Setup) -> Make:
-    """MinkUNet on a scan; where it is not at hand, on a rough landscape of as many voxels."""
+    """MinkUNet on a scan; if the scan is missing, on a random surface of as many voxels."""
     torch.manual_seed(1)
     net = MinkUNet(width=0.25 if setup.quick else 1.0).to(setup.device, setup.half).eval()
     known = {} if setup.quick else dict(layer_scenes(setup))
     made = known[SCAN]() if SCAN in known else surface(300 if setup.quick else 18_000, setup.device)
     feats = setup.filled(len(made), 4, dtype=setup.half)
-    # Each tensor is new: its maps are found in the call.
+    # Each call makes a new tensor, so that it builds its maps.
     return lambda: torch.inference_mode()(lambda: net(SparseTensor(feats, made.coords)).feats.sum().item())
 
 
@@ -77,13 +77,13 @@ SUBJECTS: Mapping[str, Callable[[Setup], Make]] = {
 
 
 def _start(setup: Setup) -> Make:
-    """The tiny statement."""
+    """The tiny statement "start"."""
     x = setup.random(1000)
     return line("", "C[i] = A[i] * B[i]", "triton" if setup.device.type == "cuda" else "", A=x, B=x).make
 
 
 def first_and_next(make: Make, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the first call, and of a later one."""
+    """Milliseconds of the first call, and the minimum of three later ones."""
     spent = []
     call: Callable[[], Any] | None = None
     for _ in range(4):
@@ -97,7 +97,7 @@ def first_and_next(make: Make, device: torch.device) -> tuple[float, float]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print {name: [first, next]} in milliseconds, with "start" before statements."""
+    """Print {name: [first, next]} in milliseconds; "start" comes first unless only the network is asked for."""
     device, size, names = arguments
     setup = Setup(torch.device(device), size == "quick", lambda text: None)
     warm = setup.random(64, 64, dtype=setup.half)

@@ -1,9 +1,9 @@
-"""One network, in one mode and one way, over a stream of scenes; as a program, in a process of its own.
+"""Measures one network in one mode and one way over a stream of scenes; as a program, in a process of its own.
 
     python -m benchmarks.probes.stream_way '{"net": "unet", "mode": "infer", "way": "eager", "device": "cuda", ...}'
 
-It prints a line of JSON, [name, value], for each thing as it happens: what is known of an interrupted process is what
-it had printed. Names are those of `Seen`.
+It prints a line of JSON, [name, value], per measurement as it is made, so that an interrupted process loses nothing
+printed before. Names are the fields of `Seen`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ Tell = Callable[[str, Any], object]
 MODES = ("infer", "train")
 WAYS = ("spconv", "eager", "compiled", "captured")
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""Seconds by clock. The second is that of the process on all threads: on a CPU it does not see what else runs there."""
+"""Clocks in seconds. "cpu" is the time of this process over all threads, so other processes do not disturb it."""
 CHECKED = 3
-"""Scenes whose results are compared."""
+"""Number of scenes whose results are compared."""
 LOSS = 2.0**-8
-"""By which the sum of squares is multiplied, so that its gradients are within float16."""
+"""Factor on the sum of squares that keeps its gradients within float16."""
 SLACK: Mapping[str, Mapping[str, float]] = {
     "result": {"cuda": 4, "cpu": 1},
     "loss": {"cuda": 4, "cpu": 1},
     "gradients": {"cuda": 80, "cpu": 100},
 }
-"""Times the error of the dtype, by what is compared, as in the suite workloads."""
+"""Factors on the tolerance of the dtype, by result and device, as in the suite workloads."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured. limit: seconds after which no further scene is begun. quick: few channels."""
+    """What to measure. limit: seconds after which no further scene is started. quick: few channels."""
 
     net: str
     mode: str
@@ -65,12 +65,11 @@ class Asked:
 
 @dataclass
 class Seen:
-    """What a process told.
+    """What a process reported.
 
-    calls, again: ms of each scene by each of CLOCKS, and of those scenes a second time. make: the same before the first
-    call, of a capture or compilation. voxels: the least and the most. fallbacks: calls of a captured network that ran
-    eagerly. errors: relative ones by what was compared. wrong: why its rows are refused, "" if all is right. absent:
-    why its library is not there.
+    calls, again: milliseconds per scene, by each of CLOCKS, in the first and second round. make: the same, of capture
+    or compilation before the first call. voxels: minimum and maximum. fallbacks: calls of a captured network that ran
+    eagerly. errors: relative errors by result. wrong: why the rows are rejected, or "". absent: the import error.
     """
 
     calls: list[list[float]] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Seen:
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A network that is about to be called. captured: what counts its fallbacks."""
+    """A network ready to be called. captured: the captured program, which counts its fallbacks."""
 
     side: Side
     run: Callable[[Any], Any]
@@ -99,14 +98,14 @@ class Ready:
     captured: Any = None
 
     def maker(self, sample: Sample) -> Callable[[], Any]:
-        """What makes a tensor of new coordinates, as a loader gives them: no library has seen them."""
+        """A function that makes a tensor of copied coordinates, so that no library has cached maps of them."""
         sample = replace(sample, coords=sample.coords.clone())
         if self.of_spconv:
             return spconv_nets.tensor_maker(sample)
         return lambda: pm.SparseTensor(sample.feats, sample.coords, spatial_shape=sample.spatial_shape)
 
     def timed(self, sample: Sample) -> list[float]:
-        """Milliseconds, by each of CLOCKS, from an idle device with features and coordinates on it to an idle one."""
+        """Milliseconds of a call by each of CLOCKS, from an idle device with the sample on it to an idle device."""
         make, device = self.maker(sample), sample.coords.device
         synchronize(device)
         begin = _now()
@@ -115,7 +114,7 @@ class Ready:
         return _since(begin)
 
     def results(self, sample: Sample, training: bool) -> dict[str, Any]:
-        """What is compared."""
+        """The tensors to compare: the loss and gradients, or the result."""
         found = self.run(self.maker(sample)())
         if training:
             return {"loss": found, "gradients": self.side.gradients(found)}
@@ -123,9 +122,9 @@ class Ready:
 
 
 def measure(asked: Asked, tell: Tell) -> None:
-    """Makes the network, times all scenes and then all of them again, and compares last: the first call is a first one.
+    """Make the network, time all scenes in two rounds, then compare results, so that the first timed call is the first.
 
-    Raises ModuleNotFoundError where the way is spconv's and it is not installed.
+    Raises ModuleNotFoundError if the way is spconv's and spconv is not installed.
     """
     device = torch.device(asked.device)
     half = device.type == "cuda" and asked.mode == "infer"
@@ -151,7 +150,7 @@ def measure(asked: Asked, tell: Tell) -> None:
 
 
 def _network(asked: Asked, sample: Sample) -> nn.Module:
-    """The network with the same weights each time, in the dtype of the features; random statistics of its norms."""
+    """The network with fixed random weights and norm statistics, in the dtype of the features."""
     torch.manual_seed(0)
     net = NETS[asked.net](asked.quick)
     for norm in net.modules():
@@ -170,7 +169,7 @@ def _since(begin: Sequence[float]) -> list[float]:
 
 
 def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) -> Ready:
-    """mixed: on a GPU a training step is under autocast in float16."""
+    """Prepare the way asked for. mixed: run training steps on a GPU under float16 autocast."""
     of_spconv = asked.way == "spconv"
     if of_spconv:
         spconv_peer.train_without_cuda()
@@ -191,8 +190,8 @@ def _called(asked: Asked, ready: Ready) -> Callable[[Any], Any]:
 
 
 def _training(asked: Asked, ready: Ready, largest: Sample, mixed: bool) -> Ready:
-    """A step: gradients cleared, forward, the sum of squares, backward, and SGD with a rate of 0, which reads and
-    writes every weight and leaves it as it is: what is timed stays what is compared."""
+    """A training step: clear gradients, forward, sum of squares, backward, SGD. With a rate of 0, SGD reads and writes
+    every weight but keeps its value, so that the network timed is the one compared."""
     net, device = ready.side.net, largest.coords.device.type
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     cast = torch.autocast(device, torch.float16, enabled=mixed and device == "cuda")
@@ -218,7 +217,7 @@ def _training(asked: Asked, ready: Ready, largest: Sample, mixed: bool) -> Ready
 
 
 def _errors(asked: Asked, ready: Ready, net: nn.Module, given: Sequence[Sample]) -> dict[str, float]:
-    """Relative errors, the largest over these scenes, against the same weights in float32."""
+    """Relative errors by result, the largest over these scenes, against the same weights in float32."""
     exact, training = _exact(asked, net, given[0]), asked.mode == "train"
     errors: dict[str, float] = {}
     for sample in given:
@@ -231,7 +230,7 @@ def _errors(asked: Asked, ready: Ready, net: nn.Module, given: Sequence[Sample])
 
 
 def _exact(asked: Asked, net: nn.Module, sample: Sample) -> Ready:
-    """spconv's layers, and without spconv ours by plain gathers and products."""
+    """The reference network in float32: spconv's layers, or without spconv ours by plain gathers and products."""
     wide, sample = copy.deepcopy(net).float(), replace(sample, feats=sample.feats.float())
     try:
         return _ready(replace(asked, way="spconv"), wide, sample, mixed=False)
@@ -240,7 +239,7 @@ def _exact(asked: Asked, net: nn.Module, sample: Sample) -> Ready:
 
 
 def _wrong(errors: Mapping[str, float], device: torch.device) -> str:
-    # What spconv's threads lose of its sums is lost from the truth here.
+    # The reference is spconv's result, with the sums that its threads lose on a CPU.
     lost = spconv_peer.slack(device) if device.type == "cpu" and torch.get_num_threads() > 1 else 1.0
     for name, found in errors.items():
         bound = SLACK[name][device.type] * lost * TOLERANCE[torch.float16 if device.type == "cuda" else torch.float32]
@@ -250,7 +249,7 @@ def _wrong(errors: Mapping[str, float], device: torch.device) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures what the JSON asks for."""
+    """Measure what the JSON argument asks for."""
     given = json.loads(arguments[0])
     asked = Asked(**{**given, "source": Source(**given["source"])})
 
@@ -261,12 +260,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(asked: Asked, tell: Tell) -> None:
-    """`measure`, whose exceptions are told as `absent` or `wrong`."""
+    """Run `measure`; exceptions are reported as `absent` or `wrong`."""
     try:
         measure(asked, tell)
     except ModuleNotFoundError as reason:
         tell("absent" if asked.way == "spconv" else "wrong", str(reason))
-    except Exception:  # the other ways are still wanted
+    except Exception:  # the other ways still run
         tell("wrong", traceback.format_exc()[-600:])
 
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks profile` found, as tables in a terminal, a page, and a flame picture (PNG)."""
+"""Results of `python -m benchmarks profile` as tables in a terminal, an HTML page, and a flame graph (PNG)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from pumice.cli.page import MISSING, Page, card, digits, panel, write_page
 
 COLOURS: Mapping[str, str] = colours(list(PARTS))
 _MANY, _FEW = 60, 14
-"""Lines of a table: of the page, and of the terminal."""
+"""Rows of a table, on the page and in the terminal."""
 STYLE, SCRIPT = (Path(__file__).parents[1] / "report" / name for name in ("results.css", "results.js"))
 _THIN = 0.002
-"""The share of a pass below which a block of the flame picture is left out."""
+"""Blocks below this share of a pass are left out of the flame graph."""
 _BARE = 0.001
-"""The share of a pass below which a place with one block below it stands for nothing itself."""
+"""A node with own time below this share of a pass and a single visible child is replaced by the child."""
 
 
 @dataclass(frozen=True)
 class FlameBlock:
-    """A block of the flame picture: from `start`, `width` microseconds wide, `depth` blocks below the top.
+    """A block of the flame graph: `width` microseconds from `start`, `depth` blocks below the top.
 
-    number, above: its place in the list, and that of the block that it hangs from (-1 for the top).
+    number: its index; above: its parent's index (-1 for the top).
     """
 
     number: int
@@ -47,7 +47,7 @@ class FlameBlock:
 
 
 def blocks(found: Profiled) -> list[FlameBlock]:
-    """The tree as blocks: thin ones left out, those that do nothing but call another one passed over."""
+    """The call tree as blocks, without thin ones and without chains of calls that only call one another."""
     root, scale = found.traced.root, 1e6 / found.traced.passes
     whole = max(root.total * scale, 1e-9)
     made: list[FlameBlock] = []
@@ -72,7 +72,7 @@ def blocks(found: Profiled) -> list[FlameBlock]:
 
 
 def _through(node: Node, bare: float, thin: float) -> Node:
-    """The first place from here on that spends something itself, or leads to several blocks."""
+    """The first descendant-or-self that spends time itself, or has several visible children."""
     while node.parent is not None and node.own < bare:
         thick = [child for child in node.children.values() if child.total >= thin]
         if len(thick) != 1 or node.total - thick[0].total > bare:
@@ -82,7 +82,7 @@ def _through(node: Node, bare: float, thin: float) -> Node:
 
 
 def _label(node: Node, layer: str, above: FlameBlock | None) -> str:
-    """The layer where one begins, by what it is called in the one around it; else the function."""
+    """The layer's name relative to the enclosing layer if a layer begins here; else the function's name."""
     outer = "" if above is None else above.layer
     if not layer or layer == outer:
         return node.name
@@ -93,7 +93,7 @@ def _label(node: Node, layer: str, above: FlameBlock | None) -> str:
 
 
 def write(found: Profiled, folder: Path) -> tuple[Path, Path]:
-    """Writes profile.html and profile.png into the folder. Raises FileError where they cannot be written."""
+    """Write profile.html and profile.png into the folder. Raises FileError if they cannot be written."""
     made = blocks(found)
     picture = draw(folder / "profile.png", found, made)
     body = "\n".join((_header(found), _parts(found), _flame(), _functions(found.shares), _layers(found.shares)))
@@ -171,7 +171,7 @@ def _by_part(shares: Shares) -> list[tuple[str, float]]:
 
 
 def _icicle(made: Sequence[FlameBlock]) -> dict[str, Any]:
-    """As plotly.js draws it; the value of a block is what none of its own blocks has."""
+    """The flame graph for plotly.js, in which the value of a block is its width minus those of its children."""
     inner = [0.0] * len(made)
     for block in made:
         if block.above >= 0:
@@ -203,7 +203,7 @@ def _icicle(made: Sequence[FlameBlock]) -> dict[str, Any]:
 
 
 def draw(path: Path, found: Profiled, made: Sequence[FlameBlock]) -> Path:
-    """The flame picture: the pass on top, what it calls below. Raises FileError where it cannot be written."""
+    """Draw the flame graph, with the pass on top and callees below. Raises FileError if it cannot be written."""
     # The object interface needs no display and changes no global state of matplotlib.
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
@@ -238,7 +238,7 @@ def draw(path: Path, found: Profiled, made: Sequence[FlameBlock]) -> Path:
 
 
 def summary(found: Profiled) -> str:
-    """A pass in a line or two."""
+    """A pass in two lines of text."""
     lines = [f"{found.title}: {found.where}", f"a pass {1e3 * found.traced.wall:.3f} ms from idle to idle"]
     lines[1] += f", the host's calls {found.shares.total / 1e3:.3f} ms"
     lines[1] += f", the device {found.why}" if found.busy is None else f", the device busy {1e3 * found.busy:.3f} ms"
@@ -246,7 +246,7 @@ def summary(found: Profiled) -> str:
 
 
 def tables(found: Profiled) -> Iterator[Table]:
-    """By part, by function, by layer: the longest."""
+    """Tables of the longest host times: by part, by function, by layer."""
     whole = found.shares.total
     parts = _rich("by part", "part", "us", "share")
     for part, value in _by_part(found.shares):

@@ -1,7 +1,7 @@
-"""What the host does in a pass, by part, by function and by layer: a traced tree (trace.py), added up.
+"""Host time of a pass by part, by function and by layer, added up over a traced tree (trace.py).
 
-A place belongs to the part of the first function above it that the tables below know: a call of torch from a module is
-the module's, the same call from where maps are found is theirs.
+The part of a node is that of the nearest function above that the tables below list: a torch call made by a module
+counts as the module's, the same call made while maps are built counts as theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_NAME: Mapping[str, str] = {
     **dict.fromkeys(("empty", "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "full"), ALLOCATING),
     **dict.fromkeys(("new_full", "ones", "empty_strided", "full_like", "new_ones", "pin_memory"), ALLOCATING),
 }
-"""Functions of C."""
+"""Parts of C functions, by name."""
 _BY_FILE: Mapping[str, str] = {
     "pumice/runtime/launch.py": STARTING,
     "pumice/lower/kernel.py": STARTING,
@@ -48,19 +48,19 @@ _BY_FILE: Mapping[str, str] = {
     "pumice/models/": MODULES,
     "torch/nn/": MODULES,
 }
-"""Parts of paths, the first that fits counts."""
+"""Parts by substring of the file's path; the first match counts."""
 
 
 @lru_cache(maxsize=4096)
 def part_of_file(path: str) -> str | None:
-    """The part that functions of a file belong to; None: that of who calls them."""
+    """The part of functions of a file; None: they count as their caller's."""
     path = path.replace("\\", "/")
     return next((part for place, part in _BY_FILE.items() if place in path), None)
 
 
 def part_of(node: Node) -> str:
-    """The part that a place belongs to. What is a method of a module of the network, wherever it is written, is one of
-    its modules."""
+    """The part of a node. Methods of the network's modules are MODULES, in whatever file they are unless the file has a
+    part of its own."""
     if not node.file and node.name in _BY_NAME:
         return _BY_NAME[node.name]
     for above in node.above():
@@ -74,7 +74,7 @@ def part_of(node: Node) -> str:
 
 @dataclass
 class HostTime:
-    """Microseconds of a pass in one function, or one layer. parts: by part; calls: in a pass."""
+    """Microseconds per pass of one function or layer, by part. calls: per pass."""
 
     name: str
     where: str = ""
@@ -91,9 +91,9 @@ class HostTime:
 
 @dataclass(frozen=True)
 class Shares:
-    """A pass in microseconds of the host: by part; by function and by layer, the longest first.
+    """Host microseconds per pass: by part; by function and by layer, the longest first.
 
-    A layer has what it does itself and in functions, without the layers within it; "" is what no layer does.
+    A layer includes the functions it calls but not the layers within; the name "" is time outside of layers.
     """
 
     parts: Mapping[str, float]
@@ -106,7 +106,7 @@ class Shares:
 
 
 def shares(traced: Traced) -> Shares:
-    """The tree, added up."""
+    """Add up the traced tree."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     functions: dict[tuple[str, str], HostTime] = {}
     layers: dict[str, HostTime] = {}
@@ -125,7 +125,7 @@ def shares(traced: Traced) -> Shares:
 
 
 def _entered(node: Node, layer: str) -> int:
-    """Calls of a layer from outside of it."""
+    """The node's calls if they enter the layer from outside, else 0."""
     outer = node.parent is None or next((above.layer for above in node.parent.above() if above.layer), "") != layer
     return node.calls if node.layer == layer and layer and outer else 0
 
@@ -135,7 +135,7 @@ def _longest(found: Iterable[HostTime]) -> list[HostTime]:
 
 
 def place_of(node: Node) -> str:
-    """The file of a function, with its folder and the line; "C" for those of C."""
+    """folder/file:line of a function; "C" for C functions."""
     if not node.file:
         return "C"
     path = "/".join(node.file.replace("\\", "/").split("/")[-2:])

@@ -1,4 +1,4 @@
-"""`python -m benchmarks profile`: host time of an eager pass of a network, with the GPU time beside it."""
+"""`python -m benchmarks profile`: host time and GPU time of an eager pass of a network."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ NETWORKS: Mapping[str, Callable[[float], nn.Module]] = {
     "minkunet": lambda width: MinkUNet(4, 19, width),
     "centerpoint": lambda width: CenterPointBackbone(5, "voxelres8x"),
 }
-"""By name; MinkUNet also with a width behind it, as minkunet-0.5."""
+"""Networks by name; MinkUNet also with a width, as in minkunet-0.5."""
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STREET = "street"
 _WARM = 4
-"""Passes before anything is measured: kernels are compiled, and what is kept of calls is there."""
+"""Warm-up passes, which compile kernels and fill caches."""
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """What is profiled, and how. model, scan: as in the command line; voxel: metres, of scans that are points.
+    """What to profile. model, scan: as on the command line. voxel: voxel size in metres, for scans of points.
 
-    precision: a name of DTYPES; "": fp16 on a GPU, fp32 elsewhere. Raises OptionError on values that cannot be.
+    precision: a name of DTYPES; "": fp16 on a GPU, fp32 elsewhere. Raises OptionError for invalid values.
     """
 
     model: str
@@ -63,8 +63,8 @@ class ProfileOptions:
 
 @dataclass(frozen=True, eq=False)
 class Profiled:
-    """Passes of a network, measured. busy: seconds that the device works for a pass; None where there is none, or the
-    profiler does not tell (why says so)."""
+    """Measurements of a network's passes. busy: seconds of device work per pass, or None without a GPU or if the
+    profiler fails, with the reason in `why`."""
 
     asked: ProfileOptions
     layers: int
@@ -86,14 +86,14 @@ class Profiled:
 
     @property
     def hidden(self) -> float:
-        """Microseconds of a pass that the traced ones lack: waits for the device, which a slower host has fewer of."""
+        """Microseconds per pass missing from the trace: waits for the device, which are shorter for a slower host."""
         return max(0.0, 1e6 * self.traced.wall - self.shares.total)
 
 
 def profile(asked: ProfileOptions) -> Profiled:
-    """Runs the network eagerly, without gradients, on a new tensor each pass, so that its maps are found in it.
+    """Profile a network run eagerly without gradients; each pass makes a new tensor and so builds its maps.
 
-    Raises OptionError for a model or scan that is not known or fits nothing, FileError for a scan that cannot be read.
+    Raises OptionError for an unknown model or scan or one that does not fit, FileError for a scan that cannot be read.
     """
     net = network(asked.model).to(asked.device, asked.dtype).eval()
     feats, coords = scene(asked, _channels(net))
@@ -120,7 +120,7 @@ def _busy(call: Callable[[], object]) -> tuple[float | None, str]:
 
 
 def network(name: str) -> nn.Module:
-    """One of NETWORKS with random weights, or what module:factory gives when it is called."""
+    """A network of NETWORKS with random weights, or the result of module:factory()."""
     torch.manual_seed(1)
     if ":" in name:
         return _imported(name)
@@ -138,7 +138,7 @@ def _imported(name: str) -> nn.Module:
     module, _, factory = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
-        # As `python -m` has it.
+        # As with `python -m`, modules of the current folder can be imported.
         sys.path.insert(0, here)
     try:
         found = getattr(import_module(module), factory)()
@@ -157,7 +157,7 @@ def _channels(net: nn.Module) -> int:
 
 
 def scene(asked: ProfileOptions, channels: int) -> tuple[Tensor, Tensor]:
-    """(feats [N, channels], coords int32 [N, 4]): of a named scene, of a generated street, or of a file of points."""
+    """(feats [N, channels], coords int32 [N, 4]) of a named scene, a generated street, or a file of points."""
     coords = _named(asked.scan)
     if coords is not None:
         feats = torch.randn(len(coords), channels, generator=torch.Generator().manual_seed(1))
@@ -176,7 +176,7 @@ def _voxels(scan: Scan, size: float) -> SparseTensor:
 
 
 def _named(name: str) -> Tensor | None:
-    """A scene of PUMICE_DATA, or a shell in a cube of so many cells; None for anything else."""
+    """Coordinates of a scene of PUMICE_DATA, or of a shell of this size; None for other names."""
     import numpy as np
 
     path = (settings().data or Path("no-data")) / "scenes" / f"{name}.npz"

@@ -1,8 +1,8 @@
-"""Where the host's time goes: every call of Python and of C in a pass, as a tree, without what the tracing costs.
+"""Host time of a pass as a tree of all Python and C calls, without the cost of tracing.
 
-A profile function (sys.setprofile) is told of each call and return. What lies between two of its turns belongs to the
-call on top of the stack; what it takes itself is left out, and so is what the interpreter needs to reach it, measured
-before. Threads that torch starts are not seen.
+A profile function (sys.setprofile) runs at each call and return. The time between two of its runs belongs to the call
+on top of the stack; its own time is left out, and so is the interpreter's to call it, measured beforehand. Threads
+started by torch are not traced.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import nn
 
 _clock = time.perf_counter
 _ROUNDS = 2000
-"""Calls by which the cost of a turn is found."""
+"""Calls used to measure the cost of an event."""
 _SETTLED = 20
-"""Rounds in which an excess is taken off: places that have nothing left take no part in the next one."""
+"""Rounds of removing excess time: in each, nodes without time left take no further part."""
 
 
 @dataclass(eq=False)
 class Node:
-    """A place in the tree: a function called by its parent, or (`layer`) a module of the network.
+    """A node of the tree: a function called by its parent, or (`layer`) a method of a module of the network.
 
-    file: "" for a function of C. own: seconds that it spent itself, in all passes. calls: how often.
+    file: "" for a C function. own: seconds spent in the function itself over all passes. calls: over all passes.
     """
 
     name: str
@@ -43,17 +43,17 @@ class Node:
 
     @property
     def total(self) -> float:
-        """Seconds with those of all below."""
+        """Seconds, including all nodes below."""
         return self.own + sum(child.total for child in self.children.values())
 
     def walk(self) -> Iterator[Node]:
-        """It, and all below."""
+        """This node and all below."""
         yield self
         for child in self.children.values():
             yield from child.walk()
 
     def above(self) -> Iterator[Node]:
-        """It, its parent, and so on."""
+        """This node, its parent, and so on."""
         node: Node | None = self
         while node is not None:
             yield node
@@ -65,14 +65,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a turn that the clock within it does not see: of Python functions, and of those of C."""
+    """Seconds of overhead per event that the profile function does not see itself, for Python and C functions."""
 
     python: float = 0.0
     c: float = 0.0
 
     @staticmethod
     def measured() -> Costs:
-        """On this machine, now: the least of several tries."""
+        """Measured on this machine now: the least of several tries."""
         return Costs(*(max(0.0, min(_cost(call) for _ in range(5))) for call in (_empty, _of_c)))
 
 
@@ -85,7 +85,7 @@ def _of_c(index: Callable[[int], int] = operator.index) -> None:
 
 
 def _cost(call: Callable[[], None]) -> float:
-    """Of a turn: what a trace of the call has too much, over its turns."""
+    """The overhead per event: the time by which a trace of the call exceeds an untraced run, over its events."""
     spent = []
     for _ in range(3):
         begin = _clock()
@@ -101,13 +101,13 @@ def _cost(call: Callable[[], None]) -> float:
 
 
 class Tracer:
-    """Builds the tree while it is entered. names: of the network's modules, by id."""
+    """Context manager that builds the tree. names: of the network's modules, by id."""
 
     def __init__(self, names: Mapping[int, str], costs: Costs) -> None:
         self.root = Node("pass")
         self._names, self._costs = names, costs
         self._node, self._last = self.root, 0.0
-        # Whether functions of this code have modules as their first argument.
+        # By code object: whether the first argument is a module.
         self._methods: dict[CodeType, bool] = {}
         self._before: Any = None
 
@@ -130,7 +130,7 @@ class Tracer:
         elif event == "c_call":
             node = self._c(node, function)
         elif node.parent is not None:
-            # What was entered before the tracer was has no place to return to.
+            # A function entered before the tracer has no parent to return to.
             node = node.parent
         self._node = node
         self._last = _clock()
@@ -155,7 +155,7 @@ class Tracer:
         return child
 
     def _layer(self, code: CodeType, frame: FrameType) -> str:
-        """The name of the module that this is a method of; "" for other functions."""
+        """The name of the module whose method this is; "" for other functions."""
         known = self._methods.get(code)
         if known is False or not code.co_argcount:
             return ""
@@ -171,8 +171,7 @@ def _named(code: CodeType) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """Seconds of passes, by the tree and without it. passes: how many the tree is of. wall: of a pass that nobody
-    traced, the mean."""
+    """A traced tree of several passes. passes: their number; wall: mean seconds of an untraced pass."""
 
     root: Node
     passes: int
@@ -180,14 +179,14 @@ class Traced:
 
     @property
     def seen(self) -> float:
-        """Seconds of a pass by the tree."""
+        """Seconds of a pass in the tree."""
         return self.root.total / self.passes
 
 
 def traced(call: Callable[[], object], model: nn.Module, passes: int, wait: Callable[[], object]) -> Traced:
-    """The call, timed and traced `passes` times each; it has run before. wait: until the device is idle.
+    """Time and trace the call `passes` times each. It must have run before; wait: waits until the device is idle.
 
-    Each pass begins on an idle device and ends on one: the last wait counts.
+    Each pass begins on an idle device and includes the last wait.
     """
     names = {id(module): f"{name} {type(module).__name__}".strip() for name, module in model.named_modules()}
     spent = []
@@ -208,16 +207,16 @@ def traced(call: Callable[[], object], model: nn.Module, passes: int, wait: Call
 
 
 def _mended(root: Node, most: float) -> None:
-    """What taking costs off made less than nothing is nothing, and the tracer's end is no part of a pass.
+    """Clamp negative times to 0, and remove the tracer's own exit.
 
-    A traced pass is slower beyond the cost of its turns, for it runs in colder caches: what it has above `most`
-    seconds, those of untraced passes, is taken off turn by turn. It may have fewer: a slower host waits less for the
-    device.
+    A traced pass is slower than its overhead explains, since its caches are colder: time above `most` seconds, those of
+    the untraced passes, is removed in proportion to events. It may also be shorter, since a slower host waits less for
+    the device.
     """
     root.children = {key: node for key, node in root.children.items() if node.file != __file__}
     nodes = list(root.walk())
     for node in nodes:
-        # Code objects cannot be kept in a file.
+        # Keys become numbers: code objects cannot be pickled.
         node.children = dict(enumerate(node.children.values()))
     for node in nodes:
         node.own = max(0.0, node.own)
@@ -231,5 +230,5 @@ def _mended(root: Node, most: float) -> None:
 
 
 def _turns(node: Node) -> int:
-    """How often time was given to it: behind each of its calls, and behind each return to it."""
+    """The number of events that added time to a node: its calls, and returns from its children."""
     return node.calls + sum(child.calls for child in node.children.values()) if node.own else 0

@@ -1,6 +1,6 @@
-"""Charts as data: what a picture shows, apart from how it is drawn. png.py and html.py draw the same ones.
+"""Charts as data, apart from drawing: png.py and html.py draw the same charts.
 
-Colours are told apart by people who are blind to some: those of Okabe and Ito for names, viridis for steps of one size.
+Colours suit colour-blind readers: those of Okabe and Ito for names, viridis for steps of one size.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ STEPPED = ("#46327e", "#3e4f8a", "#31688e", "#21918c", "#28ae80", "#5ec962", "#a
 
 Values: TypeAlias = "tuple[float | None, ...]"
 Notes: TypeAlias = "Mapping[str, tuple[str, ...]]"
-"""By series, what is said of each of its values besides the number."""
+"""By series, a remark on each of its values."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars side by side: groups along the axis, in each a bar of every series; None: no bar.
+    """Grouped bars: in each group along the axis a bar of every series; None: no bar.
 
-    mean: a line across, where ratios have one mean. level: another one, for ratios at 1; None: none, for times.
+    mean: a dashed line across, at the mean of ratios. level: a solid line across, at 1 for ratios; None for times.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Stacks:
-    """Bars of parts that lie on each other."""
+    """Stacked bars."""
 
     title: str
     axis: str
@@ -58,9 +58,9 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over steps that are named, not measured; None: no point. On a logarithmic axis.
+    """Lines over named steps, on a logarithmic axis; None: no point.
 
-    marks: by line, what is written at its points. about: what the steps are.
+    marks: by line, labels of its points. about: the title of the steps.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Lines:
 
     @property
     def ends(self) -> tuple[tuple[float, float], list[float]]:
-        """Of the axis, and its numbers; what is about the same looks so."""
+        """The axis's ends and ticks. If all values are close, more room makes the lines look flat."""
         found = [value for values in self.lines.values() for value in values if value is not None]
         room = 1.08 if max(found) > 2 * min(found) else 1.4
         return log_axis(found, (room, room))
@@ -85,7 +85,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class RangeBar:
-    """One line of Ranges: a mean between the least and the most. kind: what gives its colour."""
+    """A bar of Ranges: a mean between a minimum and a maximum. kind: determines the colour."""
 
     name: str
     value: float
@@ -97,7 +97,7 @@ class RangeBar:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Lying bars on a logarithmic axis, each with its range."""
+    """Horizontal bars with ranges, on a logarithmic axis."""
 
     title: str
     axis: str
@@ -105,13 +105,13 @@ class Ranges:
 
     @property
     def ends(self) -> tuple[tuple[float, float], list[float]]:
-        """Of the axis, and its numbers; bars begin at 1 and have a number behind them."""
+        """The axis's ends and ticks, with room for the bars' start at 1 and their labels."""
         return log_axis([1.0, *(end for span in self.spans for end in (span.least, span.most))], (1.1, 1.4))
 
 
 @dataclass(frozen=True)
 class HeatCell:
-    """One field of a Heat: its kind gives the colour, its text is written there."""
+    """A tile of a Heat. kind: determines the colour; text: written on the tile."""
 
     kind: str
     text: str
@@ -120,9 +120,9 @@ class HeatCell:
 
 @dataclass(frozen=True)
 class Heat:
-    """A table of coloured tiles by (row, column); where there is none the table is empty.
+    """A table of coloured tiles by (row, column); cells without a tile stay empty.
 
-    kinds: those of all tiles of a chart, so that a kind has one colour in all of its panels.
+    kinds: of all panels of a chart, so that a kind has the same colour in each.
     """
 
     title: str
@@ -138,7 +138,7 @@ class Heat:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The kinds that occur here."""
+        """The kinds that occur in this panel."""
         found = {tile.kind for tile in self.tiles.values()}
         return tuple(kind for kind in self.kinds if kind in found)
 
@@ -148,7 +148,7 @@ Panel: TypeAlias = "Bars | Stacks | Lines | Ranges | Heat"
 
 @dataclass(frozen=True)
 class Chart:
-    """Panels that belong together. name: of its files; note: what is shown; source: device, clock, dates, commits."""
+    """Panels shown together. name: stem of its files; note: what is shown; source: device, clock, dates, commits."""
 
     name: str
     title: str
@@ -158,7 +158,7 @@ class Chart:
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each name: steps of a scale where the names differ by a number alone."""
+    """A colour for each name; a graded scale if the names differ in numbers only."""
     if not numbered(names):
         return {name: NAMED[place % len(NAMED)] for place, name in enumerate(names)}
     last = max(1, len(names) - 1)
@@ -166,22 +166,22 @@ def colours(names: Sequence[str]) -> dict[str, str]:
 
 
 def numbered(names: Sequence[str]) -> bool:
-    """Whether two names or more differ by their numbers alone, as C32 and C64 do."""
+    """True for two or more names that differ in numbers only, such as C32 and C64."""
     return len(names) > 1 and len({re.sub(r"\d+(\.\d+)?", "", name) for name in names}) == 1
 
 
 def by_number(name: str) -> tuple[float, ...]:
-    """What puts names that are `numbered` in order."""
+    """Sort key of `numbered` names."""
     return tuple(float(found) for found in re.findall(r"\d+(?:\.\d+)?", name))
 
 
 def stem(text: str) -> str:
-    """A text as part of a file's name."""
+    """A text as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def log_axis(values: Sequence[float], room: tuple[float, float]) -> tuple[tuple[float, float], list[float]]:
-    """The ends of a logarithmic axis, so many times below and above all values, and where it has its numbers."""
+    """Ends and ticks of a logarithmic axis. room: factors of space below and above the values."""
     low, high = min(values) / room[0], max(values) * room[1]
     steps = (1, 2, 5) if high > 8 * low else (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     marks = (round(step * 10.0**power, 9) for power in range(-6, 10) for step in steps)

@@ -1,7 +1,7 @@
-"""What the report shows of captured networks: milliseconds by scene, and how latencies spread over varied scans.
+"""Charts of captured networks in the report: milliseconds by scene, and latencies over varied scans.
 
-Rows of the suite `engine`. Of captured and eager passes the newest row of each way counts, and what
-its peers took beside it. A scene is drawn for each clock that it has.
+From rows of the suite `engine`. Of each way, captured or eager, the newest row counts, with its peers' values. Each
+scene has a panel per clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PEERS = {"spconv": "spconv", BEST: f"{BEST} peer"}
 _QUANTILES = ("p50", "p99", "p99.9", "max")
 _VARIED = r"(?P<scans>.+)/(?P<precision>[^/]+)/varied/(?P<capacity>\d+)/(?P<which>all|later)"
 Held = dict[str, dict[str, float]]
-"""Values by series, by group."""
+"""Values by series, then by group."""
 
 
 def captured(rows: Sequence[Row]) -> Iterator[Chart]:
-    """For each mode, precision and device: captured, eager, spconv, the best peer and the goals, by scene."""
+    """For each mode, precision and device, milliseconds by scene: captured, eager, spconv, the best peer, the goals."""
     times = [row for row in rows if row.suite == "engine" and row.metric == "time"]
     found = grouped(
         times,
@@ -63,7 +63,7 @@ def _bars(title: str, held: Held, order: Sequence[str]) -> Bars:
 
 
 def latencies(rows: Sequence[Row]) -> Iterator[Chart]:
-    """p50, p99, p99.9 and the most by capacity, for each device: of all scans, and without those that waited."""
+    """For each device, p50, p99, p99.9 and maximum by capacity, with and without scans that waited for a capture."""
     times = [row for row in rows if row.suite == "engine" and row.metric in _QUANTILES]
     found = grouped(times, lambda row: (place := re.fullmatch(_VARIED, row.case)) and (place["precision"], row.device))
     for (precision, device), own in found.items():

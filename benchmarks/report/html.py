@@ -1,4 +1,4 @@
-"""Charts as plotly.js draws them: plain dictionaries of traces and layout, one for each panel, for results.js."""
+"""Charts for plotly.js: per panel, dictionaries of traces and layout, read by results.js."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT, _SOFT, _RULE = "#e7ecf4", "#98a4b8", "#232c3d"
 
 
 def drawn(panel: Panel) -> Drawn:
-    """{"data": [...], "layout": {...}} of a panel; layout.height is in pixels."""
+    """{"data": [...], "layout": {...}} of a panel; layout.height in pixels."""
     data, more = _DRAW[type(panel)](panel)
     return {"data": data, "layout": _merged(_base(panel.title), more)}
 
@@ -120,7 +120,7 @@ def _ranges(panel: Ranges) -> tuple[list[Drawn], Drawn]:
 
 
 def _heat(panel: Heat) -> tuple[list[Drawn], Drawn]:
-    """A tile is of the colour of its kind: a scale of as many steps as there are kinds."""
+    """Draw tiles coloured by kind, by a colour scale with one step per kind."""
     kinds = panel.kinds
     found = colours(list(kinds))
     table = [[panel.tiles.get((row, column)) for column in panel.columns] for row in panel.rows]
@@ -185,7 +185,7 @@ def _named(names: tuple[str, ...]) -> Drawn:
 
 
 def _line(text: str) -> str:
-    """Lines as plotly breaks them."""
+    """Line breaks for plotly."""
     return text.replace("\n", "<br>")
 
 

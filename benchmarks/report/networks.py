@@ -1,6 +1,6 @@
-"""What the report's pictures of networks show: where a pass spends its time, and which dataflows were chosen.
+"""Charts of networks in the report: the parts of a pass's time, and the dataflows chosen.
 
-Rows of networks, of the suites `workloads` and `tuner`; times in ms:
+From rows of networks in the suites `workloads` and `tuner`; times in ms:
 
     metric             case                          value                           peer and its value
     time               MODEL/PRECISION/MODE          a whole pass                    spconv: its pass, same run
@@ -10,13 +10,12 @@ Rows of networks, of the suites `workloads` and `tuner`; times in ms:
     choice:DATAFLOW    MODEL/PRECISION/MODE/GROUP    a candidate of a group          default: the default's time
     chosen:DATAFLOW    MODEL/PRECISION/MODE/GROUP    the candidate that was taken    default: the default's time
 
-PART is map, sort, kernel or other. PRECISION is one of families.PRECISIONS, MODE inference or training, behind which
-"generated" may stand: it then belongs to MODEL (centerpoint-waymo-3f-generated). MODEL may have slashes. LAYER is a
-layer or a level. Where nothing was tuned, a part's peer is another than default, and its value counts as the default's.
-A row of the same part whose peer is spconv has spconv's time of it. GROUP is a group of layers that share a kernel map,
-with the passes that a candidate is for behind a comma; in studies of the tuner it stands behind the study and its way,
-STUDY-WAY/GROUP: a study has a picture of its own, and each of its ways a column. Of each network the newest run counts
-as a whole: its date and commit.
+PART is map, sort, kernel or other. PRECISION is one of families.PRECISIONS; MODE is inference or training, optionally
+followed by "generated", which then becomes part of MODEL (centerpoint-waymo-3f-generated). MODEL may have slashes.
+LAYER is a layer or a level. A part whose peer is not "default" is untuned, and its value counts as the default's. If
+the peer of a part is spconv, its value is spconv's time of the part. GROUP is a group of layers that share a kernel
+map, followed by a comma and the passes of the candidate; studies of the tuner put STUDY-WAY/ before it, and each study
+has a chart of its own with a column per way. For each network, only rows of the newest run (date and commit) count.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Chart, Heat, HeatCell, Stacks, stem
 
 PARTS = ("map", "sort", "kernel", "other")
-"""Of a pass: finding neighbours, ordering rows and laying out tiles, multiplying, everything else."""
+"""Parts of a pass: building maps, ordering rows and laying out tiles, multiplying, everything else."""
 WHOLE = "not split up"
-"""A pass whose parts are not known."""
+"""The time of a pass whose parts are unknown."""
 _SUITES = ("workloads", "tuner")
 _STUDIES = tuple(f"{name}-" for name in ("splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer"))
-"""Of the suite tuner: what names of their ways begin with."""
+"""Prefixes of ways in the suite tuner, by study."""
 _BY_LAYER = "layers-default/"
 _GENERATED = "generated"
 _TUNED, _SPCONV = "tuned", "spconv"
@@ -45,7 +44,7 @@ _TUNED, _SPCONV = "tuned", "spconv"
 
 @dataclass(frozen=True)
 class Network:
-    """What the case of a network's row says."""
+    """The parsed case of a network's row."""
 
     model: str
     precision: str
@@ -54,13 +53,13 @@ class Network:
 
     @staticmethod
     def of(row: Row) -> Network | None:
-        """None for a row that is of no network."""
+        """None if the row is not of a network."""
         found = re.fullmatch(NETWORK, row.case) if row.suite in _SUITES else None
         if found is None:
             return None
         model, precision, mode, rest = (text or "" for text in found.groups())
         if rest.partition("/")[0] == _GENERATED:
-            # As studies of the tuner call it.
+            # The name used by studies of the suite tuner.
             return Network(f"{model}-{_GENERATED}", precision, mode, rest.partition("/")[2])
         return Network(model, precision, mode, rest)
 
@@ -81,7 +80,7 @@ Held = dict[Network, list[Row]]
 
 
 def parts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """For each mode and precision: whole passes by their parts, default, tuned and spconv's; then layer by layer."""
+    """For each mode and precision: the parts of whole passes, default, tuned and spconv's; then of each layer."""
     own = [row for row in rows if row.metric.startswith("part:") and _part(row) in PARTS and not _asked_apart(row)]
     for suffix, of_device in _by_device(own):
         by_layer = _newest(row for row in of_device if not _is_whole(row))
@@ -97,15 +96,15 @@ def parts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _asked_apart(row: Row) -> bool:
-    """Whether it is a whole pass in a way that a study asks for; the study `networks` has the tuned one beside the
-    default."""
+    """True for a whole pass in a way of a study. The tuned way of the study `networks` is excepted: it is shown beside
+    the default."""
     network = Network.of(row)
     rest = network.rest if network else ""
     return rest != "networks-tuned" and rest.startswith(_STUDIES)
 
 
 def _is_whole(row: Row) -> bool:
-    """Whether it is of all layers of a pass."""
+    """True if the row is of all layers of a pass."""
     network = Network.of(row)
     return network is not None and network.rest.startswith(_STUDIES)
 
@@ -115,14 +114,14 @@ def _part(row: Row) -> str:
 
 
 def _by_device(rows: Iterable[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of networks by device and clock, with what tells their files apart where there are several."""
+    """Rows of networks by device and clock, with a suffix for file names, "" if there is one group only."""
     found = grouped(rows, lambda row: (row.device, row.clock) if Network.of(row) else None)
     for place, own in found.items():
         yield f"-{stem(' '.join(place))}" if len(found) > 1 else "", own
 
 
 def _newest(rows: Iterable[Row]) -> Held:
-    """By network, the rows of the newest run: layers and choices of an older one may no longer be there."""
+    """By network, the rows of its newest run: an older run may have layers and choices that no longer exist."""
     found: Held = {}
     for network, own in grouped(rows, lambda row: (of := Network.of(row)) and of.whole()).items():
         last = sorted(own, key=lambda row: row.date)[-1]
@@ -157,7 +156,7 @@ def _stacked(title: str, bars: dict[str, dict[str, float]]) -> Stacks:
 
 
 def _times(own: Iterable[Row]) -> Times:
-    """Several rows of one part of one layer say the same of us, and the times of several peers."""
+    """Times by way, layer and part. Rows that differ only in the peer repeat our time and add the peer's."""
     times: Times = {}
     tuned = {row.case for row in own if row.peer == DEFAULT}
     for row in own:
@@ -175,7 +174,7 @@ def _ways(times: Times) -> list[str]:
 
 
 def _whole(network: Network, rows: Iterable[Row], beside: Row) -> float | None:
-    """spconv's time of a whole pass, on the device and by the clock of another row."""
+    """spconv's time of a whole pass, with the device and clock of the row `beside`; None if unknown."""
     for row in rows:
         fits = row.metric == "time" and row.peer == _SPCONV and row.peer_source == SAME_RUN
         fits = fits and (row.device, row.clock) == (beside.device, beside.clock)
@@ -185,7 +184,7 @@ def _whole(network: Network, rows: Iterable[Row], beside: Row) -> float | None:
 
 
 def choices(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Groups of layers against models, coloured by the dataflow that was chosen, with what it brings."""
+    """Charts of layer groups by model, coloured by the dataflow chosen, with its speedup."""
     tried = [row for row in rows if row.metric.startswith(("choice:", "chosen:"))]
     for suffix, of_device in _by_device(tried):
         for study in dict.fromkeys(map(_study, of_device)):
@@ -205,18 +204,18 @@ def choices(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _study(row: Row) -> str:
-    """The study that a choice belongs to; "" for the tuner's own."""
+    """The study that a choice belongs to; "" for the tuner's own choices."""
     return _asked(row).partition("-")[0]
 
 
 def _asked(row: Row) -> str:
-    """The study and its way; "" for the tuner's own."""
+    """STUDY-WAY of a choice; "" for the tuner's own choices."""
     network = Network.of(row)
     return network.rest.rpartition("/")[0] if network else ""
 
 
 def _by_way(rows: Sequence[Row]) -> dict[tuple[Network, str], list[Row]]:
-    """By network and way of a study, the rows of the newest run."""
+    """By network and way of a study, the rows of its newest run."""
     ways = dict.fromkeys(map(_asked, rows))
     found = {}
     for way in ways:
@@ -227,7 +226,7 @@ def _by_way(rows: Sequence[Row]) -> dict[tuple[Network, str], list[Row]]:
 
 
 Groups = dict[str, HeatCell | None]
-"""By group of layers, what was chosen."""
+"""By group of layers, the tile of its choice."""
 
 
 def _groups(found: Iterable[Row]) -> Groups:
@@ -235,7 +234,7 @@ def _groups(found: Iterable[Row]) -> Groups:
 
 
 def _kinds(own: Iterable[Groups]) -> tuple[str, ...]:
-    """The dataflows that were taken, the most frequent first."""
+    """The dataflows chosen, the most frequent first."""
     taken = Counter(tile.kind for groups in own for tile in groups.values() if tile)
     return tuple(kind for kind, _ in taken.most_common())
 
@@ -250,7 +249,7 @@ def _heat(own: dict[tuple[Network, str], Groups], precision: str, mode: str, kin
 
 
 def _tile(found: Sequence[Row]) -> HeatCell | None:
-    """What was taken, and what the candidates took; None where nothing is marked as taken."""
+    """The dataflow chosen, with the candidates' times as note; None if no row is marked as chosen."""
     taken = [row for row in found if row.metric.startswith("chosen:")]
     if not taken:
         return None
@@ -260,23 +259,21 @@ def _tile(found: Sequence[Row]) -> HeatCell | None:
 
 
 def _gain(taken: Row, candidates: Sequence[Row]) -> str:
-    """How many times as fast the network is by what was taken for a group, alone where that was measured.
-
-    What is planned took nothing's place, and of a pass that runs another dataflow than the others nothing is known.
-    """
+    """Speedup by the dataflow chosen for a group: of the candidate with this dataflow if there is exactly one, else of
+    the whole choice over the default; "" if its peer is not the default."""
     own = [one for one in candidates if _flow(one) == _flow(taken)]
     row = own[0] if len(own) == 1 else taken if taken.peer == DEFAULT else None
     return f"{row.ratio:.2f}x" if row and row.value > 0 else ""
 
 
 def _passes(row: Row) -> str:
-    """The passes that a candidate is for, where not all."""
+    """The passes of a candidate in parentheses; "" for all."""
     passes = _group(row)[1]
     return f" ({passes})" if passes else ""
 
 
 def _group(row: Row) -> tuple[str, str]:
-    """The group of layers of a choice, and the passes."""
+    """The group of layers of a choice, and its passes."""
     network = Network.of(row)
     group, _, passes = (network.rest if network else "").rpartition("/")[2].partition(", ")
     return group or "all", passes

@@ -1,4 +1,4 @@
-"""Charts as static pictures (PNG), by matplotlib."""
+"""Charts as PNG pictures, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH = 11.0
-"""Inches; 130 dots each."""
+"""Width in inches, at 130 dots per inch."""
 _INK, _SOFT, _RULE = "#1a1f2b", "#5a6474", "#d5dae2"
 _ROOM = 140
-"""Letters that the names below an axis may have in all."""
+"""Total letters of tick labels that fit below an axis."""
 _BESIDE = 95
-"""The same where the legend is beside the panel."""
+"""The same if the legend is beside the panel."""
 _COLUMNS = 5
-"""Columns of a table of tiles that a panel has room for at least."""
+"""Minimum number of columns that a panel of tiles has room for."""
 _FEW = 44
-"""Bars of a panel that have room for their numbers."""
+"""Maximum number of bars that are labelled with their values."""
 _FEW_WHOLE = 24
-"""The same of stacked bars, whose numbers are longer."""
+"""The same for stacked bars, whose labels are longer."""
 
 
 def draw(folder: Path, chart: Chart) -> Path:
-    """Writes folder/NAME.png and returns its path. Raises FileError where it cannot be written."""
+    """Write folder/NAME.png and return its path. Raises FileError if it cannot be written."""
     # The object interface needs no display and changes no global state of matplotlib.
     from matplotlib.figure import Figure
 
@@ -47,7 +47,7 @@ def draw(folder: Path, chart: Chart) -> Path:
 
 
 def saved(figure: Any, path: Path) -> Path:
-    """Writes a figure. Raises FileError where it cannot be written."""
+    """Write a figure. Raises FileError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -57,7 +57,7 @@ def saved(figure: Any, path: Path) -> Path:
 
 
 def _bars(axis: Axes, panel: Bars) -> None:
-    # Few bars are not to be planks.
+    # The second limit keeps few bars from becoming wide.
     width = min(0.82 / max(1, len(panel.series)), 0.1 * max(2, len(panel.groups)))
     found = colours(list(panel.series))
     small = len(panel.groups) * len(panel.series) <= _FEW
@@ -141,7 +141,7 @@ def _heat(axis: Axes, panel: Heat) -> None:
         x, y = panel.columns.index(column), panel.rows.index(row)
         axis.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, color=found[tile.kind], linewidth=0))
         axis.text(x, y, tile.text, ha="center", va="center", fontsize=7.5, color=readable(found[tile.kind]))
-    # A single column is no wall.
+    # Room for several columns keeps a single one from filling the panel.
     width = max(len(panel.columns), _COLUMNS)
     axis.set_xlim(-0.5, width - 0.5)
     axis.set_ylim(len(panel.rows) - 0.5, -0.5)
@@ -166,17 +166,17 @@ _HEIGHTS: Mapping[type, Callable[[Any], float]] = {
     Ranges: lambda panel: 0.9 + 0.27 * len(panel.spans),
     Heat: lambda panel: 0.8 + 0.36 * len(panel.rows),
 }
-"""Inches of a panel."""
+"""Height of a panel in inches."""
 
 
 def readable(colour: str) -> str:
-    """Black or white, whichever can be read on a colour (#rrggbb)."""
+    """Black or white, whichever is readable on a background colour (#rrggbb)."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 120 else "#ffffff"
 
 
 def _halo() -> list[Any]:
-    """Keeps a text readable on lines."""
+    """A white outline that keeps text readable on lines."""
     from matplotlib.patheffects import withStroke
 
     return [withStroke(linewidth=2, foreground="white")]
@@ -191,7 +191,7 @@ def _short(value: float) -> str:
 
 
 def _ticks(axis: Axes, names: tuple[str, ...], letters: int = _ROOM) -> None:
-    """Names below, in several lines where they would meet, and slanted where that is not enough."""
+    """Label ticks with names, broken into lines if too long for one, slanted if still too long."""
     room = letters // max(1, len(names))
     broken = [_broken(name, room) for name in names]
     slanted = any(len(line) > room for name in broken for line in name.split("\n"))
@@ -201,7 +201,7 @@ def _ticks(axis: Axes, names: tuple[str, ...], letters: int = _ROOM) -> None:
 
 
 def _broken(name: str, room: int) -> str:
-    """A name in lines of so many letters at most, broken where its words end."""
+    """A name broken at word ends into lines of at most `room` letters."""
     lines = [""]
     for word in re.findall(r"\n|[^-_/ \n]*[-_/ ]|[^-_/ \n]+", name):
         if word == "\n" or (lines[-1] and len(lines[-1]) + len(word.rstrip()) > room):
@@ -218,7 +218,7 @@ def _valued(axis: Axes, text: str) -> None:
 
 
 def _legend(axis: Axes, title: str, names: list[str]) -> None:
-    """Beside the title; where both would meet, beside the panel."""
+    """Place the legend beside the title if both fit, else beside the panel."""
     if len(names) < 2:
         return
     above = len(title) + sum(len(name) + 6 for name in names) < _ROOM
@@ -228,7 +228,7 @@ def _legend(axis: Axes, title: str, names: list[str]) -> None:
 
 
 def _logarithmic(axis: Axes, which: str, ends: tuple[float, float], marks: list[float]) -> None:
-    """A logarithmic axis with plain numbers at these marks."""
+    """Set a logarithmic axis with plain numbers at these ticks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     side = axis.xaxis if which == "x" else axis.yaxis

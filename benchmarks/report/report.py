@@ -1,7 +1,7 @@
-"""`python -m benchmarks report`: the results file as one self-contained page and static pictures.
+"""`python -m benchmarks report`: the results file as a self-contained HTML page and static pictures.
 
-Both are made from the same charts (charts.py), and these from rows (results.py, networks.py). A suite or a
-figure that has no rows is said to have none.
+Both draw the same charts (charts.py), which are made from rows (results.py, networks.py). A section without rows says
+so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = "index.html"
 
 @dataclass(frozen=True)
 class Choice:
-    """Which rows count: of devices whose name has this part, of commits that begin so; all where nothing is said."""
+    """Filter of rows: part of the device name, and prefixes of commits; empty values match all rows."""
 
     device: str = ""
     commits: tuple[str, ...] = ()
@@ -39,13 +39,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page. absent: what is said where there is no chart."""
+    """A section of the page. absent: the text shown if there are no charts."""
 
     title: str
     charts: Callable[[Sequence[Row]], Iterator[Chart]]
     absent: str
     superseded: bool = False
-    """Whether its charts look at superseded rows, too."""
+    """Whether the charts also include superseded rows."""
 
 
 SECTIONS: tuple[Section, ...] = (
@@ -72,7 +72,7 @@ SECTIONS: tuple[Section, ...] = (
 
 @dataclass(frozen=True)
 class Written:
-    """The page, and the pictures beside it. rows: of the results file; kept: of them, those not superseded."""
+    """The files written. rows: number of rows chosen from the results file; kept: of these, those not superseded."""
 
     page: Path
     pictures: tuple[Path, ...]
@@ -81,10 +81,10 @@ class Written:
 
 
 def write(ledger: Path, folder: Path, choice: Choice | None = None) -> Written:
-    """Writes folder/index.html and a PNG for each chart beside it.
+    """Write folder/index.html, and a PNG of each chart beside it.
 
-    Raises FileError where the results file cannot be read, a line of it is no row, or the folder cannot be written, and
-    OptionError where no row is of the chosen devices and commits.
+    Raises FileError if the results file cannot be read, has a line that is not a row, or the folder cannot be written,
+    and OptionError if no row is of the chosen devices and commits.
     """
     choice = choice or Choice()
     rows = chosen(read(ledger), choice.device, choice.commits)
@@ -136,7 +136,7 @@ COLUMNS: Mapping[str, Callable[[Line], str]] = {
     "commit": lambda line: _few(commits_of(line.rows)),
     "device": lambda line: line.device,
 }
-"""Of the summary, and what stands in them."""
+"""Columns of the summary, with the functions that make their cells."""
 
 
 def _summary(kept: Sequence[Row]) -> str:
@@ -191,7 +191,7 @@ def _few(commits: Sequence[str]) -> str:
 
 
 def told(written: Written) -> str:
-    """What was written, in a few lines."""
+    """A summary of the files written, in a few lines."""
     return (
         f"read  {plural(written.rows, 'row')}, {written.rows - written.kept} of them superseded\n"
         f"page  {written.page}\ndrawn {plural(len(written.pictures), 'picture')} beside it"

@@ -17,7 +17,7 @@ _WALKS = {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else n
 
 
 def overview(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Every mean on one axis, the greatest first, for each device."""
+    """For each device, a chart of all means on one axis, the greatest first."""
     found = headlines(lines(rows))
     for device in dict.fromkeys(line.device for line in found):
         own = sorted((line for line in found if line.device == device), key=lambda line: -line.mean.geomean)
@@ -38,7 +38,7 @@ def _span(line: Line) -> RangeBar:
 
 
 def speedups(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Bars of each family on each device: a panel for each clock and rival; series are widths, or precisions."""
+    """For each family and device, a chart with a panel per clock and rival; series are widths, or precisions."""
     found = lines(rows)
     for family in FAMILIES:
         for device in dict.fromkeys(line.device for line in found if line.family == family):
@@ -69,7 +69,7 @@ def _panels(own: Sequence[Line]) -> Iterator[Bars]:
 
 
 def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:
-    """Groups by their number if they differ by that alone, else the one with the greatest mean first."""
+    """Groups sorted by number if they differ in numbers only, else by mean, the greatest first."""
     names = list(dict.fromkeys(one.place.group for one in cells))
     if numbered(names):
         return tuple(sorted(names, key=by_number))
@@ -93,7 +93,7 @@ def _bars(title: str, groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
 
 
 def _by_precision(cells: Sequence[Compared]) -> dict[str, float]:
-    """The mean of each precision: several are not averaged."""
+    """The mean of each precision; precisions are not averaged."""
     names = dict.fromkeys(one.place.precision for one in cells)
     return {name: geomean(one.ratio for one in cells if one.place.precision == name) for name in names}
 
@@ -106,7 +106,7 @@ def _means(cells: Sequence[Compared]) -> str:
 
 
 def _series(cells: Sequence[Compared], one: Compared) -> str:
-    """The width or alike; the precision too where there are several, or nothing else."""
+    """The name of a cell's series: its width or the like, and its precision if there are several or no other name."""
     several = len({other.place.precision for other in cells}) > 1
     parts = (one.place.series, one.place.precision if several or not one.place.series else "")
     return " ".join(part for part in parts if part)
@@ -121,7 +121,7 @@ def _cell(one: Compared) -> str:
 
 
 def redundancy(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Products computed over products needed, against splits; a panel for each number of rows of a tile."""
+    """Products computed over products needed, by number of splits; a panel per tile height."""
     own = [row for row in rows if row.metric == "redundancy" and re.fullmatch(_REDUNDANCY, row.case)]
     if not own:
         return
@@ -144,7 +144,7 @@ def redundancy(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def scaling(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Time of a kernel map against the number of voxels, for each device by its last clock."""
+    """Time to build a kernel map by number of voxels; a chart per device, by the gpu clock if there is one."""
     own = [row for row in rows if re.fullmatch(_SCALING, row.case) and row.peer_source == SAME_RUN]
     for device in dict.fromkeys(row.device for row in own):
         clock = min(row.clock for row in own if row.device == device)
@@ -167,9 +167,9 @@ def _wasted(ratio: float | None) -> str:
 
 
 def history(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Means of each suite as the results file stood after each commit, in the order in which commits appear in it.
+    """Means of each suite, as of the results file after each commit, in order of the commits' first rows.
 
-    rows: superseded ones, too. A commit that measured some cells of a family anew stands with the older rest.
+    rows: include superseded ones. If a commit measured only some cells of a family, older rows count for the others.
     """
     known: Known = {}
     dates: dict[str, str] = {}
@@ -193,7 +193,7 @@ def history(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 Known = dict[tuple[str, str], dict[str, Line]]
-"""By suite and label, the mean after each commit."""
+"""By suite and label, the line after each commit."""
 
 
 def _label(line: Line) -> str:
@@ -222,7 +222,7 @@ def _history(suite: str, known: Known, dates: Mapping[str, str]) -> Lines:
 
 
 def _dated(commits: Sequence[str], dates: Mapping[str, str]) -> Iterator[str]:
-    """Commits, and below them the date where it is another than before."""
+    """Tick labels: commits, each with its date below if it differs from the previous one."""
     last = ""
     for commit in commits:
         yield commit[:7] + ("" if dates[commit] == last else f"\n{dates[commit]}")
@@ -230,7 +230,7 @@ def _dated(commits: Sequence[str], dates: Mapping[str, str]) -> Iterator[str]:
 
 
 def _counts(cells: Sequence[int | None]) -> Iterator[str]:
-    """Numbers where they differ from the one before."""
+    """Numbers as text, "" where a number equals the one before."""
     last = None
     for count in cells:
         yield "" if count in (None, last) else str(count)

@@ -1,4 +1,4 @@
-"""docs/status.md: every measured figure of the results file as Markdown tables, with what limits each of them."""
+"""docs/status.md: all measured figures of the results file as Markdown tables, with the limits of each suite."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ CAVEATS: Mapping[str, str] = {
     "cpu-conv": "The kernel map is at hand, which flatters both: with the map found anew, and for whole networks "
     "(suite `stream` on a CPU), spconv is faster. spconv's threads race, so that its result is wrong with two.",
 }
-"""What a reader has to know of a suite's figures."""
+"""Remarks on the figures of a suite."""
 
 _MARKS = re.compile(r"(<!-- table: stream -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = ("what", "precision", "clock", "against", "cases", "speed-up (geometric mean)", "least", "most", "measured")
 
 
 def write(ledger: Path, file: Path) -> Path:
-    """Write the page made of a results file; returns its path. Raises FileError where either fails."""
+    """Write the page of a results file and return its path. Raises FileError if either file fails."""
     text = page(current(read(ledger)))
     try:
         file.write_text(text, encoding="utf-8")
@@ -54,12 +54,12 @@ def write(ledger: Path, file: Path) -> Path:
 
 
 def front(readme: str, rows: Sequence[Row]) -> str:
-    """The README with the table of the suite `stream` between its marks."""
+    """The README with the table of the suite `stream` replaced between its markers."""
     return _MARKS.sub(lambda found: f"{found[1]}{stream_table(rows)}\n{found[2]}", readme)
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The page of rows none of which is superseded."""
+    """The page as Markdown. rows: not superseded ones."""
     found, shares = lines(rows), bounded(rows)
     parts = [HEAD]
     for suite in SUITES:
@@ -75,7 +75,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table; a bar within a cell becomes a slash."""
+    """The lines of a Markdown table; "|" within a cell becomes "/"."""
     for cells in (names, ["---"] * len(names), *rows):
         yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 

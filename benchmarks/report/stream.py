@@ -1,6 +1,6 @@
-"""What the report shows of streams of new scenes: the median and the worst call of each way beside spconv's.
+"""Charts and table of streams of new scenes: the median and the worst call of each way, and of spconv.
 
-Rows of the suite `stream`, of each way the newest. A ratio is of one row, and so of one run.
+From the newest rows of each way in the suite `stream`. A ratio is of one row, and so of one run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _P50, _WORST, _FIRST, _MAKE = "p50", "max_second_half", "first_call", "make"
 
 @dataclass
 class Cell:
-    """A network in one mode on one device, by one clock: milliseconds by way, then by metric."""
+    """A network in one mode on one device, by one clock. found: milliseconds by way, then by metric."""
 
     net: str
     mode: str
@@ -45,7 +45,7 @@ class Cell:
 
     @property
     def ways(self) -> list[str]:
-        """Those that have times, spconv first, each before its repeated scenes."""
+        """The ways that have times: spconv first, then ours, then the same over repeated scenes."""
         names = [f"{way}{again}" for again in ("", ", repeated") for way in (_SPCONV, *_WAYS)]
         return [name for name in names if _P50 in self.found.get(name, {})]
 
@@ -58,22 +58,22 @@ class Cell:
         return RangeBar(f"{self.net}, {way}", found[_P50], found[_P50], max(found[_P50], found[_WORST]), kind, note)
 
     def times(self, way: str) -> str:
-        """The median, and in brackets the worst of the second half."""
+        """The median, and in parentheses the worst call of the second half."""
         found = self.found.get(way, {})
         return f"{_ms(found[_P50])} ({_ms(found[_WORST])})" if _P50 in found and _WORST in found else _ABSENT
 
     def first(self, way: str) -> str:
-        """Seconds until the first result, of a capture too."""
+        """Seconds until the first result, including capture or compilation."""
         found = self.found.get(way, {})
         return f"{(found[_FIRST] + found.get(_MAKE, 0.0)) / 1e3:.2g}" if _FIRST in found else _ABSENT
 
     def ratio(self, way: str) -> str:
-        """How many times as fast as spconv; less than 1 where it is slower."""
+        """Speedup over spconv, as text."""
         return f"{self.ratios[way]:.2f}" if way in self.ratios else _ABSENT
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:
-    """The networks, modes and devices of rows of the suite, in their order; no tiny ones."""
+    """Cells by network, mode, device and clock, in the order of the rows; tiny scenes are left out."""
     found: dict[tuple[str, str, str, str], Cell] = {}
     for row in rows:
         place = re.fullmatch(rf"{STREAM}/(?P<mode>\w+)/(?P<way>\w+)(?P<again>/repeated)?", row.case)
@@ -85,7 +85,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
 
 
 def streams(rows: Sequence[Row]) -> Iterator[Chart]:
-    """For each device and clock a panel of each mode: p50 as a bar, and a line to the worst call of the second half."""
+    """For each device and clock, a panel per mode: p50 as a bar, with a line to the worst call of the second half."""
     found = [cell for cell in cells(rows) if cell.ways]
     for device, clock in dict.fromkeys((cell.device, cell.clock) for cell in found):
         own = [cell for cell in found if (cell.device, cell.clock) == (device, clock)]
@@ -108,7 +108,7 @@ def streams(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def stream_table(rows: Sequence[Row]) -> str:
-    """Markdown: a line for each network, mode and device, where we lose too; "" where there are no rows."""
+    """Markdown table with a line for each network, mode, device and clock; "" without rows."""
     head = (
         "network, mode, device, clock",
         *(f"{way}, ms" for way in (_SPCONV, *_WAYS)),

@@ -1,4 +1,4 @@
-"""The results file in a table: each family of cases, on each device, by each clock, against each kind of rival."""
+"""The summary of the results file: a mean per family, device, clock, precision and kind of rival."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CLOCKS: Mapping[str, str] = {
     "wall": "from an idle device to an idle device, the host's time in it",
     "cpu": "the processor's time for the process, whatever else runs on the machine",
 }
-"""By which times are taken, and what they hold."""
+"""Clocks, with what their times include."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What one mean is of."""
+    """The mean of one family against one kind of rival, on one device, by one clock and in one precision."""
 
     family: Family
     device: str
@@ -35,23 +35,23 @@ class Line:
 
     @property
     def source(self) -> str:
-        """Where the rival's times come from."""
+        """The source of the rival's times."""
         return self.found[0].row.peer_source
 
     @property
     def rivals(self) -> str:
-        """What it is compared with, and where the times come from if that does not say so."""
+        """The rival's name, with the source of its times unless the name includes it."""
         return self.against if self.source in self.against else f"{self.against} ({self.source})"
 
     @property
     def name(self) -> str:
-        """Of the family, with the precision if it does not say so itself."""
+        """The family's name, with the precision unless the name includes it."""
         name = self.family.name
         return name if self.precision in name else f"{name}, {self.precision}"
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
-    """All means against rivals, in the order of the families; the clock of the device first."""
+    """All means against rivals, in the order of the families; for each family the clock `gpu` first."""
     found = []
     for family, key, own in _parts(rows):
         for against in family.rivals:
@@ -63,7 +63,7 @@ def lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def bounded(rows: Sequence[Row]) -> list[Line]:
-    """The same against bounds: the share of a bound that is reached."""
+    """The same against lower bounds; ratios are the bound over our time."""
     found = []
     for family, key, own in _parts(rows):
         cells = reached(own, family)
@@ -74,13 +74,13 @@ def bounded(rows: Sequence[Row]) -> list[Line]:
 
 
 def headlines(found: Sequence[Line]) -> list[Line]:
-    """Of each device one clock: that of the device alone where there is one."""
+    """The lines by one clock per family and device: `gpu` if there is one."""
     alone = {(line.family, line.device) for line in found if line.clock == "gpu"}
     return [line for line in found if line.clock == "gpu" or (line.family, line.device) not in alone]
 
 
 def without_lines(rows: Sequence[Row], found: Sequence[Line]) -> dict[str, str]:
-    """By suite that has no mean, what there is instead."""
+    """By suite without a mean, a text that says why."""
     have = {line.family.suite for line in found}
     told = {}
     for suite in suites_of(rows):
@@ -91,12 +91,12 @@ def without_lines(rows: Sequence[Row], found: Sequence[Line]) -> dict[str, str]:
 
 
 def about(suite: str) -> str:
-    """What a suite is about."""
+    """The title of a suite."""
     return SUITES.get(suite, "")
 
 
 def _parts(rows: Sequence[Row]) -> Iterator[tuple[Family, tuple[str, str, str], list[Row]]]:
-    """Each family with (device, clock, precision) and the rows of that."""
+    """Each family's rows, by (device, clock, precision)."""
     for family in FAMILIES:
 
         def part(row: Row, family: Family = family) -> tuple[str, str, str] | None:

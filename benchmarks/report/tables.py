@@ -1,11 +1,10 @@
-"""Rows of the suite `tuner` as tables in Markdown, one for each of its studies.
+"""Rows of the suite `tuner` as Markdown tables, one for each study.
 
     python -m benchmarks.report.tables bench/results.jsonl                       prints them
     python -m benchmarks.report.tables bench/results.jsonl docs/ablations.md     writes them into a page, between
                                                                                      its marks <!-- table: STUDY -->
 
-A table has a line for each network (or layer) and way, and a column for each measure. Of rows that measure the same on
-one device the last one counts.
+A table has a line for each network (or layer) and way, and a column for each measure. Superseded rows are left out.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pumice.errors import OptionError
 
 SUITE = "tuner"
 ALONE = "itself"
-"""The peer of what is compared with nothing."""
+"""The peer of rows that are compared with nothing."""
 _CHOICES = ("choice:", "chosen:")
 _MARKS = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a case is about: whose (a network or a layer), which study, which way, and which group of layers."""
+    """The parsed name of a case. whose: a network or layer; study; way; group: of layers."""
 
     whose: str
     study: str
@@ -38,7 +37,7 @@ class Place:
 
     @staticmethod
     def of(case: str) -> Place | None:
-        """The place of a case as the suite calls it, None of any other."""
+        """Parse a case of the suite `tuner`; None for other cases."""
         if case.startswith("dataflows/"):
             _, *whose, way = case.split("/")
             return Place(" ".join(whose), "dataflows", way)
@@ -50,7 +49,7 @@ class Place:
 
 
 def tables(rows: Iterable[Row], study: str) -> Iterator[str]:
-    """The lines of the tables of a study, one table for each device."""
+    """The lines of a study's tables, one set of tables per device."""
     newest = ((Place.of(row.case), row) for row in current(rows) if row.suite == SUITE)
     found = [(place, row) for place, row in newest if place and place.study == study]
     for device in dict.fromkeys(row.device for _, row in found):
@@ -69,7 +68,7 @@ def studies(rows: Iterable[Row]) -> list[str]:
 
 
 def filled(page: str, rows: Sequence[Row]) -> str:
-    """The page with the tables between its marks; a study without rows is said to be not measured."""
+    """The page with tables written between its markers; a study without rows is marked as not measured."""
 
     def table(found: re.Match[str]) -> str:
         lines = list(tables(rows, found[2])) or ["Not measured yet.", ""]
@@ -100,7 +99,7 @@ def _measured(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
 
 
 def _chosen(found: Sequence[tuple[Place, Row]]) -> Iterator[str]:
-    """What each group of layers was given, and what the candidates took; the fastest five."""
+    """Lines of the dataflow chosen for each group of layers, and the times of the five fastest candidates."""
     groups = grouped(found, lambda one: one[0])
     if not groups:
         return
@@ -119,14 +118,14 @@ def _name(row: Row) -> str:
 
 
 def _column(row: Row) -> str:
-    """The head of a row's column."""
+    """The title of a row's column: clock, metric and unit."""
     what = row.metric.removeprefix("fact:").removeprefix("part:")
     clock = "" if row.clock == "count" else f"{row.clock} "
     return f"{clock}{what}, {row.unit}"
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    """The value, and how it stands to each peer."""
+    """The value, and in parentheses its comparison with each peer."""
     if not rows:
         return ""
     against = [told for row in rows if (told := _against(row))]

@@ -1,4 +1,4 @@
-"""Clebsch-Gordan coefficients of real spherical harmonics, as one sparse table of a fully connected tensor product."""
+"""Clebsch-Gordan coefficients of real spherical harmonics, as one sparse tensor of a tensor product."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """CG[i,j,k,l]: component i of the result from j of the first and k of the second factor, through path l.
+    """CG[i,j,k,l]: coefficient of component i of the result for j of the first and k of the second factor, on path l.
 
-    values float64 [D, D, D, P] with D = (l_max + 1)^2; component l * l + l + m is order m of degree l.
-    paths: (first, second, result) degrees, ascending: e3nn's order of a FullyConnectedTensorProduct.
+    values: float64 [D, D, D, P] with D = (l_max + 1)^2; component l * l + l + m is order m of degree l. paths: (first,
+    second, result) degrees, ascending, in the order of e3nn's FullyConnectedTensorProduct.
     """
 
     values: np.ndarray
@@ -26,7 +26,7 @@ class Table:
         return int(np.count_nonzero(self.values))
 
     def normalized(self, channels: int) -> np.ndarray:
-        """The values as e3nn scales them: results of `channels` inputs have unit variance (component, element)."""
+        """Values in e3nn's normalization (component, element): results from `channels` inputs have unit variance."""
         scale = [math.sqrt((2 * c + 1) / (channels * self._into(c))) for _, _, c in self.paths]
         return self.values * np.array(scale)
 
@@ -38,8 +38,8 @@ class Table:
 def table(highest: int, parity: str = "O3") -> Table:
     """The table of all degrees up to `highest`.
 
-    parity "O3": degree l has parity (-1)^l, as spherical harmonics have, so that a path has an even sum of degrees;
-    "even": all have parity 1. Coefficients of a path have the sum of squares 1.
+    parity "O3": degree l has parity (-1)^l, as spherical harmonics do, so the degrees of a path have an even sum;
+    "even": all degrees have parity 1. The squared coefficients of a path sum to 1.
     """
     degrees = range(highest + 1)
     paths = tuple(
@@ -65,13 +65,13 @@ def coefficients(a: int, b: int, c: int) -> np.ndarray:
     """float64 [2a+1, 2b+1, 2c+1]: the invariant tensor of three degrees in the real basis, of norm 1."""
     bases = [_real_basis(degree) for degree in (a, b, c)]
     found = np.einsum("xi,yj,zk,xyz->ijk", bases[0], bases[1], bases[2].conj(), _complex(a, b, c))
-    # In these bases the result is real; what is left of rounding would count as a non-zero.
+    # In these bases the result is real; rounding errors must not count as non-zeros.
     real = np.where(np.abs(found.real) < 1e-12, 0.0, found.real)
     return real / np.linalg.norm(real)
 
 
 def _real_basis(degree: int) -> np.ndarray:
-    """[complex order, real order]: real harmonics by complex ones, with the phase that keeps products real."""
+    """[complex order, real order]: change of basis to real harmonics, with phases that keep products real."""
     basis = np.zeros((2 * degree + 1, 2 * degree + 1), dtype=complex)
     basis[degree, degree] = 1
     half = 1 / math.sqrt(2)
@@ -83,7 +83,7 @@ def _real_basis(degree: int) -> np.ndarray:
 
 
 def _complex(a: int, b: int, c: int) -> np.ndarray:
-    """<a m b n | c m+n> of complex harmonics."""
+    """<a m b n | c m+n> of complex harmonics, [2a+1, 2b+1, 2c+1]."""
     found = np.zeros((2 * a + 1, 2 * b + 1, 2 * c + 1))
     for m in range(-a, a + 1):
         for n in range(-b, b + 1):
@@ -93,7 +93,7 @@ def _complex(a: int, b: int, c: int) -> np.ndarray:
 
 
 def _racah(first: tuple[int, int], second: tuple[int, int], c: int) -> float:
-    """Racah's formula for one coefficient."""
+    """One coefficient by Racah's formula."""
     (a, m), (b, n), f = first, second, factorial
     total = m + n
     scale = (2 * c + 1) * f(c + a - b) * f(c - a + b) * f(a + b - c) / f(a + b + c + 1)

@@ -1,4 +1,4 @@
-"""The clouds that kernel maps are timed on, and what was recorded of them elsewhere."""
+"""Scenes on which kernel maps are timed, and peers' times recorded for them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pumice.env import settings
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a scene: milliseconds of peers on an H200 when they were recorded, and the goals.
+    """Recorded data of a scene: peers' milliseconds on an H200, and goals.
 
-    goals: by study, milliseconds. lidar: whether a compacted plan is to take less than half of int32 [N, 27].
+    goals: milliseconds by study. lidar: a compacted plan should take less than half the bytes of int32 [N, 27].
     """
 
     peers: Mapping[str, float] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Known:
     lidar: bool = False
 
 
-# The 3x3x3 submanifold map from coordinates on the device in the file's order: the recorded baselines of 2026-11-20
-# (torch 2.11, spconv 2.3.8 with its sort of masks, FlexGEMM 1.1 without; events around the call, flushed L2, host
-# time included). FlexGEMM fails on waymo_1f_5cm.
+# Baselines recorded on 2026-11-20 for the 3x3x3 submanifold map, from coordinates on the device in the file's order
+# (torch 2.11, spconv 2.3.8 including its sort of masks, FlexGEMM 1.1 without one; events around the call, L2 flushed,
+# host time included). FlexGEMM fails on waymo_1f_5cm.
 KNOWN: Mapping[str, Known] = {
     "nuscenes_1f_10cm": Known(
         {"FlexGEMM": 0.0800, "spconv": 0.2262}, {"map": 0.035, "plan": 0.09, "network": 0.6}, True
@@ -46,7 +46,7 @@ KNOWN: Mapping[str, Known] = {
 
 @dataclass(frozen=True, eq=False)
 class Voxels:
-    """Coordinates int32 [N, 4] on the device, and a box around them that the host knows."""
+    """Coordinates int32 [N, 4] on the device, and a box around them, known on the host."""
 
     coords: Tensor
     bounds: Bounds
@@ -63,7 +63,7 @@ class Voxels:
         return CoordBuffer.of(self.coords, self.bounds)
 
     def shuffled(self) -> Voxels:
-        """The same rows in an order of no meaning, the same each time."""
+        """The same rows in a fixed random order."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(11))
         return Voxels(self.coords[order.to(self.coords.device)].contiguous(), self.bounds)
 
@@ -72,11 +72,11 @@ class Voxels:
 
 
 Scene = tuple[str, Callable[[], Voxels]]
-"""A name, and what makes its voxels in their file's order."""
+"""A name, and a function that makes the voxels in the order of their file."""
 
 
 def scenes(setup: Setup) -> Iterator[Scene]:
-    """The scenes of the goals; what is not in PUMICE_DATA is said, shells are made."""
+    """The scenes with goals. Shells are generated; files missing in PUMICE_DATA are reported."""
     if setup.quick:
         yield "shell_16", lambda: _voxels(setup, shell(16))
         yield "surface_300", partial(surface, 300, setup.device)
@@ -85,7 +85,7 @@ def scenes(setup: Setup) -> Iterator[Scene]:
 
 
 def named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
-    """Scenes by name; what is not in PUMICE_DATA is said, shells are made."""
+    """Scenes by name. Shells are generated; files missing in PUMICE_DATA are reported."""
     for name in names:
         path = _folder("scenes") / f"{name}.npz"
         if path.is_file():
@@ -97,14 +97,14 @@ def named(setup: Setup, names: Iterable[str]) -> Iterator[Scene]:
 
 
 def layer_scenes(setup: Setup) -> Iterator[Scene]:
-    """The scenes on which layers are timed: those of the goals, and two smaller ones."""
+    """Scenes on which layers are timed: those with goals, and two smaller ones."""
     if not setup.quick:
         yield from named(setup, ("scannet_2cm", "shell_128"))
     yield from scenes(setup)
 
 
 def published(setup: Setup) -> Iterator[Scene]:
-    """The voxel sets with which UCF measures the retrieval of neighbours."""
+    """UCF's voxel sets for its benchmark of neighbour search."""
     paths = [] if setup.quick else sorted(_folder("ucf_tns").glob("*.tns"))
     if not paths and not setup.quick:
         setup.say("UCF's voxel sets are left out: PUMICE_DATA has none")
@@ -117,7 +117,7 @@ def _folder(name: str) -> Path:
 
 
 def batched(coords: np.ndarray) -> Tensor:
-    """Coordinates int32 [N, 3] as those of batch item 0, [N, 4]."""
+    """Coordinates int32 [N, 3] as [N, 4] with batch index 0."""
     return torch.from_numpy(np.concatenate([np.zeros((len(coords), 1), np.int32), coords.astype(np.int32)], axis=1))
 
 
@@ -126,7 +126,7 @@ def _voxels(setup: Setup, coords: np.ndarray) -> Voxels:
 
 
 def shell(size: int) -> np.ndarray:
-    """int32 [N, 3]: the cells of a cube of `size` near a sphere of 0.45 times that, in order."""
+    """int32 [N, 3], sorted: cells of a cube of side `size` near a sphere of radius 0.45 size."""
     axis = np.square(np.arange(size) - (size - 1) / 2)
     found = []
     for x in range(size):
@@ -137,7 +137,7 @@ def shell(size: int) -> np.ndarray:
 
 
 def surface(count: int, device: torch.device) -> Voxels:
-    """So many voxels of a rough landscape, one in each column of a square, made on the device."""
+    """`count` voxels of a rough landscape, generated on the device, one in each column of a square."""
     chance = torch.Generator(device).manual_seed(12)
     side = int(np.ceil(np.sqrt(count)))
     place = torch.arange(count, device=device)

@@ -1,6 +1,6 @@
-"""The scenes on which captured networks are held to their goals: their voxels, the network, what is known of them.
+"""Scenes with goals for captured networks: voxels, network, and recorded times.
 
-The network is MinkUNet (SparseResUNet42), all channels, 4 features a voxel, 19 classes.
+The network is MinkUNet (SparseResUNet42) at full width, with 4 features per voxel and 19 classes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from benchmarks.scenes.workloads import Grid, Sample, Workload, network
 from pumice.models import MinkUNet
 
 TINY = 300
-"""Voxels of the scene of a quick run."""
+"""Number of voxels of the scene in a quick run."""
 GOAL, BEST = "goal", "best recorded"
 
 
 @dataclass(frozen=True)
 class Known:
-    """Milliseconds on an H200, from an idle device to an idle device, maps included.
+    """Milliseconds on an H200, from an idle device to an idle device, kernel maps included.
 
-    best: of the fastest peer when they were recorded (2026-11-20). captured, eager: the goals.
+    best: the fastest peer, recorded on 2026-11-20. captured, eager: the goals.
     """
 
     best: float
@@ -36,7 +36,7 @@ class Known:
     eager: float
 
     def peers(self, eager: bool) -> tuple[Peer, Peer]:
-        """What a way of ours is compared with beside those of its run."""
+        """Peers of our captured or eager way besides those timed in the same run."""
         goal = self.eager if eager else self.captured
         return Peer(BEST, self.best, "recorded"), Peer(GOAL, goal, "goal")
 
@@ -49,17 +49,17 @@ INFERENCE: Mapping[str, Known] = {
     "shell_256": Known(19.1, 2.8, 5.5),
     "shell_512": Known(28.3, 8.0, 10.0),
 }
-"""Inference in fp16, one scene."""
+"""Inference in fp16 on a single scene."""
 TRAINING: Mapping[str, Known] = {
     "nuscenes_1f_10cm": Known(33.8, 6.0, 14.0),
     "waymo_1f_5cm": Known(78.0, 15.0, 20.0),
     "shell_512": Known(217.0, 45.0, 50.0),
 }
-"""A training step in mixed precision, a batch of two."""
+"""A training step in mixed precision on a batch of two."""
 
 
 def scenes(setup: Setup, known: Mapping[str, Known], batch: int = 1) -> Iterator[Sample]:
-    """The scenes of a table, each `batch` times, features float32; in a quick run one tiny surface."""
+    """The wanted scenes of a table, each `batch` times, with float32 features; in a quick run a single tiny surface."""
     if setup.quick:
         yield sample_of(setup, f"surface_{TINY}", surface(TINY, setup.device), batch)
         return
@@ -68,7 +68,7 @@ def scenes(setup: Setup, known: Mapping[str, Known], batch: int = 1) -> Iterator
 
 
 def sample_of(setup: Setup, name: str, found: Found, batch: int = 1) -> Sample:
-    """Voxels as the items of a batch, with normal features."""
+    """A sample with the voxels repeated as each item of a batch, and normal random features."""
     items = []
     for item in range(batch):
         coords = found.coords.clone()
@@ -79,6 +79,6 @@ def sample_of(setup: Setup, name: str, found: Found, batch: int = 1) -> Sample:
 
 
 def net_for(setup: Setup, sample: Sample) -> nn.Module:
-    """The network with the same weights each time, float32, in evaluation, its norms used to the sample."""
+    """The network in evaluation mode and float32, with fixed random weights and norm statistics of the sample."""
     model = partial(MinkUNet, 4, 19, width=0.25 if setup.quick else 1.0)
     return network(Workload(sample.name, model, lambda folder: [], Grid((1.0, 1.0, 1.0)), 4), sample)

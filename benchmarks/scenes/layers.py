@@ -1,4 +1,4 @@
-"""The layers that are timed: 3x3x3, submanifold, their maps at hand; a cell is a scene and a width."""
+"""The layers that are timed: 3x3x3 submanifold convolutions over ready maps. A cell is a scene and a width."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WINDOW = Relation.of(3, 3)
 
 @dataclass(frozen=True)
 class Width:
-    """Channels in and out, and their groups; as text 64, 3-32, 64g2."""
+    """Input channels, output channels and groups; as text 64, 3-32 or 64g2."""
 
     inputs: int
     outputs: int
@@ -41,10 +41,10 @@ class Width:
 
 @dataclass(frozen=True)
 class Choice:
-    """The cells that a study takes, and how their cases are called: before/scene/k3/C64/after.
+    """The cells of a study, and the names of their cases: before/scene/k3/C64/after.
 
-    scenes: all where none are named; in a quick run scenes and channels are those of quick runs.
-    widths: in place of channels, in every run.
+    scenes: all if empty. widths: replace channels if given. Quick runs have their own scenes and channels, but use
+    widths.
     """
 
     before: str = ""
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A scene with its map, and a width."""
+    """A scene with its kernel map, and a width."""
 
     case: str
     scene: str
@@ -69,13 +69,13 @@ class Cell:
 
     @property
     def channels(self) -> int:
-        """Those that come in."""
+        """The input channels."""
         return self.width.inputs
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A convolution with its map and operands. weight: [C_out, 27, C_in / groups]."""
+    """A convolution with its kernel map and operands. weight: [C_out, 27, C_in / groups]."""
 
     found: KernelMap
     feats: Tensor
@@ -93,14 +93,14 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Trained(Layer):
-    """A layer, and the gradient of its result."""
+    """A layer with the gradient of its result."""
 
     grad: Tensor
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What is timed of a layer, and the same in float64."""
+    """A pass of a layer to be timed. exact: its float64 reference."""
 
     name: str
     run: Callable[[Trained], Any]
@@ -108,7 +108,7 @@ class Pass:
 
 
 def cells(setup: Setup, choice: Choice) -> Iterator[Cell]:
-    """The cells that are wanted; each scene's map is found once, and told."""
+    """The wanted cells; each scene's map is built once and reported."""
     for scene, load in layer_scenes(setup):
         if choice.scenes and not setup.quick and scene not in choice.scenes:
             continue
@@ -125,18 +125,18 @@ def cells(setup: Setup, choice: Choice) -> Iterator[Cell]:
 
 
 def map_of(coords: Tensor) -> KernelMap:
-    """The map of coordinates int32 [N, 4] onto themselves."""
+    """The submanifold kernel map of coordinates int32 [N, 4]."""
     found, _ = kernel_map(SparseTensor(torch.zeros(len(coords), 1, device=coords.device), coords).geometry, WINDOW)
     return found
 
 
 def layer_of(setup: Setup, cell: Cell, dtype: torch.dtype | None = None) -> Trained:
-    """The cell's layer with normal operands; by default in half precision where that is fast."""
+    """The cell's layer with normal random operands, by default in the dtype setup.half."""
     return layer_on(setup, cell.found, cell.voxels.coords, cell.width, dtype)
 
 
 def layer_on(setup: Setup, found: KernelMap, coords: Tensor, width: Width, dtype: torch.dtype | None = None) -> Trained:
-    """A layer over a map with normal features, weights and gradient of its result."""
+    """A layer over a map, with normal random features, weights and gradient of the result."""
     rows, dtype, each = len(coords), dtype or setup.half, width.inputs // width.groups
     feats = setup.filled(rows, width.inputs, dtype=dtype, seed=6)
     grad = setup.filled(rows, width.outputs, dtype=dtype, seed=8)
@@ -151,7 +151,7 @@ def exact(layer: Layer) -> Tensor:
 
 
 def forward(layer: Layer) -> Tensor:
-    """The result, in inference."""
+    """The result, without gradients."""
     with torch.no_grad():
         return conv_features(layer.feats, layer.weight, layer.found, layer.rows, layer.groups)
 
@@ -159,7 +159,7 @@ def forward(layer: Layer) -> Tensor:
 def statement(
     layer: Layer, arrays: tuple[Sequence[str], Sequence[Tensor]], text: str = CONV, lowering: str = ""
 ) -> Callable[[], Tensor]:
-    """The layer in inference as a statement over index arrays, given with their names in the statement."""
+    """The layer in inference as an einsum statement over index arrays. arrays: names in the statement, tensors."""
     names, held = "|".join(("x", "w", *arrays[0])), arrays[1]
     operands, shape = [layer.feats, layer.weight, *held], (layer.rows, layer.weight.shape[0])
     return torch.no_grad()(lambda: einsum(operands, names, text, shape, lowering))

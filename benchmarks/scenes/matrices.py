@@ -1,7 +1,7 @@
-"""Sparse matrices to measure on: real ones from PUMICE_DATA, and seeded stand-ins, named *-like, for public graphs.
+"""Sparse matrices for benchmarks: real ones from PUMICE_DATA, and seeded stand-ins, named *-like, for public graphs.
 
-A stand-in has the rows, the non-zeros and the degrees of its graph, and its neighbours lie so near to each other that
-tiles of 16 x 8 are filled as in the graph (the counts of TC-GNN's logs; see benchmarks/tests/test_matrices.py).
+A stand-in matches its graph in rows, non-zeros and degrees, and in the locality of neighbours, so that as many tiles of
+16 x 8 are non-empty (counts of TC-GNN's logs; see benchmarks/tests/test_matrices.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ints = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """The pattern of a matrix: rows and cols int64 [nnz], sorted by (row, column), no entry twice."""
+    """The sparsity pattern of a matrix: rows and cols int64 [nnz], sorted by (row, column), without duplicates."""
 
     name: str
     shape: tuple[int, int]
@@ -32,12 +32,12 @@ class Matrix:
 
     @property
     def occupancy(self) -> Ints:
-        """int64 [number of rows]: entries of each row."""
+        """int64 [number of rows]: non-zeros per row."""
         return np.bincount(self.rows, minlength=self.shape[0])
 
     @property
     def pointers(self) -> Ints:
-        """int64 [number of rows + 1]: where each row begins, as in CSR."""
+        """int64 [number of rows + 1]: row pointers as in CSR."""
         return np.concatenate([[0], np.cumsum(self.occupancy)])
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Graph:
-    """A directed graph with power-law degrees, of which a share of the edges stays near its row.
+    """A directed graph with power-law degrees and local edges.
 
-    exponent: of the degrees, with row and column degrees capped. near: the share of edges that end within `reach` of
-    their row (rows of high degree: within twice their degree).
+    exponent: of the degrees; row_cap, column_cap: their maxima. near: the share of edges that end within `reach` of
+    their row (for rows of high degree, within twice the degree).
     """
 
     size: int
@@ -72,14 +72,14 @@ _GRAPHS: Mapping[str, Graph] = {
 
 
 def stand_in(name: str, scale: float = 1.0) -> Matrix:
-    """A stand-in of STAND_INS. `scale` below 1 makes a small one with as many non-zeros per row."""
+    """A stand-in by name. scale: factor on rows and non-zeros, so that non-zeros per row are kept."""
     if name not in STAND_INS:
         raise OptionError(f"matrix {name!r} is unknown; there are {', '.join(STAND_INS)}")
     return STAND_INS[name](name, scale)
 
 
 def real(folder: Path, least: int = 20_000) -> Iterator[Matrix]:
-    """The matrices and graphs of PUMICE_DATA with at least so many non-zeros."""
+    """The matrices and graphs of PUMICE_DATA with at least `least` non-zeros."""
     for path in sorted((folder / "matrices").glob("*.npz")):
         held = np.load(path)
         if len(held["indices"]) >= least:
@@ -95,7 +95,7 @@ def real(folder: Path, least: int = 20_000) -> Iterator[Matrix]:
 
 
 def tiles(matrix: Matrix, height: int = 16, width: int = 8) -> tuple[int, int]:
-    """Tiles that hold anything: of the matrix, and once the columns of each `height` rows are pushed together."""
+    """Number of non-empty tiles, as is and after removing the empty columns of each `height` rows."""
     window = matrix.rows // height
     columns = matrix.shape[1]
     before = len(np.unique(window * -(-columns // width) + matrix.cols // width))
@@ -104,13 +104,13 @@ def tiles(matrix: Matrix, height: int = 16, width: int = 8) -> tuple[int, int]:
 
 
 def uniform(name: str, size: int, nnz: int, seed: int) -> Matrix:
-    """Entries anywhere, all as likely."""
+    """A size x size matrix with uniformly random entries."""
     keys = np.random.default_rng(seed).integers(0, size * size, nnz)
     return _matrix(name, (size, size), keys)
 
 
 def blocks(grid: int, sparsity: float, seed: int = 3) -> Matrix:
-    """The blocks that are there in a grid x grid matrix of blocks: uniformly chosen, at least one."""
+    """The non-zero blocks of a grid x grid block matrix: uniformly chosen, at least one."""
     count = max(1, round(grid * grid * (1 - sparsity)))
     keys = np.random.default_rng(seed).permutation(grid * grid)[:count]
     return _matrix(f"{sparsity:.0%} block-sparse", (grid, grid), keys)
@@ -143,7 +143,7 @@ def _like(name: str, scale: float) -> Matrix:
 
 @dataclass(frozen=True, eq=False)
 class _Degrees:
-    """Nodes in a random order with falling weights of a capped power law; draws are ranks in that order."""
+    """Nodes in random order with decreasing weights of a capped power law; draws are ranks in that order."""
 
     order: Ints
     weight: Ints
@@ -152,7 +152,7 @@ class _Degrees:
     @staticmethod
     def of(size: int, edges: int, exponent: float, cap: float, chance: np.random.Generator) -> _Degrees:
         weight = np.arange(1, size + 1) ** (-1 / (exponent - 1))
-        for _ in range(20):  # what the cap cuts off goes to the others
+        for _ in range(20):  # the weight cut off by the cap goes to the other nodes
             weight = np.minimum(weight / weight.sum() * edges, cap)
         return _Degrees(chance.permutation(size), weight, np.cumsum(weight / weight.sum()))
 
@@ -161,7 +161,7 @@ class _Degrees:
 
 
 def _distinct(draw: Callable[[int], Ints], count: int, chance: np.random.Generator, first: Ints | None = None) -> Ints:
-    """`count` different keys, or nearly as many where they are hard to find."""
+    """Up to `count` distinct keys, including those of `first`, from at most 14 rounds of draws."""
     keys = np.empty(0, np.int64) if first is None else np.unique(first)
     for _ in range(14):
         if len(keys) >= count:
@@ -171,7 +171,7 @@ def _distinct(draw: Callable[[int], Ints], count: int, chance: np.random.Generat
 
 
 def _stencil5(name: str, scale: float) -> Matrix:
-    """A grid whose points meet themselves and their four neighbours."""
+    """A square grid in which each point is adjacent to itself and its four neighbours."""
     side = max(8, int(1000 * scale**0.5))
     y, x = np.divmod(np.arange(side * side), side)
     keys = []
@@ -182,7 +182,7 @@ def _stencil5(name: str, scale: float) -> Matrix:
 
 
 def _molecules(name: str, scale: float) -> Matrix:
-    """Many small components of 20 to 280 nodes with consecutive ids: a chain, and edges that mostly stay near."""
+    """Many components of 20 to 280 nodes with consecutive ids: each a chain plus random edges, most of them short."""
     size, edges = int(300_000 * scale), int(1_700_000 * scale)
     chance = np.random.default_rng(1)
     bounds = np.concatenate([[0], np.cumsum(chance.integers(20, 281, size // 100 + 50))])
@@ -210,4 +210,4 @@ STAND_INS: Mapping[str, Callable[[str, float], Matrix]] = {
     "dd-like": _molecules,
     "uniform": lambda name, scale: uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15),
 }
-"""Makers of the stand-ins by name: maker(name, scale)."""
+"""Functions (name, scale) that make the stand-ins, by name."""

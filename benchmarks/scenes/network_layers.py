@@ -1,4 +1,4 @@
-"""The convolutions of a network as they are met: which map, how many channels; and each by itself."""
+"""The convolutions of a network with their kernel maps and channels, in order of their calls; and each on its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pumice.ops.conv import Flow
 
 @dataclass(frozen=True, eq=False)
 class Met:
-    """A convolution of a network: its name in it, its map, and channels in and out."""
+    """A convolution of a network: its name in the network, its kernel map, input and output channels."""
 
     name: str
     found: KernelMap
@@ -31,7 +31,7 @@ class Met:
 
     @property
     def flops(self) -> float:
-        """Of all pairs, multiply-adds as two."""
+        """FLOP over all pairs, a multiply-add as two."""
         return 2.0 * self.pairs * self.inputs * self.outputs
 
 
@@ -46,7 +46,7 @@ class Fed:
 
     @staticmethod
     def normal(met: Met, dtype: torch.dtype) -> Fed:
-        """With normal numbers, the same each time; results of about 1."""
+        """With fixed normal random operands, scaled for results of about 1."""
         found, device = met.found, met.found.device
         chance = torch.Generator(device).manual_seed(6)
 
@@ -88,9 +88,9 @@ class Fed:
 
 
 def layers_of(net: nn.Module, x: SparseTensor) -> list[Met]:
-    """The convolutions of a network in the order in which they run on this tensor; pointwise ones are left out.
+    """The convolutions of a network in the order of their calls on this tensor, except pointwise ones.
 
-    None of their kernels is started, and the network is left as it was.
+    The network runs without its arithmetic, and is left unchanged.
     """
     with undisturbed(net, net.training), recording_calls(net, x, arithmetic=False) as calls, torch.no_grad():
         net(x)

@@ -1,4 +1,4 @@
-"""Scenes that never come twice, as a user's do: scans turned about the vertical axis and thinned, all on one grid."""
+"""Streams of scenes without repetition: scans rotated about the vertical axis and randomly thinned, all on one grid."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from pumice.env import settings
 from pumice.errors import FileError, OptionError
 
 _VOXEL, _STREETS, _ROUNDED = 0.1, 3, 32
-"""Metres of a generated voxel; generated scans; the grid is a multiple of this, even at every level of a network."""
+"""Voxel size in metres and number of generated scans; divisor of the grid's sides, to keep all levels even."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where scenes come from. folder: of NAME.npz with `coords` int32 [N, 3]; "": the scans of PUMICE_DATA/scenes (its
-    shells are no scans), and generated streets where there are none. most: crop scenes to so many voxels at most; 0: do
-    not. seed: of angles, shares and crops.
-    """
+    """The source of scenes. folder: of NAME.npz with `coords` int32 [N, 3]; "": the scans of PUMICE_DATA/scenes
+    (without its shells), or generated streets if there are none. most: maximum voxels, by cropping; 0: no limit. seed:
+    of angles, thinning and crops."""
 
     folder: str = ""
     most: int = 0
@@ -35,7 +34,7 @@ class Source:
             raise OptionError(f"the most voxels of a scene are 0 or more, found {self.most}")
 
     def files(self) -> list[Path]:
-        """The scans; none where streets are to be generated. Raises FileError for a folder without any."""
+        """The files of scenes; empty if streets are to be generated. Raises FileError for a folder without scenes."""
         data = settings().data
         if self.folder:
             found = sorted(Path(self.folder).glob("*.npz"))
@@ -46,7 +45,7 @@ class Source:
 
 
 def samples(source: Source, count: int, device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    """So many scenes with 4 normal features a voxel, in their order, on one grid."""
+    """`count` scenes in order, with 4 normal random features per voxel and one spatial shape."""
     found = list(stream(_clouds(source), count, source))
     most = np.max([coords.max(0) for coords in found], axis=0)
     extent = tuple(int(_ROUNDED * (side // _ROUNDED + 1)) for side in most)
@@ -59,7 +58,7 @@ def samples(source: Source, count: int, device: torch.device, dtype: torch.dtype
 
 
 def stream(clouds: Sequence[np.ndarray], count: int, source: Source) -> Iterator[np.ndarray]:
-    """int32 [N, 3], from 0: one cloud after the other, thinned to a share of 0.15 to 1, turned, cropped."""
+    """int32 [N, 3], from 0: the clouds in turn, each thinned to a share of 0.15 to 1, rotated and cropped."""
     chance = np.random.default_rng(source.seed)
     for number in range(count):
         cloud = clouds[number % len(clouds)]
@@ -74,7 +73,7 @@ def stream(clouds: Sequence[np.ndarray], count: int, source: Source) -> Iterator
 
 
 def _cropped(coords: np.ndarray, count: int, chance: np.random.Generator) -> np.ndarray:
-    """The voxels nearest to the column of one of them, in their order."""
+    """The `count` voxels that are horizontally nearest to a random voxel, in order."""
     away = np.square(coords[:, :2] - coords[chance.integers(len(coords)), :2]).sum(1)
     return coords[np.sort(np.argsort(away, kind="stable")[: max(1, count)])]
 

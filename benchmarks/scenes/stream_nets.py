@@ -1,4 +1,4 @@
-"""Two networks as a user writes them: public layers alone, in the plainest way, each layer a call of its own."""
+"""Two networks as a user writes them plainly: of public layers only, each layer called on its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ConvNormReLU(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions beside the identity, or beside a linear map where channels change."""
+    """A residual block of two convolutions; the shortcut is the identity, or a linear map if the channels change."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """MinkUNet's widths: a stem, four levels down and four up, 42 convolutions; 4 features in, 19 out."""
+    """A U-Net with MinkUNet's widths: stem, four levels down and up, 42 convolutions; 4 input features, 19 outputs."""
 
     def __init__(self, widths: Sequence[int] = UNET) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class UNet(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A detector's backbone: residual stages, and between them strided convolutions with padding, as in spconv."""
+    """The backbone of a detector: residual stages, joined by strided convolutions with padding, as in spconv."""
 
     def __init__(self, widths: Sequence[int] = ENCODER) -> None:
         super().__init__()
@@ -100,4 +100,4 @@ NETS: Mapping[str, Callable[[bool], nn.Module]] = {
     "unet": lambda quick: UNet([width // 8 for width in UNET] if quick else UNET),
     "encoder": lambda quick: Encoder([width // 4 for width in ENCODER] if quick else ENCODER),
 }
-"""The networks by name; quick: with few channels."""
+"""Networks by name; quick: with fewer channels."""

@@ -1,7 +1,7 @@
-"""Scans that differ from each other as those of a robot do: real sweeps, several as one, turned, thinned out, cut off.
+"""Scans that vary as a robot's do: real sweeps, single or merged, rotated, thinned and cropped.
 
-Sweeps are laid one over the other where the data has their poses: nuScenes' clouds of ten sweeps, which are in one
-frame, and KITTI's sequence with T_world_velo.npy beside it.
+Sweeps are merged only if the data has their poses: nuScenes' clouds of ten sweeps, which share a frame, and KITTI's
+sequence with its T_world_velo.npy.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from pumice.env import settings
 from pumice.ops import SparseTensor, voxelize
 
 VOXEL, RANGE, HEIGHT = 0.1, 100.0, 12.0
-"""Metres: the edge of a voxel, and how far points may be from the sensor along the ground and up or down."""
+"""Metres: voxel size, and the maximum distance of points from the sensor along the ground and vertically."""
 BOX = ((-1024, -1024, -128), (1023, 1023, 127))
-"""Coordinates of all scans, however they are turned."""
+"""Bounds of the coordinates of all scans at any rotation."""
 _MERGED = (1, 2, 3, 5, 10)
-"""How many sweeps are laid one over the other."""
+"""Numbers of sweeps that are merged."""
 _THINNED = 0.3
-"""The share of points that is left out at most."""
+"""Maximum share of points dropped at random."""
 _APART = 1_000_000
-"""The number of the first scan that only an example is chosen from."""
+"""Number of the first scan that is only used to choose an example."""
 _PLACES = torch.tensor([1 << 26, 1 << 13, 1])
 _CUT = 4
-"""Times the voxels that are wanted that a cloud has at most."""
+"""Maximum voxels of a cloud, as a multiple of those wanted."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cloud:
-    """Points [P, 3] around a sensor with features [P, 4] (x, y, z, intensity). voxels: how many they fill."""
+    """Points [P, 3] around a sensor with features [P, 4] (x, y, z, intensity). voxels: the number they occupy."""
 
     name: str
     points: Tensor
@@ -46,14 +46,14 @@ class Cloud:
 
 @dataclass(frozen=True, eq=False)
 class Varied:
-    """A source of scans: number n is the same each time. low, high: voxels of a scan; their logarithms are even."""
+    """A source of numbered, reproducible scans. low, high: limits of their voxels, which are log-uniform."""
 
     clouds: Sequence[Cloud]
     low: int
     high: int
 
     def scan(self, number: int) -> tuple[Tensor, Tensor, str]:
-        """feats [N, 4], coords int32 [N, 4] with 0 as the batch item, and the name of the cloud."""
+        """feats [N, 4], coords int32 [N, 4] with batch index 0, and the name of the cloud."""
         chance = torch.Generator().manual_seed(number)
         share, turn, thin, which = torch.rand(4, generator=chance).tolist()
         wanted = round(self.low * (self.high / self.low) ** share)
@@ -66,8 +66,8 @@ class Varied:
         return feats, coords, cloud.name
 
     def _large_enough(self, wanted: int, which: float) -> Cloud:
-        """One of those that have the voxels even when they are thinned out, and not many times as many; else the one
-        with the next more, or the largest."""
+        """A cloud with enough voxels even if thinned, and at most _CUT times those wanted; without one the smallest
+        with enough, or the largest cloud. which: in [0, 1), selects among several."""
         enough = sorted((c for c in self.clouds if c.voxels * (1 - _THINNED) >= wanted), key=lambda cloud: cloud.voxels)
         near = [cloud for cloud in enough if cloud.voxels <= _CUT * wanted]
         found = near or enough[:1] or [max(self.clouds, key=lambda cloud: cloud.voxels)]
@@ -75,8 +75,8 @@ class Varied:
 
 
 def hungry(scans: Varied, count: int) -> tuple[Tensor, Tensor, str]:
-    """Of so many scans, none of which comes later, the one with the most voxels at coarser strides for its own: room
-    that is made for it holds the others, dense ones and sparse ones."""
+    """Of `count` scans that do not occur later, the one with the most voxels at coarser strides relative to its own:
+    capacities chosen for it suffice for dense and sparse scans."""
     found = (scans.scan(_APART + number) for number in range(count))
     return max(found, key=lambda scan: _spread(scan[1]))
 
@@ -89,14 +89,14 @@ def _spread(coords: Tensor) -> float:
 
 
 def _turned(points: Tensor, angle: float) -> Tensor:
-    """About the vertical axis."""
+    """Points [P, 4] rotated about the vertical axis."""
     cos, sin = math.cos(angle), math.sin(angle)
     turn = points.new_tensor([[cos, sin, 0, 0], [-sin, cos, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
     return points @ turn
 
 
 def _nearest(x: SparseTensor, most: int) -> tuple[Tensor, Tensor]:
-    """The voxels nearest to the sensor, in their order."""
+    """Features and coordinates of the `most` voxels nearest to the sensor along the ground, in order."""
     if len(x) <= most:
         return x.feats, x.coords
     far = x.coords[:, 1:3].float().square().sum(1)
@@ -105,7 +105,7 @@ def _nearest(x: SparseTensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def source(device: torch.device, low: int, high: int, generated: bool = False) -> Varied:
-    """The scans in PUMICE_DATA; generated streets where there are none, or they are asked for."""
+    """The scans in PUMICE_DATA; generated streets if there are none or `generated` is set."""
     scans = [] if generated else list(_real(settings().data))
     scans = scans or [replace(street_scene(seed, beams=32, azimuths=360), name=f"street {seed}") for seed in range(3)]
     return Varied([_cloud(scan, device) for scan in scans], low, high)
@@ -144,7 +144,7 @@ def _kitti(folder: Path) -> Iterator[Scan]:
 
 
 def _merged(sweeps: Sequence[Scan], frames: np.ndarray) -> Scan:
-    """Sweeps in the frame of the last one; frames: [n, 4, 4], from a sweep's to the world's."""
+    """Merge sweeps in the frame of the last one. frames: [n, 4, 4], transforms from sweep to world."""
     home = np.linalg.inv(frames[len(sweeps) - 1])
     moved = []
     for sweep, frame in zip(sweeps, frames, strict=False):

@@ -1,9 +1,9 @@
-"""The seven networks on scans with which TorchSparse and TorchSparse++ measure themselves, and their voxels.
+"""The seven networks on scans that TorchSparse and TorchSparse++ use as benchmarks, and their voxels.
 
 Tang et al., "TorchSparse: Efficient Point Cloud Inference Engine", MLSys 2022; Tang et al., "TorchSparse++: Efficient
-Training and Inference Framework for Sparse Convolution on GPUs", MICRO 2023. Voxel sizes, ranges and caps are those of
-the published configurations: spvnas for MinkUNet, OpenPCDet for the backbone of CenterPoint, and the caps of
-TorchSparse's data sets.
+Training and Inference Framework for Sparse Convolution on GPUs", MICRO 2023. Voxel sizes, ranges and limits are those
+of the published configurations: spvnas for MinkUNet, OpenPCDet for the backbone of CenterPoint, and TorchSparse's data
+sets for limits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from pumice.ops import SparseTensor, voxelize
 Scans = Callable[[Path], list[Scan]]
 
 EXACT = "gather-gemm-scatter-vectorised-separate"
-"""The dataflow of reference runs: a gather, a product of torch and an addition for each kernel offset."""
+"""The dataflow of reference runs: for each kernel offset a gather, a matrix product of torch and an addition."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How points become voxels.
+    """Voxelization of points.
 
-    size: metres, per axis (x, y, z). low, cells: the least corner in metres and the extent in voxels; what lies outside
-    is left out, the voxel is floor((p - low) / size), and coordinates are (z, y, x), as OpenPCDet has them. Without low
-    nothing is left out, the voxel is round(p / size) less the least one, and coordinates are (x, y, z), as spvnas has
-    them. most: a random choice of so many voxels where there are more. layers: empty ones more on top.
+    size: voxel size in metres along (x, y, z). With low and cells (least corner in metres, extent in voxels), as in
+    OpenPCDet: a voxel is floor((p - low) / size), points outside are dropped, coordinates are (z, y, x). Without low,
+    as in spvnas: a voxel is round(p / size) minus the minimum, coordinates are (x, y, z). most: voxels kept at most,
+    chosen at random; 0: all. layers: empty layers added on top of the extent.
     """
 
     size: tuple[float, float, float]
@@ -54,10 +54,9 @@ class Grid:
 class Workload:
     """A network and its scans.
 
-    model: makes the network, with the weights that torch's generator gives. scans: the scans in a folder of real ones,
-    every one a sample of its own; OptionError where the folder has none. features: numbers per voxel, the means of
-    its points: x, y, z, and then what the scans have. generated: the scans are made from a seed, the folder is not
-    read. source: where network and voxels are defined, and where scans come from.
+    model: makes the network with weights from torch's generator. scans: reads the scans of a folder; raises OptionError
+    if there are none. features: per voxel, the means of its points: x, y, z, then the scan's. generated: scans are
+    generated from a seed and the folder is not read. source: origin of network, voxels and scans.
     """
 
     name: str
@@ -71,10 +70,10 @@ class Workload:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """The voxels of a batch: coords int32 [N, 1+3] with the batch item first, feats [N, C].
+    """The voxels of a batch: coords int32 [N, 1+3], batch index first; feats [N, C].
 
-    Rows are sorted by coordinates, as published data sets leave them. spatial_shape: the extent of the grid, None where
-    it is not bounded. batch: the number of items. name: of the scans.
+    Rows are sorted by coordinates, as in published data sets. spatial_shape: the extent of the grid, or None if
+    unbounded. batch: number of items. name: of the scans.
     """
 
     coords: Tensor
@@ -88,12 +87,11 @@ class Sample:
 
 
 class ConvPool(nn.Module):
-    """The network of spconv's own benchmark (test/benchmark.py): nothing but convolutions and pools.
+    """The network of spconv's own benchmark (test/benchmark.py), of convolutions and pools only.
 
-    For each width, two convolutions of 3x3x3 without bias that keep the coordinates; between widths a maximum over
-    2x2x2 voxels and 0, which spconv's pool has among the values. Weights are normal, with the scale that keeps the size
-    of features where 7 of 27 neighbours are there: those that torch's rule gives would, without norms, leave nothing
-    that half precision could hold.
+    For each width, two 3x3x3 submanifold convolutions without bias; between widths, max pooling over 2x2x2 and ReLU,
+    since spconv's maximum includes 0. Weights are normal, scaled to keep the magnitude of features if 7 of 27
+    neighbours exist: without norms, torch's default initialization would underflow in half precision.
     """
 
     WIDTHS = (64, 96, 128, 160, 192, 224, 256)
@@ -128,13 +126,12 @@ def samples(
     count: int = 0,
     most: int = 0,
 ) -> list[Sample]:
-    """The samples of a workload that are at hand, each of `batch` scans, no scan in two of them.
+    """The available samples of a workload, each of `batch` scans; samples share no scan.
 
-    Where there are fewer scans than a batch takes, scans come several times. count: no more samples than this; 0: all.
-    most: of each scan only so many voxels around its middle, for tests; 0: all. Scans are read and voxelised once in
-    a process.
+    If there are fewer scans than `batch`, scans are repeated. count: maximum number of samples; 0: all. most: voxels
+    kept around the middle of each scan, for tests; 0: all. Scans are read and voxelized once per process.
 
-    Raises OptionError where the scans are not at hand (it names PUMICE_DATA), or batch is below 1.
+    Raises OptionError, naming PUMICE_DATA, if scans are missing, and if batch is below 1.
     """
     if batch < 1:
         raise OptionError(f"batch is at least 1, found {batch}")
@@ -149,10 +146,10 @@ def samples(
 
 
 def varied(real: Sequence[Sample], count: int) -> list[Sample]:
-    """So many different samples: the real ones, and then copies of them that no network has met.
+    """`count` distinct samples: the real ones, then modified copies that no network has seen.
 
-    A copy is turned about the vertical axis by a quarter, two, three, ... (by a half where the grid is longer than
-    wide), and of its voxels 1 %, 2 %, 3 %, ... are left out at random, so that no number of voxels comes again.
+    A copy is rotated about the vertical axis by 1, 2, 3, ... quarter turns (by half a turn if the grid is not square),
+    and 1 %, 2 %, 3 %, ... of its voxels are dropped at random, so that all copies differ in size.
     """
     chance = torch.Generator().manual_seed(0)
     copies = range(max(0, count - len(real)))
@@ -164,7 +161,7 @@ def _turned(sample: Sample, quarters: int, left_out: float, chance: torch.Genera
     kept = torch.rand(len(sample), generator=chance).argsort()[max(1, round(len(sample) * left_out)) :]
     kept = kept.sort().values.to(sample.coords.device)
     coords, shape = sample.coords[kept].clone(), sample.spatial_shape
-    # Of grids with an extent the vertical axis is the first, of others the last, and the least corner is 0.
+    # The vertical axis is the first of grids with an extent, else the last, and the least corner is 0.
     axes = [1, 2] if shape is None else [2, 3]
     extent = coords.amax(0) + 1 if shape is None else coords.new_tensor([1, *shape])
     square = shape is None or shape[-1] == shape[-2]
@@ -178,27 +175,27 @@ def _turned(sample: Sample, quarters: int, left_out: float, chance: torch.Genera
 
 
 def fresh(sample: Sample) -> SparseTensor:
-    """The sample as a tensor whose geometry is new: every kernel map has yet to be found."""
+    """The sample as a tensor with a new geometry, without cached kernel maps."""
     return SparseTensor(sample.feats, sample.coords, spatial_shape=sample.spatial_shape, batch_size=sample.batch)
 
 
 def with_dataflow(net: nn.Module, flow: str | None) -> nn.Module:
-    """The network, all of its convolutions set to one dataflow."""
+    """Set the dataflow of all convolutions of a network, and return it."""
     for layer in convolutions(net):
         layer.dataflow = flow
     return net
 
 
 def exact_copy(net: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """A copy in a wide dtype that runs by library products alone."""
+    """A copy in a wide dtype that computes with torch's matrix products only."""
     return with_dataflow(copy.deepcopy(net).to(dtype), EXACT)
 
 
 def network(workload: Workload, sample: Sample) -> nn.Module:
-    """The network with the same weights each time, its norms' statistics those of this sample, in evaluation.
+    """The network in evaluation mode, with fixed random weights and the norm statistics of this sample.
 
-    With the statistics that norms begin with, the features of a deep network would all but vanish. They are found by
-    library products, so that no kernel is compiled for them.
+    With initial norm statistics the features of a deep network would nearly vanish. The pass that collects statistics
+    uses torch's products, to compile no kernels.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -216,12 +213,12 @@ def network(workload: Workload, sample: Sample) -> nn.Module:
 
 
 def stand_in(workload: Workload) -> Workload:
-    """The workload on small generated streets, for where no real scan is at hand and a tiny run is wanted."""
+    """The workload over small generated streets, for tiny runs without real scans."""
     return replace(workload, scans=partial(_streets, sweeps=1, beams=32, azimuths=360), generated=True)
 
 
 def narrow(workload: Workload) -> Workload:
-    """The workload with a quarter of MinkUNet's channels, for tiny runs; others as they are."""
+    """The workload with a quarter of the channels if it is a MinkUNet, for tiny runs."""
     made = workload.model
     if not isinstance(made, partial) or made.func is not MinkUNet:
         return workload
@@ -242,7 +239,7 @@ def _read(scans: Scans, folder: Path) -> list[Scan]:
 
 @lru_cache(maxsize=64)
 def _voxels(workload: Workload, folder: Path, place: int) -> Sample:
-    """One scan as a sample, float32, on the CPU."""
+    """One scan as a sample in float32 on the CPU."""
     scan, grid = _read(workload.scans, folder)[place], workload.grid
     points = torch.from_numpy(scan.xyz)
     feats = torch.cat([points, torch.from_numpy(scan.feats)], dim=1)
@@ -264,7 +261,7 @@ def _extent(grid: Grid) -> tuple[int, int, int] | None:
 
 
 def _by_coordinates(coords: Tensor, most: int) -> Tensor:
-    """The order of rows by coordinates, of a random choice where there are more than `most`."""
+    """Row indices in order of coordinates; a random choice of `most` rows if there are more (0: all)."""
     rows = coords.long()
     extent = rows.amax(0) + 1 if len(rows) else rows.new_ones(4)
     order = (((rows[:, 0] * extent[1] + rows[:, 1]) * extent[2] + rows[:, 2]) * extent[3] + rows[:, 3]).argsort()
@@ -275,7 +272,7 @@ def _by_coordinates(coords: Tensor, most: int) -> Tensor:
 
 
 def _middle(sample: Sample, most: int) -> Sample:
-    """The voxels next to the middle one."""
+    """The `most` voxels nearest to the median coordinates."""
     place = sample.coords[:, 1:].float()
     far = (place - place.median(dim=0).values).square().sum(1)
     kept = far.argsort(stable=True)[:most].sort().values
@@ -283,7 +280,7 @@ def _middle(sample: Sample, most: int) -> Sample:
 
 
 def _joined(items: Sequence[Sample]) -> Sample:
-    """Samples of one item as one of several."""
+    """Samples of one item each as a sample of a batch."""
     coords = torch.cat([one.coords for one in items])
     coords[:, 0] = torch.repeat_interleave(
         torch.arange(len(items), dtype=torch.int32), torch.tensor([len(one) for one in items])
@@ -303,7 +300,7 @@ def _files(folder: Path, patterns: Sequence[str]) -> list[Scan]:
 
 
 def named_scan(path: Path) -> Scan:
-    """A scan, named by its folder and file."""
+    """Read a scan and name it by folder and file."""
     return replace(read_scan(path), name=f"{path.parent.name}/{path.name.partition('.')[0]}")
 
 
@@ -313,7 +310,7 @@ _ten_sweeps = partial(_files, patterns=("nuscenes_10sweeps/*.bin",))
 
 
 def _nuscenes(folder: Path) -> list[Scan]:
-    """Key sweeps: whole files, and the newest sweep of each cloud of several."""
+    """Key sweeps: single-sweep files, and the newest sweep of each cloud of ten."""
     singles = _found(folder, "nuscenes_single/*.bin")
     clouds = _found(folder, "nuscenes_10sweeps/*.bin")
     found = singles + [_sweeps(cloud, 0, 1) for cloud in clouds]
@@ -325,22 +322,22 @@ def _found(folder: Path, pattern: str) -> list[Scan]:
 
 
 def _three_sweeps(folder: Path) -> list[Scan]:
-    """Three sweeps in a row, of each cloud of ten: the newest ones, those before, and those before these."""
+    """From each cloud of ten sweeps three clouds of three successive sweeps, the newest first."""
     return [_sweeps(cloud, first, 3) for cloud in _ten_sweeps(folder) for first in (0, 3, 6)]
 
 
 def _sweeps(cloud: Scan, first: int, count: int) -> Scan:
-    """So many of the sweeps of a cloud whose last feature is the age of a point's sweep, from the first-newest on."""
+    """`count` sweeps of a cloud from the `first` newest (0) on; the last feature is the age of a point's sweep."""
     ages = np.unique(cloud.feats[:, -1])[first : first + count]
     return replace(cloud.select(np.isin(cloud.feats[:, -1], ages)), name=f"{cloud.name}[{first}:{first + count}]")
 
 
 def _streets(folder: Path, sweeps: int, beams: int, azimuths: int) -> list[Scan]:
-    """Two clouds of so many generated sweeps, with the features intensity, elongation (0) and age.
+    """Two clouds of generated sweeps, with the features intensity, elongation (0) and age.
 
-    The generator does not move its sensor: every sweep has a street of its own, laid over the others. Three of the size
-    of Waymo's fill 149,000 and 166,000 voxels of its grid with 8.8 neighbours each; two real frames fill 136,000
-    with 6.6.
+    The generator's sensor does not move: each sweep is a different street, merged with the others. Three sweeps of the
+    size of Waymo's occupy 149,000 and 166,000 voxels of its grid, with 8.8 neighbours each; two real frames occupy
+    136,000 with 6.6.
     """
     return [_overlaid(range(sweeps * i, sweeps * (i + 1)), beams, azimuths) for i in range(2)]
 
@@ -396,7 +393,7 @@ WORKLOADS: Mapping[str, Workload] = {
         ),
     )
 }
-"""By name, in the order of the papers."""
+"""Workloads by name, in the order of the papers."""
 
 SPCONV_NET = Workload(
     "spconv-net",
@@ -406,4 +403,4 @@ SPCONV_NET = Workload(
     3,
     source="spconv test/benchmark.py, its network and its cloud",
 )
-"""What spconv measures itself with: 125,562 voxels in a grid of 80 x 1600 x 1600."""
+"""spconv's own benchmark: 125,562 voxels in a grid of 80 x 1600 x 1600."""

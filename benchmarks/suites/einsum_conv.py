@@ -1,4 +1,4 @@
-"""Point-cloud convolution: 3x3x3, submanifold, C = 128, map at hand, in every form of the map."""
+"""Point-cloud convolution, 3x3x3 submanifold, C = 128, over a ready kernel map in each of its forms."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from pumice.ops import conv_features
 
 FORMS = ("pairs", "grouped", "compacted", "split2")
 INSUM_CONVERSION = Peer("Insum on an RTX 3090 (paper)", 0.55, "recorded")
-# Inductor takes ten seconds to compile a scene.
+# The scenes that Inductor runs on, since it compiles each for ten seconds.
 FOR_INDUCTOR = ("random_", "waymo_1f_10x10x15cm", "lobby")
-GROUP = 32  # pairs of a group where Inductor multiplies: what the recorded baselines took
+GROUP = 32  # pairs per group for Inductor, as in the recorded baselines
 
 
 def conv(setup: Setup) -> Iterator[Row]:
-    """Every scene: the planner's form, the forced ones, the peers; and what making a form takes."""
+    """Every scene: the planner's choice of a form, each form forced, peers, and the time to convert to a form."""
     done: list[Row] = []
     for name, coords in scenes(setup):
         case = f"conv/{name}/k3/C{_channels(setup)}"
@@ -47,7 +47,7 @@ def conv(setup: Setup) -> Iterator[Row]:
 
 
 def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
-    """Names and coordinates int32 [N, 4] (batch first): random ones, and those of PUMICE_DATA."""
+    """Names and coordinates int32 [N, 4] (batch first): a random scene, and those of PUMICE_DATA."""
     coords = _random(setup)
     yield f"random_{len(coords)}", coords
     folder = settings().data
@@ -65,7 +65,7 @@ def scenes(setup: Setup) -> Iterator[tuple[str, Tensor]]:
 
 
 def _random(setup: Setup) -> Tensor:
-    """Voxels anywhere in a box, 6.8 neighbours of 27 each on average."""
+    """Voxels uniformly at random in a box, with 6.8 of 27 neighbours each on average."""
     side, count = (12, 400) if setup.quick else (76, 100_000)
     cells = np.sort(np.random.default_rng(5).permutation(side**3)[:count])
     return batched(np.stack([cells // side**2, cells // side % side, cells % side], axis=1))
@@ -76,7 +76,7 @@ def _channels(setup: Setup) -> int:
 
 
 def layer_of(setup: Setup, coords: Tensor) -> Layer:
-    """The layer on these coordinates with normal features and weights."""
+    """The layer on these coordinates with normal random features and weights."""
     coords = coords.to(setup.device)
     return layer_on(setup, map_of(coords), coords, Width.square(_channels(setup)))
 
@@ -93,22 +93,22 @@ def _one(setup: Setup, case: str, name: str, layer: Layer) -> Iterator[Row]:
 
 
 def planned(layer: Layer) -> Way:
-    """The layer as pumice.nn runs it, in inference."""
+    """The layer in inference as pumice.nn runs it."""
     return Way("planned", lambda: tuned(lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows)))
 
 
 def convert(layer: Layer) -> None:
-    """Make what `planned` reads of the map."""
+    """Build the form of the map that `planned` reads."""
     maps.planner_operands(layer.found, differentiable=False)
 
 
 def forced(layer: Layer, form: str) -> Callable[[], Tensor]:
-    """The layer with its map in one form."""
+    """The layer over its map in a given form."""
     return tuned(statement(layer, maps.build_form(layer.found, form)))
 
 
 def grouped_graph(layer: Layer) -> PreparedGraph:
-    """The layer as torch operators over groups of pairs."""
+    """The layer as a graph of torch operators over groups of pairs."""
     taps, inputs, outputs = layer.found.grouped(GROUP)
     names = "x|w|map@grouped@0@o|map@grouped@0@k|map@grouped@0@i"
     shape = (layer.rows, layer.weight.shape[0])
@@ -116,7 +116,7 @@ def grouped_graph(layer: Layer) -> PreparedGraph:
 
 
 def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
-    """From rows to groups and to compacted tiles, on the wall: a conversion reads its size from the device."""
+    """Wall time to convert rows into groups and into compacted tiles, which reads sizes from the device."""
     relation, rows = layer.found.relation, layer.found.rows()
     calls: dict[str, Callable[[], Any]] = {
         "grouped": lambda: (found := KernelMap.from_rows(relation, rows, len(rows))).grouped(maps.group_of(found)),
@@ -132,7 +132,7 @@ def conversions(setup: Setup, case: str, layer: Layer) -> Iterator[Row]:
 
 
 def _holds_all_pairs(form: str, made: Any, layer: Layer) -> bool:
-    """Whether the form has the pairs of the map, each once."""
+    """True if the form holds each pair of the map once."""
     if form == "grouped":
         taps, inputs, outputs = made.taps[:, None].expand_as(made.inputs), made.inputs, made.outputs
     else:

@@ -1,4 +1,4 @@
-"""The paper's other figures: group size against gathers, the table of compilers, and what each idea brings."""
+"""The Insum paper's other figures: group size against gathers, the table of compilers, and the ablation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.suites.first_call import first_calls
 from pumice.lower.dataflow import CONV
 from pumice.ops.sparse import sparse
 
-# One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune (s), conversion, run (ms), lines.
+# One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune, conversion, run (ms), lines.
 PUBLISHED = {
     "Insum (paper)": {"compile": 14.8e3, "conversion": 0.55, "run": 0.47},
     "TACO (paper)": {"compile": 10.0, "conversion": 0.47, "run": 253.53, "lines": 10},
@@ -50,7 +50,7 @@ def _sweep(setup: Setup, matrix: matrices.Matrix) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class GroupCost:
-    """Cost of a group size. gathers: coordinates of grouped axes. scatters: groups. padded: padding entries."""
+    """Cost of a group size. gathers: coordinates of grouped axes; scatters: groups; padded: padding entries."""
 
     gathers: int
     scatters: int
@@ -59,12 +59,12 @@ class GroupCost:
 
     @property
     def total(self) -> int:
-        """Gathers + scatters, which `group="count"` minimises."""
+        """gathers + scatters, which `group="count"` minimises."""
         return self.gathers + self.scatters
 
 
 def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) -> GroupCost:
-    """The cost of rows with `occupancy` entries each in groups of `size`, with int32 coordinates."""
+    """The cost of storing rows of `occupancy` entries in groups of `size`, with int32 coordinates."""
     lengths = torch.as_tensor(occupancy)
     entries, groups = torch.stack([lengths.sum(), ((lengths + size - 1) // size).sum()]).tolist()
     places = size * groups
@@ -72,13 +72,13 @@ def group_cost(occupancy: Tensor | Sequence[int], size: int, itemsize: int = 4) 
 
 
 def _sizes(matrix: matrices.Matrix) -> list[int]:
-    """The powers of two up to the longest row, 64 at most: beyond that padding is all there is."""
+    """Powers of two up to the longest row and 64; larger groups only add padding."""
     longest = int(matrix.occupancy.max())
     return [size for size in (1, 2, 4, 8, 16, 32, 64) if size == 1 or size < 2 * longest]
 
 
 def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -> Iterator[Row]:
-    """The table of the figure, and its counts as rows beside those of plain coordinates (groups of 1)."""
+    """Print the table of the figure, and yield its counts as rows against groups of 1."""
     occupancy = torch.from_numpy(matrix.occupancy)
     bare = group_cost(occupancy, 1)
     setup.say(f"{case}: size, gathers + scatters, MB, padding, ms")
@@ -96,7 +96,7 @@ def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -
 
 
 def table3(setup: Setup) -> Iterator[Row]:
-    """Compile, conversion, run and lines of one point-cloud convolution, beside what others published."""
+    """Compile time, conversion, run time and lines of one point-cloud convolution, beside published values."""
     name, coords = next(einsum_conv.scenes(setup))
     layer = einsum_conv.layer_of(setup, coords)
     case = f"table3/{name}"
@@ -108,7 +108,7 @@ def table3(setup: Setup) -> Iterator[Row]:
     wall = [r for r in run if r.clock == "wall"]
     if wall:
         found["run"] = Times(wall[0].value, wall[0].p20, wall[0].p80)
-    # The planner's form on a GPU; a CPU takes the pairs as they are.
+    # Compacted tiles are the planner's form on a GPU; on a CPU it takes pairs as they are.
     made = next((r for r in convert if r.case.endswith("to-compacted")), None)
     if made is not None:
         found["conversion"] = Times(made.value, made.p20, made.p80)
@@ -130,7 +130,7 @@ def _say_table(setup: Setup, found: dict[str, Times]) -> None:
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
-    """COO, + groups, + blocks, + tensor cores, + lazy broadcasting: one block-sparse product, step by step."""
+    """COO, + groups, + blocks, + tensor cores, + lazy broadcasting: a block-sparse product, step by step."""
     size, block = (128, 32) if setup.quick else (4096, 32)
     a = spmm.block_matrix(setup, size, block, 0.9)
     b = setup.random(size, size, dtype=setup.half, seed=2)
@@ -139,7 +139,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
     peers = [Way("dense", lambda: lambda: torch.mm(dense, b))]
     times: dict[str, float] = {}
     for way in _steps(setup, a, b, block):
-        # One after the other: the first ones take tens of gigabytes.
+        # One at a time: the first steps need tens of gigabytes.
         for found in measured(setup, Case("ablation", setup.half, truth), [way], peers):
             times[way.name] = min(found.value, times.get(way.name, found.value))
             yield found
@@ -149,7 +149,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
 
 
 def _steps(setup: Setup, a: Tensor, b: Tensor, block: int) -> Iterator[Way]:
-    """The steps of the paper; the group sizes are its own."""
+    """The steps of the paper, with its group sizes."""
     flat = sparse(a, "(m k):C")
     grouped = sparse(flat, "m:C k:G16")
     blocked = sparse(a, f"m:C k:G4 m:B{block} k:B{block}")

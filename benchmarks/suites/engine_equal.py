@@ -1,7 +1,7 @@
 """The study `equal` of the suite `engine`: captured results against eager ones over many geometries.
 
-Random ones of several kinds and sizes, empty ones, and ones with as many voxels as a capacity, one fewer and one more;
-one more than the largest runs eagerly, as it should.
+Random geometries of several kinds and sizes, empty ones, and ones with the voxels of a capacity, one fewer and one
+more; with one more than the largest capacity, the captured network must run eagerly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pumice.engine.compare import differ, perturb
 from pumice.ops import SparseTensor
 
 COUNT, TINY = 1000, 8
-"""Geometries of a run, and of a quick one."""
+"""Number of geometries, and the same in a quick run."""
 SIDE = 128
 """Coordinates are from -SIDE to SIDE - 1."""
 BUCKETS: Mapping[bool, tuple[int, ...]] = {False: (1024, 4096, 16384), True: (40, 120)}
-"""Capacities; of a quick run."""
+"""Capacities, by whether the run is quick."""
 
 Make = Callable[[int, torch.Generator], Tensor]
 
@@ -38,7 +38,7 @@ def _anywhere(count: int, chance: torch.Generator) -> Tensor:
 
 
 def _block(count: int, chance: torch.Generator) -> Tensor:
-    """A solid box, off the lattice of every stride."""
+    """A solid box at a position aligned to no stride."""
     edges = torch.randint(2, 9, (3,), generator=chance).double()
     edges = (edges * (2 * max(1, count) / edges.prod()) ** (1 / 3)).ceil().long().clamp(1, SIDE)
     place = torch.randint(-SIDE, 0, (3,), generator=chance)
@@ -74,11 +74,11 @@ KINDS: Mapping[str, Make] = {
     "clusters": _clusters,
     "lines": _lines,
 }
-"""Candidates of about a number of voxels: what is too much is left out, what is missing comes from anywhere."""
+"""Generators of about `count` voxels by kind; surplus voxels are dropped, missing ones are added anywhere."""
 
 
 def geometry(kind: str, count: int, seed: int) -> Tensor:
-    """int32 [count, 4]: so many different voxels of one batch item, in an order of no meaning."""
+    """int32 [count, 4]: distinct voxels of one batch item, in random order."""
     chance = torch.Generator().manual_seed(seed)
     found = KINDS[kind](count, chance).unique(dim=0)
     while len(found) < count:
@@ -88,24 +88,24 @@ def geometry(kind: str, count: int, seed: int) -> Tensor:
 
 
 def cases(count: int, buckets: tuple[int, ...], seed: int = 0) -> Iterator[tuple[str, int]]:
-    """Kinds and numbers of voxels: the edges first, then sizes whose logarithms are even."""
+    """(kind, number of voxels) of each geometry: edge cases first, then log-uniform sizes."""
     yield from (("anywhere", 0), ("clusters", 1), ("clusters", 2))
     for number, capacity in enumerate(buckets):
         kind = list(KINDS)[number % len(KINDS)]
         yield from ((kind, capacity - 1), (kind, capacity), (kind, capacity + 1))
     chance = torch.Generator().manual_seed(seed)
     for number in range(count):
-        # Every 50th is empty.
+        # Every 50th geometry is empty.
         size = round(buckets[-1] ** float(torch.rand((), generator=chance)))
         yield list(KINDS)[number % len(KINDS)], 0 if number % 50 == 49 else size
 
 
 @dataclass
 class Compared:
-    """How far results are from the eager ones: largest and rms error over the rms of an eager result, the worst of all.
+    """Differences from eager results. most, mean: largest and rms error, relative to the eager result's rms; maxima.
 
-    wrong: what differs by more than rounding. noisy: results beyond the limits for rounding which the network changes
-    as much where its features are some roundings others; their errors are among the worst, too.
+    wrong: differences above rounding. noisy: number of results beyond the limits of rounding, where rounding the input
+    features again changes the eager result as much; their errors are included.
     """
 
     most: float = 0.0
@@ -117,7 +117,7 @@ class Compared:
     def add(
         self, name: str, got: SparseTensor, want: SparseTensor, again: Callable[[], SparseTensor] | None = None
     ) -> None:
-        """again: gives what is wanted for features that are some roundings others."""
+        """Compare a result. again: computes the eager result for features with further roundings."""
         self.kinds[name.partition(",")[0]] += 1
         told = differ(got, want)
         if told and again is not None and differ(got, want, again()) is None:
@@ -132,7 +132,7 @@ class Compared:
 
 
 def equal(setup: Setup) -> Iterator[Row]:
-    """Geometries one after the other, each checked against the eager pass; as many as there is time for."""
+    """Check captured results of one geometry after the other against the eager pass, as many as time allows."""
     buckets, count = BUCKETS[setup.quick], setup.count or (TINY if setup.quick else COUNT)
     name = f"{'tiny/' * setup.quick}random/{DTYPES[setup.half]}/equal"
     if not setup.wants(name):
@@ -152,7 +152,7 @@ def equal(setup: Setup) -> Iterator[Row]:
 
 
 def _captured(setup: Setup, buckets: tuple[int, ...]) -> tuple[nn.Module, Captured]:
-    """Room for whatever comes: levels as large as the first, and maps as full as a solid block's."""
+    """The network captured for any geometry: all levels as large as the first, maps as full as a solid block's."""
     coords = geometry("block", buckets[-1], 1).to(setup.device)
     feats = setup.random(len(coords), 4)
     net = net_for(setup, Sample(coords, feats, None, 1, "random")).to(setup.half)
@@ -174,7 +174,7 @@ def _compare(
         coords = geometry(kind, size, seed).to(setup.device)
         feats = setup.random(size, 4, dtype=setup.half, seed=seed)
         want = _eager(net, feats, coords)
-        # Half of them as features and coordinates, half as a tensor with its own geometry.
+        # Half of the geometries are passed as features and coordinates, half as a tensor.
         got = fast(feats, coords) if seed % 2 else fast(SparseTensor(feats, coords))
         again = lambda f=feats, c=coords: _eager(net, perturb(f, ()), c)  # noqa: E731
         found.add(f"{kind}, {size} voxels, seed {seed}", got, want, again)
@@ -188,7 +188,7 @@ def _eager(net: nn.Module, feats: Tensor, coords: Tensor) -> SparseTensor:
 
 
 def _rows(setup: Setup, name: str, found: Compared, fast: Captured, done: int) -> Iterator[Row]:
-    """The worst errors beside the limit of `capture` itself, and counts."""
+    """Rows of the largest errors and of counts, each compared with itself."""
     values = {
         "largest error": (found.most, "of rms"),
         "rms error": (found.mean, "of rms"),

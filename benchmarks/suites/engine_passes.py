@@ -25,20 +25,20 @@ from pumice.engine import Captured, capture, capture_step
 from pumice.ops import row_mean
 
 SLACK = 4.0
-"""Times the error of the dtype: of whole networks, whose roundings add up (workloads.Mode)."""
+"""Factor on the tolerance of the dtype for whole networks, whose roundings add up (workloads.Mode)."""
 _SECONDS = {"inference": 4.0, "training": 6.0}
-"""Times those of other studies: a call of a millisecond needs many runs."""
+"""Factors on the seconds of other studies: calls of a millisecond need many runs."""
 
 
 def inference(setup: Setup) -> Iterator[Row]:
-    """Every scene that is wanted and at hand.
+    """Every wanted scene, in three ways of ours.
 
-        captured          fast(feats, coords): nothing is read or checked before
+        captured          fast(feats, coords)
         captured-tensor   fast(SparseTensor(feats, coords))
         eager             net(SparseTensor(feats, coords))
 
-    A call begins with coordinates and features on the device and ends with logits; kernel maps are part of it. Each
-    way's result is compared with a float64 run by library products before it is timed.
+    A call begins with coordinates and features on the device and ends with logits, including kernel maps. Each way's
+    result is compared with a float64 run by torch's products before it is timed.
     """
     return by_scene(setup, scenes(setup, INFERENCE), "inference", _inferred)
 
@@ -58,7 +58,7 @@ def _inferred(setup: Setup, sample: Sample) -> Timed | None:
 
     def check() -> None:
         if made and made[0].fallbacks:
-            # Captured calls must not be eager ones in disguise.
+            # Captured calls must not have run eagerly.
             setup.failed(f"{told.name}: captured calls ran eagerly: {dict(made[0].fallbacks)}")
 
     known = INFERENCE.get(sample.name)
@@ -66,7 +66,7 @@ def _inferred(setup: Setup, sample: Sample) -> Timed | None:
 
 
 def _ways(setup: Setup, net: nn.Module, sample: Sample, made: list[Captured]) -> Iterator[Way]:
-    """made: where the captured network is put when it is needed first."""
+    """Our ways and spconv's. made: receives the captured network when it is first needed."""
     ours = Side.ours(net, sample)
 
     def fast() -> Captured:
@@ -101,12 +101,12 @@ def _twin(setup: Setup, net: nn.Module, sample: Sample) -> Way:
 
 CAPTURED, EAGER, SPCONV = "captured", "eager", "spconv"
 OURS_EAGER = "our eager pass"
-"""What the captured ways are compared with, where it ran: a peer that is no other library."""
+"""The peer name of our eager pass in rows of captured ways."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """The ways of one scene that were right. mode: inference or training; check: called after they were timed."""
+    """The correct ways of one scene. mode: inference or training; check: called after timing."""
 
     setup: Setup
     scene: str
@@ -124,7 +124,7 @@ class Timed:
         return [way for way in self.ways if way.name != SPCONV]
 
     def rows(self, clock: str) -> Iterator[Row]:
-        """Of each of ours, on this clock, a row for each of its peers."""
+        """A row for each of our ways and peers by this clock."""
         times = spent(self.setup, self.case, clock, self.ways, _SECONDS[self.mode] * self.setup.seconds)
         if not times:
             return
@@ -154,13 +154,13 @@ def _goal(known: Known, way: str, value: float) -> str:
 
 
 def case_of(setup: Setup, scene: str, mode: str) -> str:
-    """What rows of a scene are called, without the way."""
+    """The case name of a scene, without the way."""
     tuned = "/tuned" if setup.thorough else ""
     return f"{'tiny/' * setup.quick}{scene}/{DTYPES[setup.half]}/{mode}{tuned}"
 
 
 def in_time(setup: Setup, samples: Iterator[Sample], mode: str) -> Iterator[Sample]:
-    """The samples that are wanted, as long as the study has the time that its longest one took."""
+    """The wanted samples, skipping any once less time is left than the longest sample took."""
     longest = 0.0
     for sample in samples:
         if not any(setup.wants(f"{case_of(setup, sample.name, mode)}/{way}") for way in (CAPTURED, EAGER)):
@@ -177,7 +177,7 @@ def in_time(setup: Setup, samples: Iterator[Sample], mode: str) -> Iterator[Samp
 
 @dataclass
 class Reached:
-    """How many times as fast as its peers a way was, by scene."""
+    """Speedups of our ways over peers: by way, peer and clock, then by scene."""
 
     ratios: dict[tuple[str, str, str], dict[str, float]] = field(default_factory=dict)
 
@@ -189,7 +189,7 @@ class Reached:
             self.ratios.setdefault((way, made.peer, made.clock), {})[scene] = made.ratio
 
     def of(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """These rows, each added."""
+        """Add rows and pass them on."""
         for made in rows:
             self.add(made)
             yield made
@@ -202,10 +202,10 @@ class Reached:
 def by_scene(
     setup: Setup, samples: Iterator[Sample], mode: str, one: Callable[[Setup, Sample], Timed | None]
 ) -> Iterator[Row]:
-    """The rows of every sample that is wanted and that there is time for; what was reached is told last.
+    """The rows of every wanted sample for which there is time; then report the speedups.
 
-    The wall comes first, for all of them: behind a profiler's trace, which tells how long a GPU is busy, each launch of
-    a graph takes 0.07 to 0.1 ms more in that process (H200, CUDA 13).
+    All samples are timed by the wall clock first: after a profiler's trace, which measures device time, each graph
+    launch takes 0.07 to 0.1 ms more in that process (H200, CUDA 13).
     """
     found, timed, (first, *others) = Reached(), [], clocks(setup.device)
     for sample in in_time(setup, samples, mode):
@@ -223,19 +223,19 @@ def by_scene(
 BATCH = 2
 RATE = 1e-8 / LOSS
 _SLACKS = (4.0, 80.0)
-"""Times the error of the dtype: of results, and of all gradients together (workloads.Mode)."""
+"""Factors on the tolerance of the dtype: for results, and for all gradients together (workloads.Mode)."""
 _ON_CPU = (1.0, 100.0)
 Step = Callable[[], Any]
-"""It gives what the network gave, or the loss of a captured step, and leaves gradients in its parameters."""
+"""Returns the network's result, or the loss of a captured step; leaves gradients in the parameters."""
 
 
 def training(setup: Setup) -> Iterator[Row]:
-    """Every scene that is wanted and at hand: whole steps on batches of two, eagerly and captured.
+    """Every wanted scene: whole training steps on batches of two, eager and captured.
 
-    A step: new tensor, forward in mixed precision (autocast, float16), a loss over all voxels, backward, SGD. Results
-    and gradients of the first step are compared with those of library products, in float32 on a GPU, whose memory has
-    no room for wider ones, else in float64; of a captured step, which gives no results, the loss in their place. The
-    learning rate is so small that what is timed stays what was checked.
+    A step: a new tensor, forward in mixed precision (float16 autocast), a loss over all voxels, backward, SGD. Results
+    and gradients of the first step are compared with those of torch's products, in float64, or on a GPU in float32 for
+    lack of memory; a captured step returns no result, so its loss is compared. The learning rate is so small that the
+    network timed remains the one checked.
     """
     return by_scene(setup, scenes(setup, TRAINING, BATCH), "training", _trained)
 
@@ -252,7 +252,7 @@ def _trained(setup: Setup, sample: Sample) -> Timed | None:
 
 
 def _truths(net: nn.Module, sample: Sample) -> dict[str, Any]:
-    """What views give of an exact step."""
+    """Result, loss and gradients of an exact step."""
     dtype = torch.float32 if sample.coords.is_cuda else torch.float64
     side = Side.ours(exact_copy(net, dtype), replace(sample, feats=sample.feats.to(dtype)))
     y = step_of(side, mixed=False)()
@@ -264,7 +264,7 @@ VIEWS: Mapping[str, Callable[[Side, Any], Any]] = {
     "loss": lambda side, value: value,
     "gradients": lambda side, y: side.gradients(y),
 }
-"""What is compared, of a side and what its step gives. result: (feats, coords) by coordinates."""
+"""What to compare, as functions of a side and the value of its step. result: (feats, coords) sorted by coordinates."""
 
 
 def _checked(setup: Setup, way: str, sample: Sample, net: nn.Module, truths: Mapping[str, Any]) -> Ready | None:
@@ -312,7 +312,7 @@ def _captured(setup: Setup, net: nn.Module, sample: Sample) -> tuple[Side, Step]
 
 
 def _mean_loss(y: Any) -> Tensor:
-    """The loss over the voxels that there are."""
+    """The mean loss over valid voxels."""
     return LOSS * row_mean(y, y.feats.float().logsumexp(1))
 
 
@@ -321,7 +321,7 @@ WAYS: Mapping[str, Callable[[Setup, nn.Module, Sample], tuple[Side, Step]]] = {
     CAPTURED: _captured,
     SPCONV: _spconv,
 }
-"""What makes a step of a network that is its own: its side, and the step."""
+"""By way, the function that makes the side and the step of a network, which it owns."""
 
 
 def _sgd(net: nn.Module) -> torch.optim.Optimizer:

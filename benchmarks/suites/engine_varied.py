@@ -1,10 +1,10 @@
-"""The study `varied` of the suite `engine`: how long a captured network takes for scans that it has never met.
+"""The study `varied` of the suite `engine`: latency of a captured network on scans that it has not seen.
 
-Thousands of scans (scenes/varied.py), one after the other, each made on the device before the clock starts. A call
-begins on an idle device with features and coordinates there, and ends when the logits are. Nothing is made ready: the
-first scan of a capacity waits until that is captured, which counts in `all` rows and is left out of `later` ones.
+Thousands of scans (scenes/varied.py) run in turn, each made on the device before its call is timed. A call begins on an
+idle device with features and coordinates there, and ends when the logits are computed. Capacities are not captured
+ahead: the first scan of a capacity waits for its capture, which counts in rows `all` but not in `later`.
 
-What is there before the first scan is left out of garbage collection (gc.freeze), as in a program with a deadline.
+Objects that exist before the first scan are excluded from garbage collection (gc.freeze), as in a real-time program.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from pumice.ops import SparseTensor
 
 COUNT, TINY = 10_000, 30
 SIZES: Mapping[bool, tuple[int, int]] = {False: (7_200, 120_000), True: (60, 300)}
-"""Voxels of a scan, from and to; of a quick run."""
+"""Minimum and maximum voxels of a scan, by whether the run is quick."""
 FEW: tuple[int, ...] = (100, 200)
 """Capacities of a quick run, besides the largest."""
 GOAL = 1.5
-"""How many times p50 p99.9 may be, within a capacity."""
+"""Goal for p99.9 over p50 within a capacity."""
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 _ASKED = 64
-"""Scans that the example is chosen from."""
+"""Number of scans among which the example is chosen."""
 _CHECKED = 20
-"""Scans that are compared with the eager pass, behind all that is timed."""
+"""Number of scans compared with the eager pass, after all timing."""
 _EVERY = 50
-"""Scans between two looks at the memory."""
+"""Number of scans between measurements of memory."""
 
 
 @dataclass
 class Memory:
-    """MiB as scans went by, by what it is: "live" in tensors, "kept" by torch's allocator, "used" of the device."""
+    """MiB over the scans, by kind: "live" in tensors, "kept" by torch's allocator, "used" of the device."""
 
     at: list[int] = field(default_factory=list)
     series: dict[str, list[float]] = field(default_factory=dict)
 
     def look(self, number: int, device: torch.device) -> None:
-        """Before the scan of this number. Nothing on a CPU."""
+        """Measure memory before the scan of this number; no effect on a CPU."""
         if device.type != "cuda":
             return
         free, whole = torch.cuda.mem_get_info(device)
@@ -67,17 +67,17 @@ class Memory:
             self.series.setdefault(what, []).append(value / 2**20)
 
     def ends(self, since: int) -> dict[str, tuple[float, float]]:
-        """At the first look at or behind a scan, and at the last one."""
+        """By kind, the MiB at the first measurement at or after a scan, and at the last one."""
         first = next((place for place, at in enumerate(self.at) if at >= since), len(self.at) - 1)
         return {what: (series[first], series[-1]) for what, series in self.series.items()}
 
 
 @dataclass
 class Seen:
-    """What was measured. spent: milliseconds by capacity, in their order; 0 is that of scans beyond the largest.
+    """Measurements. spent: milliseconds by capacity, in order of the scans; 0: scans larger than every capacity.
 
-    loading: milliseconds of the first scan of a capacity, which waits for its capture. last: the scan that was the
-    last to wait.
+    loading: milliseconds of the first scan of a capacity, including its capture. last: number of scans up to the last
+    one that waited for a capture.
     """
 
     spent: dict[int, list[float]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Seen:
 
 
 def varied(setup: Setup) -> Iterator[Row]:
-    """As many scans as are asked for, or there is time for."""
+    """Time as many scans as asked for, or as time allows."""
     name = f"{'tiny/' * setup.quick}scans/{DTYPES[setup.half]}/varied"
     if not setup.wants(name):
         return
@@ -117,7 +117,7 @@ def _captured(setup: Setup, scans: Varied) -> tuple[nn.Module, Captured]:
 
 
 def _seen(setup: Setup, scans: Varied, fast: Captured, count: int) -> Seen:
-    # The example's own capacity was captured before.
+    # The capacity of the example is already captured.
     seen, known = Seen(), fast.prepared
     for number in range(count):
         if setup.left < 3:
@@ -132,7 +132,7 @@ def _seen(setup: Setup, scans: Varied, fast: Captured, count: int) -> Seen:
         if fast.prepared != known:
             known, seen.last = fast.prepared, number + 1
             seen.loading[capacity] = spent
-        # What is looked at is what stays.
+        # Free the scan, so that memory measurements do not include it.
         del feats, coords
     seen.memory.look(seen.count, setup.device)
     return seen
@@ -168,12 +168,12 @@ def _check(setup: Setup, name: str, scans: Varied, net: nn.Module, fast: Capture
 
 
 def quantiles(spent: Sequence[float]) -> dict[str, float]:
-    """By name, of all of QUANTILES."""
+    """The quantiles of QUANTILES, by name."""
     return dict(zip(QUANTILES, np.quantile(spent, list(QUANTILES.values())).tolist(), strict=True))
 
 
 def _parts(seen: Seen) -> Iterator[tuple[int, str, list[float]]]:
-    """(capacity, "all" or "later", milliseconds), by capacity; later: without the scan that waited, the first one."""
+    """(capacity, "all" or "later", milliseconds) by capacity; later: without a first scan that waited for capture."""
     for capacity in sorted(seen.spent):
         spent = seen.spent[capacity]
         yield capacity, "all", spent
@@ -200,7 +200,7 @@ def _tell(setup: Setup, name: str, seen: Seen, fast: Captured) -> None:
 
 
 def _rows(setup: Setup, name: str, seen: Seen, fast: Captured) -> Iterator[Row]:
-    """Latencies by capacity, what the first scan of each waited, what memory grew by, and what ran eagerly."""
+    """Latencies by capacity, waits of first scans, growth of memory, and scans that ran eagerly."""
 
     def made(case: str, metric: str, value: float, unit: str, clock: str, peer: Peer | None = None) -> Row:
         return setup.row(f"{name}/{case}", value, clock, peer or Peer("itself", value), metric, unit)
@@ -215,6 +215,6 @@ def _rows(setup: Setup, name: str, seen: Seen, fast: Captured) -> Iterator[Row]:
         yield made(f"{capacity}/first", "loading", waited, "ms", "wall")
     for what, (first, last) in seen.memory.ends(seen.last).items():
         yield made("memory", f"growth, {what}", last - first, "MiB", "count", Peer("goal", 0.0, "goal"))
-    # Those whose capacity was recorded behind them are among `loading`.
+    # Scans that ran eagerly because their capacity was being captured are in `loading`.
     eagerly = sum(count for why, count in fast.fallbacks.items() if why != "capture")
     yield made("eagerly", "scans", float(eagerly), "scans", "count")

@@ -1,4 +1,4 @@
-"""What it takes until a statement first runs: with empty caches, and in a new process that finds them on the disk."""
+"""Time to the first run of a statement: with empty caches, and in a new process with filled caches on disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pumice.errors import PumiceError
 STATEMENTS = ("structured", "unstructured", "conv", "tensor-product")
 GOALS = {"cold": Peer("goal", 15e3, "goal"), "warm": Peer("goal", 50.0, "goal")}
 INSUM = Peer("Insum on an RTX 3090 (paper)", 14.8e3, "recorded")
-LIMIT = 300  # seconds for a process
+LIMIT = 300  # seconds per process
 
 
 def compile_times(setup: Setup) -> Iterator[Row]:
-    """The first call of each study's statement less a later one, cold and warm."""
+    """The first call of each study's statement minus a later one, cold and warm."""
     wanted = [name for name in STATEMENTS if setup.wants(f"compile/{name}")]
-    # A process for each statement; where it need not be exact one for all of them.
+    # One process per statement; in a quick run one for all.
     for names in [wanted] if setup.quick and wanted else [[name] for name in wanted]:
         try:
             found = first_calls(setup, names, 1 if setup.quick else 3)
@@ -47,9 +47,9 @@ def _rows(setup: Setup, name: str, state: str, times: Times) -> Iterator[Row]:
 
 
 def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict[str, Times]]:
-    """Milliseconds of compilation and tuning by statement and state: "cold" once, then "warm" in so many processes.
+    """Milliseconds of compilation and tuning by statement and state: "cold" in one process, "warm" in `warm` processes.
 
-    "start" is among the statements: what a process pays once.
+    The statements include "start", the one-time costs of a process.
     """
     with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
         cold = _process(setup, names, Path(folder))
@@ -62,26 +62,26 @@ def first_calls(setup: Setup, names: Sequence[str], warm: int) -> dict[str, dict
 
 
 def _spent(calls: Sequence[float]) -> float:
-    """What the first call took beyond a later one."""
+    """Time of the first call minus that of a later one."""
     return max(calls[0] - calls[1], 1e-3)
 
 
 def _process(setup: Setup, names: Sequence[str], caches: Path) -> dict[str, Sequence[float]]:
-    """[first, later] by statement in a process of its own with these caches."""
+    """[first, later] milliseconds by statement, in a new process with these caches."""
     size = "quick" if setup.quick else "full"
     return probed((str(setup.device), size, ",".join(names)), caches)
 
 
 def fresh_caches(folder: Path) -> list[str]:
-    """The beginning of a command line that runs a program with its caches in a folder."""
+    """The prefix of a command line that puts a program's caches into a folder."""
     variables = ("PUMICE_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     return ["env", *(f"{name}={folder / name.lower()}" for name in variables)]
 
 
 def probed(arguments: Sequence[str], caches: Path) -> Any:
-    """What probes/first_call.py prints, in a process of its own with these caches.
+    """The parsed output of probes/first_call.py, run in a new process with these caches.
 
-    Raises PumiceError where it ends badly, or takes too long.
+    Raises PumiceError if the process fails or takes more than LIMIT seconds.
     """
     command = [*fresh_caches(caches), sys.executable, "-m", "benchmarks.probes.first_call", *arguments]
     try:

@@ -1,4 +1,4 @@
-"""The studies `host` and `first-call` of the suite `conv-forward`: what a call costs the host, and the first one."""
+"""The studies `host` and `first-call` of the suite `conv-forward`: host time of a call, and of the first one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pumice.errors import PumiceError
 from pumice.ops import SparseTensor, conv_features
 
 VOXELS, CHANNELS = 300, 16
-"""So few that a GPU never limits."""
+"""A layer so small that the host takes longer than a GPU."""
 _RUNS = 7
 STATES: Mapping[str, Peer] = {"cold": Peer("goal", 20.0, "goal"), "warm": Peer("goal", 2.0, "goal")}
-"""Seconds of the first call: with empty caches, and in a new process that finds them filled."""
+"""Goals for the first call, in seconds: with empty caches, and in a new process with filled ones."""
 
 
 def host(setup: Setup) -> Iterator[Row]:
-    """Microseconds of the host for a call of a tiny layer, eager, many of them queued without a wait."""
+    """Host microseconds per eager call of a tiny layer, over many calls queued without waits."""
     coords = surface(VOXELS, setup.device)
     cell = Cell("host", "surface", Width.square(CHANNELS), map_of(coords.coords), coords)
     layer = layer_of(setup, cell)
@@ -48,7 +48,7 @@ def host(setup: Setup) -> Iterator[Row]:
 
 
 def queued(call: Callable[[], Any], device: torch.device, count: int) -> Times:
-    """Microseconds of a call: so many in a row without a wait, over their count."""
+    """Microseconds per call, over `count` calls in a row without waits."""
     spent = []
     for _ in range(_RUNS):
         synchronize(device)
@@ -61,7 +61,7 @@ def queued(call: Callable[[], Any], device: torch.device, count: int) -> Times:
 
 
 def _on_device(setup: Setup, call: Callable[[], Any]) -> str:
-    """What the device needs for it: as long as that is less, the host is what was measured."""
+    """Device time per call as text: while it is lower than host time, the host's was measured."""
     if setup.device.type != "cuda":
         return "; on a CPU the arithmetic is in it"
     (times,) = together([call], setup.device, "gpu", setup.seconds, cold=False)
@@ -83,7 +83,7 @@ def _function_and_gradients(layer: Trained) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def _module(layer: Trained) -> tuple[nn.Conv3d, SparseTensor]:
-    """The same layer as a module, and its input."""
+    """The layer as a module, and its input."""
     module = nn.Conv3d(CHANNELS, CHANNELS, 3, bias=False).to(layer.feats.device, layer.feats.dtype)
     with torch.no_grad():
         module.weight.copy_(layer.weight.view_as(module.weight))
@@ -113,11 +113,11 @@ CALLS: Mapping[str, tuple[Callable[[Trained], Callable[[], Any]], Pass, float]] 
     "function+backward": (_function_and_gradients, TRAINING, 70.0),
     "layer+backward": (_layer_and_gradients, TRAINING, 70.0),
 }
-"""What is called, what it gives, and the goal in microseconds."""
+"""By name: the function that makes the call, the pass it computes, and the goal in microseconds."""
 
 
 def first_call(setup: Setup) -> Iterator[Row]:
-    """Seconds of a network's first call: 42 convolutions on a scan, maps included, in processes of their own."""
+    """Seconds of a network's first call (42 convolutions on a scan, maps included), each in a new process."""
     with tempfile.TemporaryDirectory(prefix="pumice-bench-") as folder:
         for state, goal in STATES.items():
             try:

@@ -25,24 +25,24 @@ from pumice.schedule.tile import Tile
 
 FORM = "compacted"
 ALL_TAPS = "O[o,n] = x[R[o,k],c] * w[n,k,c]"
-"""No form of a map walks all kernel offsets of every row: this statement over its table does."""
+"""Computes all kernel offsets of every row, from the map's table; no form of a map does."""
 ONLINE = "O[rows[tile[e],b],n] = x[R[rows[tile[e],b],k[e]],c] * w[n,k[e],c] ; tile:sorted, rows:distinct, rows:onto"
-"""Rows are reordered in the kernel: what a row meets is looked up in the table, not laid out before."""
+"""Reorders rows in the kernel: input rows are looked up in the table instead of being laid out in tiles."""
 NO_FORM = (
     "compaction and reordering are measured against statements: no form of a map walks all taps of every row, and none "
     "looks up in the kernel what a row meets"
 )
 _SIZES = (10_000, 1_000_000)
-"""Rows of a small layer and of a large one."""
+"""Numbers of rows of a small and of a large layer."""
 _KERNEL = 2e-6
-"""Seconds of an elementwise kernel besides what it moves."""
+"""Seconds of an elementwise kernel besides the time for its bytes."""
 _APART = 46
-"""Bytes of an entry that an epilogue moves apart from its layer in half precision: six kernels, most in float32."""
+"""Bytes per element that an unfused epilogue moves in half precision: six kernels, most of them in float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Idea:
-    """A layer with an idea and without it, its result, and the gain that the model predicts."""
+    """A layer with an optimization and without it, its exact result, and the gain predicted by the model."""
 
     predicted: float
     has: Callable[[], Tensor]
@@ -52,7 +52,7 @@ class Idea:
 
 @dataclass(frozen=True, eq=False)
 class Subjected:
-    """A cell's layer, and its result in float64."""
+    """The layer of a cell with its float64 result."""
 
     layer: Trained
     truth: Tensor
@@ -65,15 +65,15 @@ class Subjected:
         return Idea(predicted, has, lacks, self.truth)
 
     def form(self, name: str) -> Callable[[], Tensor]:
-        """The layer with its map in one form."""
+        """The layer over its map in a given form."""
         return self.line(CONV, *maps.build_form(self.layer.found, name))
 
     def line(self, text: str, names: Sequence[str], arrays: Sequence[Tensor]) -> Callable[[], Tensor]:
-        """A statement over features, weights and index arrays, by kernels where they run."""
+        """A statement over features, weights and index arrays, by Triton if available."""
         return statement(self.layer, (names, arrays), text, "triton" if self.kernels else "")
 
     def seconds(self, walked: Sequence[Walk]) -> float:
-        """The least that a kernel of the default tile takes for these walks."""
+        """Lower bound of the time of a kernel with the default tile over these walks."""
         return least(needs(self.layer, walked, Step.of(self.layer, FORM).default()))
 
     def compacted(self) -> float:
@@ -100,12 +100,12 @@ def _compaction(cell: Subjected) -> Idea:
 def _reordering(cell: Subjected) -> Idea:
     rows, tiles, taps, _ = maps.build_form(cell.layer.found, FORM)[1]
     online = cell.line(ONLINE, ["R", "rows", "tile", "k"], [cell.layer.found.rows(), rows, tiles, taps])
-    # As measured of a first prototype: a load that waits for a load that waits for a load costs 1.3 to 1.5 times.
+    # Measured on a first prototype: a chain of three dependent loads costs 1.3 to 1.5 times as much.
     return cell.idea(1.4, cell.form(FORM), online)
 
 
 def _look_ahead(cell: Subjected, stages: int, predicted: float) -> Idea:
-    """Against a chain of loads with so many stages. The gains are those of a first prototype."""
+    """Index prefetching against dependent loads with `stages` stages; the prediction is a first prototype's gain."""
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     ahead, chain = replace(tile, prefetch_indices=True, stages=3), replace(tile, prefetch_indices=False, stages=stages)
@@ -117,7 +117,7 @@ def _by(step: Step, tile: Tile) -> Callable[[], Tensor]:
 
 
 def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
-    """Against the same tile with something of it switched off."""
+    """The default tile against the same tile with options switched off."""
     step = Step.of(cell.layer, FORM)
     tile = step.default()
     if tile.packed:
@@ -126,7 +126,7 @@ def _switched(cell: Subjected, predicted: float, **off: Any) -> Idea | str:
 
 
 def _sharing(cell: Subjected) -> Idea | str:
-    """Long segments shared by several programs, against one program for each."""
+    """Long segments shared by several programs, against one program per segment."""
     tile, walked = Step.of(cell.layer, FORM).default(), walks(cell.layer.found, FORM)
     if not tile.stream_k_chunk:
         return "there is work for all, and nothing is shared"
@@ -135,8 +135,8 @@ def _sharing(cell: Subjected) -> Idea | str:
 
 
 def _tile_by_size(cell: Subjected) -> Idea:
-    """Against what a layer of another size would get: a large one's tile and block on a small one, and the other way
-    round."""
+    """The tile and block for the layer's size against those for another size: a large layer's for a small one, or vice
+    versa."""
     layer = cell.layer
     own = maps.tile_rows_for(layer.rows)
     other = next(size for size in _SIZES if maps.tile_rows_for(size) != own)
@@ -152,7 +152,7 @@ def _tile_by_size(cell: Subjected) -> Idea:
 
 
 def _epilogue(cell: Subjected) -> Idea:
-    """Scale, shift, residual and ReLU in the layer's kernel, and by torch behind it."""
+    """Scale, shift, residual and ReLU fused into the layer's kernel, against torch operators after it."""
     layer = cell.layer
     scale, shift = layer.weight[:, 0, 0].abs() + 0.5, layer.weight[:, 1, 0]
     epilogue = Epilogue(scale, shift, layer.grad, "relu")
@@ -177,21 +177,21 @@ IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = {
     "reordering": _reordering,
     "tile-by-size": _tile_by_size,
     "sharing": _sharing,
-    # By the instructions of the loop, which is bound by others of them.
+    # Predicted from instruction counts of the loop, although other instructions bound it.
     "hoisting": partial(_switched, predicted=1.03, hoisted=False),
     "padding": partial(_switched, predicted=1.01, padded=False),
     "split2": partial(_split, form="split2"),
     "split3": partial(_split, form="split3"),
     "fused-epilogue": _epilogue,
 }
-"""By name; a text says why there is nothing to compare."""
+"""Comparisons by name; a function returns a text if there is nothing to compare."""
 TILED = {"look-ahead", "look-ahead-against-5-stages", "tile-by-size", "sharing", "hoisting", "padding"}
-"""Those that compare tiles of kernels."""
+"""The ideas that compare tiles of kernels."""
 NO_KERNELS = "tiles are those of kernels, and none run here"
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
-    """Every idea in some cells, by default tiles: the gain that was predicted, and the one that was measured."""
+    """Every idea in some cells with default tiles: the predicted gain, and the measured one."""
     chosen = Choice("ablation", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm", "shell_256"), channels=(64, 128))
     gains: dict[str, list[tuple[float, float]]] = {}
     for cell in cells(setup, chosen):
@@ -210,7 +210,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
 
 
 def _compared(setup: Setup, cell: Cell, name: str, idea: Idea) -> Iterator[Row]:
-    """The rows of an idea: its time against the time without, its gain against the predicted one."""
+    """Rows of an idea: its time against the time without it, and the measured gain against the predicted one."""
     case = Case(f"{cell.case}/{name}", setup.half, idea.truth)
     has, lacks = (
         ready(setup, case, Way(text, partial(untuned, call)), ours=True)
@@ -236,11 +236,11 @@ def _say_gains(setup: Setup, gains: Mapping[str, Sequence[tuple[float, float]]])
 # The default tile against the best
 
 WITHIN = 1.1
-"""How many times the best tile's time the default's may be."""
+"""Goal for the default tile's time over the best tile's."""
 
 
 def default_tile(setup: Setup, passed: Pass) -> Iterator[Row]:
-    """Every cell by default tiles, against the fastest of all tiles that are worth timing."""
+    """Every cell with default tiles against tuned ones, the fastest of all candidates."""
     if why := triton_unavailable_reason(torch.empty(0, device=setup.device)):
         setup.say(f"default-tile is left out: tiles are those of kernels, and {why}")
         return

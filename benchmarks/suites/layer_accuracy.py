@@ -58,7 +58,7 @@ from pumice.runtime.launch import has_triton
 
 @dataclass(frozen=True)
 class Kind:
-    """A dtype, and how float32 is multiplied. slack: how many times float32's error is good enough."""
+    """A dtype, and for float32 the precision of products. slack: factor on the tolerance of the dtype."""
 
     name: str
     dtype: torch.dtype
@@ -79,12 +79,12 @@ KINDS = (
 
 
 DENSE_KINDS = (*KINDS[:3], Kind("fp32", torch.float32, "ieee"))
-"""Those of a dense convolution by torch. precision: what torch is set to."""
+"""Kinds of a dense convolution by torch. precision: torch's setting."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The fastest of ours is so many times as fast as the rival. limit: the error that is allowed, of those of all."""
+    """A goal: the fastest of our kinds is `times` as fast as the rival. limit: its maximum error, from all errors."""
 
     name: str
     ours: tuple[str, ...]
@@ -95,7 +95,7 @@ class Goal:
 
 GOALS = (
     Goal("tf32 over spconv tf32", ("tf32",), "spconv tf32", 1.5),
-    # Whichever is the fastest at twice ieee's error or less.
+    # The fastest with at most twice the error of ieee.
     Goal(
         "ieee class over spconv fp32",
         ("ieee", "tf32x3"),
@@ -112,14 +112,14 @@ GOALS = (
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What was measured of a cell: errors and times by name."""
+    """Errors and times of a cell, by kind."""
 
     case: str
     errors: Mapping[str, float]
     times: Mapping[str, Times] = field(default_factory=dict)
 
     def own(self, goal: Goal) -> str:
-        """The fastest of the goal's that is exact enough; "" where none is, or where the rival is missing."""
+        """The fastest of the goal's kinds that is exact enough; "" if none is, or the rival is missing."""
         there = [name for name in goal.ours if name in self.times]
         if goal.rival not in self.times or not there:
             return ""
@@ -128,7 +128,7 @@ class Found:
 
 
 def dtypes(setup: Setup) -> Iterator[Row]:
-    """Every kind, with relative errors; by default tiles, tuned where thorough."""
+    """Every kind, with relative errors, by default tiles, or tuned ones in a thorough run."""
     chosen = Choice("dtypes", scenes=("waymo_1f_5cm", "shell_256"), channels=(64, 128, 256))
     found: list[Found] = []
     if not _has_kernels(setup):
@@ -175,9 +175,9 @@ def _ours(setup: Setup, cell: Cell) -> Iterator[Ready]:
 
 
 def _in_bytes(setup: Setup, cell: Cell, kind: Kind) -> Ready | None:
-    """A layer of quantized values with their scales in its epilogue, to half precision; None where there is no fp8.
+    """A layer of quantized values with scales in its epilogue and a half-precision result; None if fp8 is unavailable.
 
-    Right is what the quantized values give in float64: what quantizing them loses is no error of the layer.
+    The reference is the float64 result of the quantized values, so quantization errors do not count.
     """
     if kind.dtype == torch.float8_e4m3fn and without_fp8(setup.device):
         return None
@@ -208,7 +208,7 @@ def _told(found: Found, name: str) -> str:
 
 
 def _rows(setup: Setup, found: Found, clock: str) -> Iterator[Row]:
-    """Times against the rivals of the goals, and errors against what is allowed."""
+    """Times against the goals' rivals, and errors against the goals' limits."""
     kinds = {kind.name: kind for kind in KINDS}
     for goal in GOALS:
         own = found.own(goal)
@@ -240,12 +240,12 @@ def _say_goals(setup: Setup, found: Sequence[Found]) -> None:
 
 PARTS = ("y", "dx", "dw")
 NOISE = 1.1
-"""How many times the dense convolution's error is no worse than it: another order of a sum is as good."""
+"""Errors up to this multiple of the dense convolution's are no worse: the order of summation alone may cause them."""
 
 
 def errors(setup: Setup) -> Iterator[Row]:
-    """Relative errors of a result and of its gradients against float64, ours and torch's; and what differs when
-    computed twice with deterministic algorithms."""
+    """Relative errors of results and gradients against float64, ours and torch's; and entries that differ between two
+    runs with deterministic algorithms."""
     kinds = [kind for kind in DENSE_KINDS if setup.device.type == "cuda" or kind.name == "fp32"]
     if len(kinds) < len(DENSE_KINDS):
         setup.say(
@@ -265,14 +265,14 @@ def errors(setup: Setup) -> Iterator[Row]:
 
 
 def _box(setup: Setup) -> tuple[int, Voxels]:
-    """The side of a box, and the voxels of a shell in it."""
+    """The side of a box, and the voxels of a shell within it."""
     side, size = (8, 16) if setup.quick else (64, 128)
     found = shell(size)
     return side, Voxels.of(batched(found[(found < side).all(1)]).to(setup.device))
 
 
 def _beside(setup: Setup, about: tuple[str, Kind, int], layer: Trained, worse: list[str]) -> Iterator[Row]:
-    """The errors of a layer beside those of the dense convolution; parts that are worse are added."""
+    """A layer's errors beside those of the dense convolution. about: case, kind, side; worse: receives worse parts."""
     case, kind, side = about
     truth, peer = exact_both(layer), "cuDNN" if setup.device.type == "cuda" else "torch"
     with multiplying(kind.precision) if kind.precision else nullcontext():
@@ -295,7 +295,7 @@ def _errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> Mapping[str, fl
 
 
 def _dense(layer: Trained, side: int) -> tuple[Tensor, ...]:
-    """The layer by torch's convolution of the whole box: its result and gradients where voxels are."""
+    """Result and gradients of the layer at its voxels, computed by torch's dense convolution of the whole box."""
     width = layer.feats.shape[1]
     x, weight = (t.detach().requires_grad_() for t in (layer.feats, layer.weight))
     at = _places(layer.coords, width)
@@ -306,14 +306,14 @@ def _dense(layer: Trained, side: int) -> tuple[Tensor, ...]:
 
 
 def _places(coords: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Where the channels of voxels are in a dense batch [B, C, ...]: indices [N, C] of each axis."""
+    """Indices [N, C] into each axis of a dense batch [B, C, ...], for all channels of voxels."""
     batch, *place = coords.long()[:, :, None].unbind(1)
     return (batch, torch.arange(width, device=coords.device), *place)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Within it torch's algorithms are deterministic, or raise."""
+    """Within this context torch's algorithms are deterministic, or raise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.use_deterministic_algorithms(True)
@@ -323,7 +323,7 @@ def deterministic() -> Iterator[None]:
 
 
 def _repeated(setup: Setup) -> Iterator[Row]:
-    """Entries that differ when a result and its gradients are computed twice."""
+    """Count entries that differ when a result and its gradients are computed twice."""
     for cell in cells(setup, Choice("repeated", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm"), channels=(64,))):
         for dtype in dict.fromkeys((setup.half, torch.float32)):
             layer = layer_of(setup, cell, dtype)
@@ -331,7 +331,7 @@ def _repeated(setup: Setup) -> Iterator[Row]:
             try:
                 with deterministic():
                     pairs = list(zip(both(layer), both(layer), strict=True))
-            except RuntimeError as reason:  # torch's own libraries ask for a setting of theirs
+            except RuntimeError as reason:  # cuBLAS requires an environment variable
                 setup.failed(f"{case}: {str(reason).splitlines()[0]}")
                 continue
             differing = sum(int((one != other).sum()) for one, other in pairs)
@@ -349,12 +349,12 @@ WIDTHS = (
     *(Width(64, 64, 2), Width(128, 128, 4), Width(128, 128, 32), Width(64, 64, 64), Width(256, 256, 256)),
 )
 DENSE = "one group"
-"""Of a layer with groups: the layer of the same channels without, ours too."""
+"""The peer of a layer with groups: our layer with the same channels in one group."""
 
 
 def channels(setup: Setup) -> Iterator[Row]:
-    """Every width by default tiles (thorough: by tuned ones, too) against spconv or, where there are groups, against
-    one group."""
+    """Every width by default tiles (thorough: also tuned ones) against spconv, or against one group if there are
+    several."""
     done: list[Row] = []
     setup.say("spconv is left out where there are groups: it has layers of one group only")
     for cell in cells(setup, Choice("channels", "fwd", ("waymo_1f_5cm", "nuscenes_1f_10cm"), widths=WIDTHS)):
@@ -382,7 +382,7 @@ def _ways(setup: Setup, layer: Trained) -> Iterator[Way]:
 
 
 def _bounds(layer: Trained) -> Mapping[str, float]:
-    """Least milliseconds of the default tile; not of the longest program, whose latency is known of products only."""
+    """Lower bounds of the default tile in milliseconds; no latency bound, which models matrix products only."""
     weight, _ = merge_small_groups(layer.feats, layer.weight, layer.groups)
     layer = replace(layer, weight=weight)
     needed = needs(layer, walks(layer.found, FORM), Step.of(layer, FORM).default())
@@ -390,7 +390,7 @@ def _bounds(layer: Trained) -> Mapping[str, float]:
 
 
 def _one_group(setup: Setup, cell: Cell) -> Ready | None:
-    """Of other weights: it is checked against its own result."""
+    """The peer with one group; its weights differ, so it is checked against its own result."""
     dense = layer_of(setup, replace(cell, width=replace(cell.width, groups=1)))
     way = Way(DENSE, lambda: untuned(partial(forward, dense)))
     return ready(setup, Case(cell.case, setup.half, exact(dense)), way, ours=True)

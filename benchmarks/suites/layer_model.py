@@ -1,12 +1,12 @@
-"""What a layer's kernels must read and multiply, and the least time that takes: a small model of the device.
+"""A small model of the device: the bytes and products that a layer's kernels need, and lower bounds of their time.
 
     memory     features in and out, weights and index arrays once, through memory
-    cache      what every program gathers, its weights and its indices, through the L2
-    matrix     tiles x rows x C x C products, absent pairs among them, on tensor cores; on plain units where a kernel
+    cache      what all programs gather, their weights and indices, through the L2
+    matrix     tiles x rows x C x C products, including absent pairs, on tensor cores; on plain units if a kernel
                multiplies entry by entry
-    latency    the longest program alone: its turns wait for their loads, as many at once as there are stages
+    latency    the longest program alone: its iterations wait for loads, which overlap by the number of stages
 
-The longest of them is the bound. What it leaves out says why a layer is slower: see `why`.
+The largest is the bound. `why` lists what the bound omits, as reasons for a slower layer.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from pumice.schedule.predict import DEVICES
 from pumice.schedule.tile import PROCESSORS, Tile, occupancy, power_above
 
 LATENCY = 0.6e-6
-"""Seconds from asking for a row in memory until it is there."""
+"""Seconds of a load from memory."""
 _L2 = 50e6
-"""Bytes of the L2 that features have."""
+"""Bytes of the L2 available to features."""
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What a kernel goes through: entries (tile, tap) of `block` rows each.
+    """The work of a kernel: entries (tile, kernel offset) of `block` rows each.
 
-    heaviest: entries of one tile at most; indices: bytes of the arrays that say who meets whom.
+    heaviest: maximum entries of a tile. indices: bytes of the index arrays.
     """
 
     block: int
@@ -48,27 +48,27 @@ class Walk:
 
     @staticmethod
     def of(rows: Tensor, tiles: Tensor, taps: Tensor, met: Tensor) -> Walk:
-        """Of the arrays of coords.TileList."""
+        """From the arrays of a coords.TileList."""
         heaviest = int(torch.bincount(tiles.long(), minlength=1).max())
         held = sum(x.numel() * x.element_size() for x in (rows, tiles, taps, met))
         return Walk(rows.shape[1], rows.shape[0], tiles.shape[0], heaviest, held)
 
     @staticmethod
     def of_all_taps(found: KernelMap, block: int) -> Walk:
-        """Of the table of a map, every kernel offset of every row."""
+        """All kernel offsets of every row, from the table of a map."""
         tiles = -(-found.num_outputs // block)
         return Walk(block, tiles, tiles * found.volume, found.volume, 4 * found.num_outputs * found.volume)
 
 
 def walks(found: KernelMap, form: str) -> tuple[Walk, ...]:
-    """One for each part of a form of tiles."""
+    """The walk of each part of a tiled form."""
     _, held = maps.build_form(found, form)
     return tuple(Walk.of(*held[at : at + 4]) for at in range(0, len(held), 4))
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The one kernel of a layer over a form of one part, with its tensors by name."""
+    """The single kernel of a layer over a form of one part, with its tensors by name."""
 
     bound: BoundStatement
     tensors: Mapping[str, Tensor]
@@ -76,7 +76,7 @@ class Step:
 
     @staticmethod
     def of(layer: Layer, form: str, block: int = 0) -> Step:
-        """block: outputs of a tile of the form "compacted"; by default as many as maps.tile_rows_for says."""
+        """block: outputs per tile of the form "compacted"; 0: maps.tile_rows_for."""
         tokens, held = maps.build_form(layer.found, form)
         text, x, weight, shape = _statement(layer)
         names = "|".join(("x", "w", *tokens))
@@ -87,23 +87,23 @@ class Step:
         return Step(plan.step_bound(step, tensors, shape), tensors, layer.feats.dtype)
 
     def default(self, times: float = 1.0) -> Tile:
-        """The tile that is taken before any tuning; of a map that is so many times as long."""
+        """The tile without tuning, for a map `times` as long."""
         with use_tuning_mode(DEFAULT):
             return tile_of(self.bound, self.tensors if times == 1 else self._longer(times))
 
     def _longer(self, times: float) -> Mapping[str, Tensor]:
-        """Shapes alone: a default tile looks at no values."""
+        """The tensors with longer maps, as meta tensors: the default tile depends on shapes only."""
         return {
             name: x.new_empty((round(times * len(x)), *x.shape[1:]), device="meta") if name.startswith("map_") else x
             for name, x in self.tensors.items()
         }
 
     def best(self) -> Tile:
-        """The tuned one; the default where nothing was tuned."""
+        """The tuned tile, or the default if nothing was tuned."""
         return tile_of(self.bound, self.tensors)
 
     def by(self, tile: Tile) -> Tensor:
-        """The result by this tile."""
+        """The result with this tile."""
         return runner(self.bound, self.dtype, tile)(self.tensors).flatten(1)
 
 
@@ -119,9 +119,9 @@ def _statement(layer: Layer) -> tuple[str, Tensor, Tensor, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Needs:
-    """FLOP of the pairs (useful) and of the tiles (padded; plain: on plain units), bytes of memory and of the L2,
-    seconds of the longest program (chain), programs, and those for each place where one can run (waves), and bytes that
-    the L2 has no room for (missed) where rows are gathered in no order of place."""
+    """Cost of a layer. FLOP: useful (pairs), padded (tiles), plain (of these, on plain units). Bytes: memory, cache
+    (L2), missed (gathered bytes beyond the L2's capacity, for rows in random order). chain: seconds of the longest
+    program. programs: their number; waves: over the programs that run at once."""
 
     useful: float = 0.0
     padded: float = 0.0
@@ -134,13 +134,13 @@ class Needs:
     missed: float = 0.0
 
     def __add__(self, other: Needs) -> Needs:
-        """Of both, one after the other."""
+        """The costs of both, one after the other."""
         values = zip(vars(self).items(), vars(other).values(), strict=True)
         return Needs(**{name: own + more for (name, own), more in values})
 
 
 def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
-    """Of a layer in 16 or 32 bits, over these walks by kernels of this tile."""
+    """The cost of a layer in 16 or 32 bits over these walks, by kernels with this tile."""
     (outputs, _, each), size = layer.weight.shape, layer.feats.element_size()
     pairs = len(layer.found.pairs().inputs)
     (across, read), turns = _columns(layer, tile), -(-each // tile.reduced)
@@ -150,7 +150,7 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
     for number, walk in enumerate(walked):
         down = max(1, walk.block // tile.rows)
         last = number == len(walked) - 1
-        # What further parts add to is kept in float32, written and read again.
+        # Parts accumulate into a float32 result, which further parts read and write again.
         out = layer.rows * outputs * ((size if last else 4) + (4 if number else 0))
         gathered = pairs * read * size * across / len(walked)
         weights = walk.entries * down * outputs * each * size
@@ -171,7 +171,7 @@ def needs(layer: Layer, walked: Sequence[Walk], tile: Tile) -> Needs:
 
 
 def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
-    """Blocks of columns, and the channels that each reads of a row: a product has a group at a time."""
+    """Blocks of columns, and the channels that each reads per row: matrix products take one group at a time."""
     outputs, _, each = layer.weight.shape
     width = outputs // layer.groups
     if tile.reduced > 1:
@@ -180,7 +180,7 @@ def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
 
 
 def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
-    """Seconds of an H200 by name. floor: what a kernel takes that does nothing."""
+    """Lower bounds in seconds on an H200, by name. floor: the time of an empty kernel."""
     gpu = DEVICES["cuda"]
     return {
         "memory": needed.memory / gpu.memory,
@@ -191,12 +191,12 @@ def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
 
 
 def least(needed: Needs) -> float:
-    """Seconds: the longest bound."""
+    """The largest lower bound in seconds."""
     return max(bounds(needed).values())
 
 
 def in_turn(needed: Needs) -> float:
-    """Seconds: the same where multiprocessors have whole programs, and the one with the most is waited for."""
+    """The bound in seconds if programs are not split among multiprocessors: the one with the most programs decides."""
     found = bounds(needed)
     share = max(1.0, needed.programs) / PROCESSORS
     busiest = math.ceil(share) / share
@@ -204,7 +204,7 @@ def in_turn(needed: Needs) -> float:
 
 
 def why(needed: Needs, floor: float) -> Mapping[str, float]:
-    """What the longest bound leaves out, in seconds by name, the most first."""
+    """Seconds that the largest bound omits, by reason, the largest first."""
     found = bounds(needed, floor)
     name = max(found, key=found.__getitem__)
     busy = sorted(seconds for n, seconds in found.items() if n not in ("latency", name))

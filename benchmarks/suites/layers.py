@@ -1,4 +1,4 @@
-"""The studies `layers` and `gradients` of the suites `conv-forward` and `conv-train`."""
+"""The studies `layers` and `gradients` of the suites `conv-forward` and `conv-train`; the suite `cpu-conv`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from benchmarks.scenes.layers import (
 from pumice.errors import OptionError
 from pumice.ops import conv_features
 
-# The best peer of each cell, fp16, milliseconds: (name, time) for 32, 64, 128 and 256 channels.
+# The best peer of each cell in fp16: (name, milliseconds) for 32, 64, 128 and 256 channels.
 _FORWARD = {
     "nuscenes_1f_10cm": (("torchsparse", 0.0278), ("torchsparse", 0.0395), ("flexgemm", 0.0695), ("spconv", 0.16)),
     "scannet_2cm": (("torchsparse", 0.0341), ("torchsparse", 0.0572), ("spconv", 0.104), ("spconv", 0.208)),
@@ -69,7 +69,7 @@ _TRAINING = {
     "shell_256": (("flexgemm", 0.602), ("flexgemm", 1.12), ("flexgemm", 1.7), ("spconv", 9.25)),
     "shell_512": (("flexgemm", 1.38), ("flexgemm", 2.44), ("flexgemm", 6.2), ("spconv", 38.7)),
 }
-# Our first prototype of the forward kernel, the best of three tiles.
+# Milliseconds of our first prototype of the forward kernel, the best of three tiles.
 _PROTOTYPE = {
     "nuscenes_1f_10cm": (0.0156, 0.0174, 0.0349, 0.0725),
     "waymo_1f_10x10x15cm": (0.0242, 0.0386, 0.0983, 0.285),
@@ -80,12 +80,12 @@ _PROTOTYPE = {
 
 
 RECORDED: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]] = {FORWARD.name: _FORWARD, TRAINING.name: _TRAINING}
-"""The best peer of each width by scene, for each pass."""
-GOAL = 3.0  # times as fast as the best peer of a cell
+"""By pass and scene, the best peer for each of CHANNELS."""
+GOAL = 3.0  # speedup over the best peer of a cell
 
 
 def layers(setup: Setup, passed: Pass) -> Iterator[Row]:
-    """Every cell: ours as it comes and tuned, spconv, and what was recorded."""
+    """Every cell: ours untuned and tuned, spconv, and recorded values."""
     done: list[Row] = []
     for cell in cells(setup, Choice(after=passed.name)):
         for made in _cell(setup, cell, passed):
@@ -109,7 +109,7 @@ def _cell(setup: Setup, cell: Cell, passed: Pass) -> Iterator[Row]:
 
 
 def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
-    """What was recorded of a cell, and the goal that follows."""
+    """The recorded peers of a cell, and the goal derived from them."""
     recorded = RECORDED[passed.name]
     if scene not in recorded or channels not in CHANNELS:
         return
@@ -121,7 +121,7 @@ def _known(scene: str, channels: int, passed: Pass) -> Iterator[Peer]:
 
 
 def least(layer: Trained) -> float:
-    """Seconds: every pair multiplied once; its row read from the cache; features in and out through memory once."""
+    """Lower bound in seconds: pairs multiplied once, rows read from L2; features in and out through memory once."""
     pairs, size = len(layer.found.pairs().inputs), layer.feats.element_size()
     (rows, inputs), (outputs, _, each) = layer.feats.shape, layer.weight.shape
     features = (rows * (inputs + outputs) + layer.weight.numel()) * size
@@ -129,7 +129,7 @@ def least(layer: Trained) -> float:
 
 
 def _say_best(setup: Setup, rows: Sequence[Row]) -> None:
-    """Ours against the best peer recorded of each cell, and against the prototype."""
+    """Report our speedups over the best recorded peer and over the prototype."""
     for way in ("default", "tuned"):
         own = [r for r in rows if r.clock == "gpu" and r.case.endswith(f"/{way}")]
         for beginning in ("best recorded", "prototype"):
@@ -138,17 +138,17 @@ def _say_best(setup: Setup, rows: Sequence[Row]) -> None:
                 setup.say(f"{way} over {beginning}: {mean_told(ratios)}")
 
 
-# What each gradient takes beside the forward pass
+# Time of each gradient relative to the forward pass
 
 _PARTS = ("forward", "dgrad", "wgrad")
 WGRAD_GOALS = {64: 1.6, 128: 1.3, 256: 1.3}
-"""How many times the forward pass wgrad may take, by channels."""
+"""Goals for wgrad's time over the forward pass, by channels."""
 
 
 def gradients(setup: Setup) -> Iterator[Row]:
-    """Every cell: forward, the gradient of the features and that of the weights, each alone, by default tiles.
+    """Every cell: forward, feature gradient and weight gradient, each alone, by default tiles.
 
-    All three are launched by autograd, or as autograd launches them; on the device's clock only kernels count.
+    All three run under autograd. On the device's clock only kernels count.
     """
     ratios: dict[int, dict[str, float]] = {}
     for cell in cells(setup, Choice("gradients")):
@@ -174,7 +174,7 @@ def _parts(setup: Setup, cell: Cell) -> Iterator[Row]:
 
 
 def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
-    """One part; a gradient is asked for alone, since autograd finds those of all that require one."""
+    """The call of one part. Only the wanted operand requires a gradient, since autograd computes all required ones."""
     wanted = {"dgrad": (0,), "wgrad": (1,)}.get(name, (0, 1))
     given = [x.detach().requires_grad_(n in wanted) for n, x in enumerate((layer.feats, layer.weight))]
     run = partial(conv_features, *given, layer.found, layer.rows)
@@ -183,7 +183,7 @@ def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
     kept: list[Tensor] = []
 
     def gradient() -> Tensor:
-        # What the gradient's tiles come from is known from the first call on, which records.
+        # The forward pass runs within the first call, since a gradient uses the tuning mode of its forward pass.
         if not kept:
             kept.append(run())
         return torch.autograd.grad(kept[0], given[wanted[0]], layer.grad, retain_graph=True)[0]
@@ -195,7 +195,7 @@ def _call(layer: Trained, name: str) -> Callable[[], Tensor]:
 
 
 def cpu_conv(say: Say, options: Options) -> Iterator[Row]:
-    """The suite `cpu-conv`: fp32 layers on the CPU, map at hand, against spconv's CPU build."""
+    """The suite `cpu-conv`: fp32 layers on the CPU over ready maps, against spconv's CPU build."""
     if options != Options():
         raise OptionError("the suite cpu-conv has one case and runs on the CPU: it takes no options but --out")
     setup, ratios = Setup(torch.device("cpu"), False, say, suite="cpu-conv"), {}

@@ -1,6 +1,6 @@
-"""What the suite `maps` times: maps, plans and whole networks of them, each with what says whether it came out right.
+"""Calls timed by the suite `maps`: kernel maps, plans and networks of plans, each with a check of its result.
 
-Nothing here waits for the device in what is timed, so that all of it can be captured.
+Calls do not wait for the device and so can be captured, except those marked with graph=False.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ HALVED = Relation.of(3, 2, stride=2)
 SUPPORT = Relation.of(3, 3, stride=2, padding=1)
 LEVELS = 5
 SPARE = 1.25
-"""Room of a fixed capacity, over what is needed."""
+"""Factor of a fixed capacity over the actual size."""
 
 
 class Mapped(NamedTuple):
-    """A map's table with the coordinates of its outputs. masks: where they were made along the way."""
+    """The table of a map, and the coordinates of its outputs. masks: if they were made in the same kernel."""
 
     rows: Tensor
     masks: Tensor | None
@@ -45,7 +45,7 @@ class Mapped(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A map laid out in tiles."""
+    """A map and its tiles."""
 
     found: Mapped
     tiles: TileList
@@ -53,9 +53,9 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A call, and what tells of its result what is wrong with it ("" where nothing is).
+    """A call, and a function that describes the error of its result ("" if correct).
 
-    graph: whether it can be captured; the twins, in plain torch, ask the host.
+    graph: whether the call can be captured; plain-torch versions wait for the device.
     """
 
     name: str
@@ -68,11 +68,11 @@ class Work:
 
 
 def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
-    """The 3x3x3 submanifold map, from coordinates to rows; `fused` and `mirrored` as the schedule says."""
+    """Build the 3x3x3 submanifold map as rows. schedule: structure, and the options `fused` and `mirrored`."""
     cloud = voxels.cloud()
     lookup = lookup_of(cloud, schedule)
     if schedule is not None and not schedule.fused:
-        # Every coordinate that is asked for goes through memory, and a kernel asks for those of one kernel offset.
+        # Unfused: all neighbour coordinates go through memory, and each kernel looks up those of one kernel offset.
         near = cloud.coords.repeat(len(WINDOW.offsets), 1, 1)
         near[:, :, 1:] += offset_table(WINDOW.offsets, cloud.device)[:, None]
         return Mapped(torch.stack([find(lookup, part, cloud.bounds) for part in near], dim=1), None, cloud, WINDOW)
@@ -82,7 +82,7 @@ def submanifold(voxels: Voxels, schedule: MapSchedule | None = None) -> Mapped:
 def strided(
     inputs: CoordBuffer, site: GridSpec, relation: Relation, capacity: int, schedule: MapSchedule | None = None
 ) -> Mapped:
-    """The outputs of a relation and the map to them, both in room for so many."""
+    """The outputs of a relation and the map to them, both at a fixed capacity."""
     made = make_outputs(inputs, site, relation, schedule)
     outputs = made.cloud(capacity)
     rows = made.table(capacity)
@@ -96,7 +96,7 @@ def strided(
 
 @dataclass(frozen=True)
 class Room:
-    """What is set aside before the device has counted: a quarter more outputs and entries than there are."""
+    """Capacities set before the device has counted: SPARE times the actual counts. block: outputs per tile."""
 
     outputs: int
     entries: int
@@ -104,7 +104,7 @@ class Room:
 
     @staticmethod
     def of(truth: Truth) -> Room:
-        """For a map that was found elsewhere."""
+        """The capacities for a map of known size."""
         count = len(truth.rows)
         return Room(_more(count), _more(int(_whole(truth, tile_rows_for(count)).entries)), tile_rows_for(count))
 
@@ -114,7 +114,7 @@ def _more(count: int) -> int:
 
 
 def planned(found: Mapped, room: Room) -> Planned:
-    """Masks, order, tiles and entries of a map."""
+    """Masks, row order, tiles and entries of a map."""
     rows = found.rows.contiguous()
     masks = mask_words(rows) if found.masks is None else found.masks
     tiling = _tiled(masks, found.outputs.count, found.relation, room.block)
@@ -122,13 +122,13 @@ def planned(found: Mapped, room: Room) -> Planned:
 
 
 def compacted(truth: Truth, block: int) -> TileList:
-    """The tiles of a map in just the room that they take."""
+    """The tiles of a map at their exact size."""
     tiling = _whole(truth, block)
     return tiles_module.fill_tiles(truth.rows, tiling, int(tiling.entries))
 
 
 def _whole(truth: Truth, block: int) -> Tiling:
-    """The tiles of a map all of whose rows live."""
+    """The tiling of a map without padding rows."""
     count = torch.full((1,), len(truth.rows), dtype=torch.int32, device=truth.rows.device)
     return _tiled(mask_words(truth.rows), count, truth.relation, block)
 
@@ -141,9 +141,9 @@ def _tiled(masks: Tensor, count: Tensor, relation: Relation, block: int) -> Tili
 
 
 def network(voxels: Voxels, rooms: Sequence[Room], streams: Sequence[Any] = ()) -> list[Planned]:
-    """The nine plans of a MinkUNet: a submanifold map on each of five levels, and the four maps between them.
+    """The nine plans of a MinkUNet: submanifold maps on five levels, and the four maps between levels.
 
-    streams: where plans are made beside the chain of levels; they take turns.
+    streams: side streams on which plans are made in turn, while the chain of levels goes on.
     """
     cloud, site, made = voxels.cloud(), voxels.site, list[Planned]()
     for level in range(LEVELS):
@@ -163,7 +163,7 @@ def network(voxels: Voxels, rooms: Sequence[Room], streams: Sequence[Any] = ()) 
 
 @contextmanager
 def _beside(streams: Sequence[Any], turn: int) -> Iterator[None]:
-    """On one of the streams, after all that was asked for so far; without streams where one is."""
+    """Run the block on one of the streams, after the work queued so far; without streams, on the current stream."""
     if not streams:
         yield
         return
@@ -179,7 +179,7 @@ STEPS, WINDOWS = [HALVED] * (LEVELS - 1), [[WINDOW]] * LEVELS
 
 
 def prepared(voxels: Voxels) -> Geometry:
-    """New coordinates with the 13 maps of a U-Net in tiles, by `prepare`."""
+    """New coordinates with the maps of a U-Net and their tiles, built by `prepare`."""
     geometry = Geometry(voxels.coords, voxels.site, settled=False)
     with torch.no_grad():
         prepare_levels(SparseTensor(torch.empty(len(voxels), 1, device=voxels.coords.device), geometry), STEPS, WINDOWS)
@@ -187,7 +187,7 @@ def prepared(voxels: Voxels) -> Geometry:
 
 
 def level_by_level(voxels: Voxels) -> Geometry:
-    """As prepared, each level and map by itself, without CUDA graphs."""
+    """The same as `prepared`, with each level and map built on its own, without CUDA graphs."""
     geometry = Geometry(voxels.coords, voxels.site, settled=False)
     with torch.no_grad():
         RequestedMaps(tuple(STEPS), tuple(map(tuple, WINDOWS)), None).build(geometry)
@@ -195,7 +195,7 @@ def level_by_level(voxels: Voxels) -> Geometry:
 
 
 def thinned(voxels: Voxels, count: int) -> list[Voxels]:
-    """So many scenes of 60 to 95 % of the voxels, each of another size."""
+    """`count` scenes of different sizes, each a random 60 to 95 % of the voxels."""
     chance = torch.Generator().manual_seed(7)
     orders = [torch.randperm(len(voxels), generator=chance).to(voxels.coords.device) for _ in range(count)]
     sizes = [int(len(voxels) * (0.6 + 0.35 * n / count)) for n in range(count)]
@@ -205,7 +205,7 @@ def thinned(voxels: Voxels, count: int) -> list[Voxels]:
 
 
 def wrong_pyramid(geometry: Geometry, truths: Sequence[Truth]) -> str:
-    """What is wrong with the maps of each level and their tiles. truths: see truths_of_network."""
+    """The error in the maps of all levels or in their tiles, "" if none. truths: see truths_of_network."""
     for place, truth in enumerate(truths):
         found, outputs = geometry.maps[truth.relation, None]
         cloud = (geometry if outputs is None else outputs).cloud
@@ -223,7 +223,7 @@ def wrong_pyramid(geometry: Geometry, truths: Sequence[Truth]) -> str:
 
 
 class Truth(NamedTuple):
-    """A map as the twins find it: rows int32 [N, K] and coordinates of the outputs, in their order."""
+    """A map by plain torch: rows int32 [N, K], and the coordinates of the outputs in order."""
 
     rows: Tensor
     outputs: Voxels
@@ -231,7 +231,7 @@ class Truth(NamedTuple):
 
 
 def truth_of(inputs: Voxels, relation: Relation) -> Truth:
-    """By sorted keys, outputs by way of the host."""
+    """The map by lookup in sorted keys; outputs are counted on the host."""
     outputs = inputs
     if relation.policy != "same":
         site = site_of(inputs.site, relation)
@@ -242,7 +242,7 @@ def truth_of(inputs: Voxels, relation: Relation) -> Truth:
 
 
 def truths_of_network(voxels: Voxels) -> list[Truth]:
-    """Those of the nine maps of `network`."""
+    """The truths of the nine maps of `network`."""
     found = []
     for level in range(LEVELS):
         found.append(truth_of(voxels, WINDOW))
@@ -253,7 +253,7 @@ def truths_of_network(voxels: Voxels) -> list[Truth]:
 
 
 def wrong_map(found: Mapped, truth: Truth) -> str:
-    """What is wrong with a map; rows past the count are not looked at."""
+    """The error in a map, "" if none; padding rows are ignored."""
     count, status = int(found.outputs.count), int(found.outputs.status)
     if status:
         return f"the status is {status}, expected 0"
@@ -265,12 +265,12 @@ def wrong_map(found: Mapped, truth: Truth) -> str:
 
 
 def wrong_plan(found: Planned, truth: Truth) -> str:
-    """What is wrong with a plan: its map, or its entries, which hold each pair once."""
+    """The error in a plan, "" if none: in its map, or in its entries, which must hold each pair once."""
     return wrong_map(found.found, truth) or wrong_tiles(found.tiles, truth.rows)
 
 
 def wrong_tiles(tiles: TileList, rows: Tensor) -> str:
-    """Whether the entries hold each pair of a map once; what is left over of their room belongs to no tile."""
+    """The error in tiles, "" if the entries hold each pair once. Unused entries have tile indices past the end."""
     used = tiles.tiles < len(tiles.rows)
     tiles = tiles._replace(tiles=tiles.tiles[used], taps=tiles.taps[used], inputs=tiles.inputs[used])
     there = tiles.inputs >= 0
@@ -293,7 +293,7 @@ def wrong_network(found: Sequence[Planned], truths: Sequence[Truth]) -> str:
 
 
 def spconv_map(voxels: Voxels) -> Callable[[], Tensor]:
-    """spconv's indice pairs of the submanifold map, as its implicit GEMM takes them; on a CPU as its Native does."""
+    """spconv's pairs of the submanifold map, for its implicit GEMM; on a CPU for its algorithm Native."""
     ops: Any = import_module("spconv.pytorch.ops")
     algorithms: Any = import_module("spconv.core").ConvAlgo
     shape = [high + 1 for high in voxels.bounds.high]

@@ -1,8 +1,8 @@
-"""The suite `maps`: kernel maps, from coordinates on the device to rows, plans and whole networks of plans.
+"""The suite `maps`: kernel maps from coordinates on the device to rows, plans, and whole networks of plans.
 
-Everything is compared with the twins in plain torch before it is timed, eagerly and as it comes out of a CUDA graph.
-The clock gpu is that of the graph's replay; the wall is that of the eager call. A box around the coordinates is known
-beforehand, as it is where an extent was given. Rows of a warm L2 end in /warm; all others are of a flushed one.
+All results are compared with those of plain torch before timing, eager and replayed by a CUDA graph. The clock `gpu`
+times replays of the graph, `wall` the eager call. Bounds of the coordinates are known beforehand, as if an extent were
+given. Cases of a warm L2 end in /warm; for all others it is flushed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from pumice.runtime.launch import has_triton
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000, 20_000_000)
 MANY = 10_000_000
 GOAL_OF_MANY = 5.0  # milliseconds
-PLAN_OVER_MAP, FROM = 2.0, 100_000  # a plan takes less than so many times its map, from so many voxels on
+PLAN_OVER_MAP, FROM = 2.0, 100_000  # goal: a plan's time over its map's, from this many voxels on
 OUTPUTS = {"k2s2": (HALVED, 1.5), "k3s2": (SUPPORT, 3.0)}
-"""Outputs and the map to them: relation, and how many times a submanifold map they may take."""
+"""Strided maps: relation, and the goal for their time over a submanifold map's."""
 
 Clocks = Mapping[str, Mapping[str, Times]]
-"""By clock ("wall", "gpu", "warm") and by name."""
+"""Times by clock ("wall", "gpu", "warm", "events"), then by name."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A call that was checked; graph: the same, captured where it can be."""
+    """A checked call. graph: its captured version, or the call itself."""
 
     name: str
     call: Callable[[], Any]
@@ -51,7 +51,7 @@ class Ready:
 
 
 def _say_least(setup: Setup) -> None:
-    """Say what any graph takes, which is part of every time of the clock gpu."""
+    """Report the time of a minimal graph, which every time of the clock gpu includes."""
     if setup.device.type == "cuda":
         least = captured(lambda: torch.zeros(1, device=setup.device), setup.device)
         setup.say(f"a graph of one kernel that does next to nothing: {_clocked(setup, 'gpu', [least])[0]}")
@@ -61,7 +61,7 @@ def _say_least(setup: Setup) -> None:
 
 
 def submanifold(setup: Setup) -> Iterator[Row]:
-    """3x3x3 maps as rows, shuffled and in the file's order, against spconv in the same run and what was recorded."""
+    """3x3x3 maps as rows, in random order and in the file's, against spconv in the same run and recorded peers."""
     _say_least(setup)
     for name, load in scenes(setup):
         case = f"map/{name}/k3"
@@ -98,7 +98,7 @@ def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -
 
 
 def _recorded(setup: Setup, found: Clocks, known: Known) -> Iterator[Peer]:
-    """Recorded peers, as they are and by how spconv takes another time now than it did then; and the goal."""
+    """Recorded peers, as recorded and scaled by spconv's time now over its recorded time; and the goal."""
     if "H200" not in device_name(setup.device):
         return
     live = found.get("events", {}).get("spconv")
@@ -117,7 +117,7 @@ def _goals(known: Known, study: str) -> list[Peer]:
 
 
 def plans(setup: Setup) -> Iterator[Row]:
-    """Map, masks, order, tiles and entries at a fixed capacity; and what the tiles take beside int32 [N, 27]."""
+    """Map, masks, order, tiles and entries at a fixed capacity; and the bytes of tiles over int32 [N, 27]."""
     for name, load in scenes(setup):
         case = f"plan/{name}/k3"
         if not setup.wants(case):
@@ -159,7 +159,7 @@ def _memory(setup: Setup, case: str, truth: Truth, room: Room, known: Known) -> 
 
 
 def strided(setup: Setup) -> Iterator[Row]:
-    """Outputs of k2s2 and k3s2 and the maps to them at a fixed capacity, beside a submanifold map."""
+    """Outputs of k2s2 and k3s2 and the maps to them, at a fixed capacity, against a submanifold map."""
     for name, load in scenes(setup):
         case = f"outputs/{name}"
         if not setup.wants(case):
@@ -188,7 +188,7 @@ def _outputs_work(name: str, voxels: Voxels, relation: Relation, schedule: MapSc
 
 
 def networks(setup: Setup) -> Iterator[Row]:
-    """The nine plans of a MinkUNet in one graph, on one stream and with plans beside the chain of levels."""
+    """The nine plans of a MinkUNet in one graph: on one stream, and with plans on side streams."""
     for name, load in scenes(setup):
         case = f"network/{name}"
         if not setup.wants(case):
@@ -219,9 +219,9 @@ def _network_works(setup: Setup, voxels: Voxels, truths: Sequence[Truth]) -> lis
 
 
 def pyramids(setup: Setup) -> Iterator[Row]:
-    """The 13 maps of a U-Net by `prepare`, on another scene in every call, beside the way level by level.
+    """The maps of a U-Net by `prepare`, for a new scene in each call, against building level by level.
 
-    host: until `prepare` returns, which is before the device is done; gpu: how long the device works.
+    host: until `prepare` returns, which is before the device is done; gpu: the device's working time.
     """
     for name, load in scenes(setup):
         case = f"pyramid/{name}"
@@ -246,13 +246,13 @@ def _wrong_pyramid(truths: Sequence[Truth], found: Geometry) -> str:
 
 
 def _in_turn(call: Callable[[Voxels], Any], pool: Sequence[Voxels]) -> Callable[[], Any]:
-    """The call on one scene after the other."""
+    """The call on one scene after the other, in a cycle."""
     scene = cycle(pool)
     return lambda: call(next(scene))
 
 
 def _new_scenes(setup: Setup, calls: Sequence[Callable[[], Any]]) -> Mapping[str, Sequence[Times]]:
-    """Times of the calls by clock."""
+    """Times of the calls by clock: wall, host, gpu."""
     if not calls:
         return {}
     found = {"wall": _clocked(setup, "wall", calls), "host": [_host(call, setup) for call in calls]}
@@ -262,7 +262,7 @@ def _new_scenes(setup: Setup, calls: Sequence[Callable[[], Any]]) -> Mapping[str
 
 
 def _host(call: Callable[[], Any], setup: Setup) -> Times:
-    """Until the call returns, from an idle device."""
+    """Milliseconds until the call returns, from an idle device."""
     spent = []
     for _ in range(7 if setup.quick else 60):
         if setup.device.type == "cuda":
@@ -274,7 +274,7 @@ def _host(call: Callable[[], Any], setup: Setup) -> Times:
 
 
 def scaling(setup: Setup) -> Iterator[Row]:
-    """A map's time against the number of voxels of a rough landscape, to 20 million, and the slope of that."""
+    """Time of a map by number of voxels of a rough landscape, up to 20 million, and its slope."""
     times: dict[int, float] = {}
     for count in _sizes(setup):
         case = f"scaling/surface_{count}/k3"
@@ -300,7 +300,7 @@ def _sizes(setup: Setup) -> Sequence[int]:
 
 
 def _slopes(setup: Setup, times: Mapping[int, float]) -> Iterator[Row]:
-    """The exponents of time = N ** exponent, over all sizes and over the larger half; 1 is linear."""
+    """Exponents of time = N ** exponent, over all sizes and over the larger half; 1 is linear."""
     sizes = sorted(times)
     for part, chosen in {"all": sizes, "large": sizes[len(sizes) // 2 :]}.items():
         if len(chosen) < 2:
@@ -313,9 +313,9 @@ def _slopes(setup: Setup, times: Mapping[int, float]) -> Iterator[Row]:
 
 
 def ablation(setup: Setup) -> Iterator[Row]:
-    """What each idea brings: a structure, one kernel in place of stages, and half of the kernel offsets.
+    """The gains of a lookup structure, of one fused kernel, and of computing half of the kernel offsets.
 
-    It is the question of figure 13 of TorchSparse (MLSys 2022), which begins from a hash table and kernels apart.
+    It follows figure 13 of TorchSparse (MLSys 2022), which starts from a hash table and separate kernels.
     """
     for name, load in chain(scenes(setup), published(setup)):
         case = f"ablation/{name}"
@@ -331,7 +331,7 @@ def ablation(setup: Setup) -> Iterator[Row]:
 
 
 def _lookups(setup: Setup, voxels: Voxels) -> Iterator[Work]:
-    """The submanifold map by every structure that can be had, the plainest way first."""
+    """The submanifold map by every available structure, the plainest first."""
     truth = map_work.truth_of(voxels, WINDOW)
     for structure in ("hash", *(name for name in STRUCTURES if name != "hash")):
         schedule = MapSchedule(structure)
@@ -346,7 +346,7 @@ def _lookups(setup: Setup, voxels: Voxels) -> Iterator[Work]:
 
 
 def _table(setup: Setup, case: str, works: Sequence[Work]) -> Iterator[Row]:
-    """Times of the device alone, where it has a clock, against the first."""
+    """Times by the device's own clock (wall on a CPU), against the first work's."""
     done = ready(setup, case, works)
     times = _named(done, _clocked(setup, setup.clock, [r.graph for r in done]))
     first = next(iter(times), "")
@@ -361,7 +361,7 @@ def _table(setup: Setup, case: str, works: Sequence[Work]) -> Iterator[Row]:
 
 
 def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
-    """Those whose results are right, run eagerly and as a graph; the others are failures."""
+    """The works whose results are right, eagerly and as a graph; others are recorded as failures."""
     done = []
     for work in works:
         try:
@@ -370,7 +370,7 @@ def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
                 graph = captured(work.call, setup.device)
                 problem = work.wrong(graph())
                 problem = problem and f"captured: {problem}"
-        except Exception as reason:  # the other calls are still wanted
+        except Exception as reason:  # the other calls still run
             problem, graph = one_line(reason), work.call
         if problem:
             setup.failed(f"{case}: {work.name}: {problem}; not timed")
@@ -380,7 +380,7 @@ def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
 
 
 def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Ready]:
-    """spconv where it is installed, if it finds as many pairs as there are."""
+    """spconv, if it is installed and finds the expected number of pairs."""
     if "spconv" in setup.absent:
         return []
     try:
@@ -390,7 +390,7 @@ def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Read
         setup.absent.add("spconv")
         setup.say(f"spconv is left out: {one_line(reason)}")
         return []
-    except Exception as reason:  # peers fail in their own ways
+    except Exception as reason:  # peers may raise anything
         setup.say(f"  {case}: spconv: {one_line(reason)}")
         return []
     if pairs != expected:
@@ -400,9 +400,9 @@ def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Read
 
 
 def _spent(setup: Setup, done: Sequence[Ready], peers: Sequence[Ready] = (), warm: bool = True) -> Clocks:
-    """Everything in turn: eager calls on the wall; on a GPU graphs, with the L2 flushed and warm, too.
+    """Time calls in turn: eager calls by the wall clock; on a GPU also graphs, with the L2 flushed and warm.
 
-    "events": the peers as they were recorded.
+    "events": peers, by the clock with which they were recorded.
     """
     if not done:
         return {}
@@ -426,7 +426,7 @@ def _named(done: Sequence[Ready], times: Sequence[Times]) -> dict[str, Times]:
 
 
 def rows_of(setup: Setup, case: str, clock: str, times: Times, peers: Sequence[Peer]) -> Iterator[Row]:
-    """A row for each peer, and a line for all of them."""
+    """Report the times in a line, and yield a row per peer."""
     told = ", ".join(f"{peer.name} {peer.value:.4g} ({peer.value / times.median:.2f}x)" for peer in peers)
     setup.say(f"{case} {clock}: {times}; {told}")
     name = f"{case}/warm" if clock == "warm" else case

@@ -19,14 +19,14 @@ from pumice.coords import KernelMap, SortSpec
 from pumice.schedule.predict import DEVICES
 
 FORM = "compacted"
-"""Of the map: what a GPU's layer reads."""
+"""The form of the map that a layer reads on a GPU."""
 _CHECKED = 1024
-"""Rows of a dense product that are checked."""
+"""Number of rows of a dense product that are checked."""
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A cell against its bounds. spent: its seconds on the device, None where none were measured."""
+    """A cell with its cost. spent: its seconds on the device, None if not measured."""
 
     case: str
     needed: Needs
@@ -38,7 +38,7 @@ class Placed:
 
 
 def roofline(setup: Setup) -> Iterator[Row]:
-    """Each cell against memory, L2, tensor cores and latency, by the default tile (thorough: the tuned one)."""
+    """Each cell against memory, L2, tensor cores and latency, with the default tile (thorough: the tuned one)."""
     found: list[Placed] = []
     floor = _floor(setup)
     for cell in cells(setup, Choice("roofline")):
@@ -60,13 +60,13 @@ def _checked(setup: Setup, cell: Cell, layer: Trained) -> Ready | None:
 
 
 def _needed(setup: Setup, layer: Trained) -> Needs:
-    """What the kernel needs that was timed."""
+    """The cost of the kernel that was timed."""
     step = Step.of(layer, FORM)
     return needs(layer, walks(layer.found, FORM), step.best() if setup.thorough else step.default())
 
 
 def _floor(setup: Setup) -> float:
-    """Seconds of a kernel that does next to nothing."""
+    """Seconds of an almost empty kernel; 0 on a CPU."""
     if setup.device.type != "cuda":
         setup.say("shares of bounds are left out: the bounds are those of an H200")
         return 0.0
@@ -77,7 +77,7 @@ def _floor(setup: Setup) -> float:
 
 
 def _rates(setup: Setup, placed: Placed) -> Iterator[Row]:
-    """What was multiplied in a second, useful and with absent pairs, beside the measured ceiling."""
+    """TFLOP/s, useful and with absent pairs, against the measured ceiling of dense products."""
     if placed.spent is None:
         return
     ceiling = Peer("dense ceiling", 1e-12 * DEVICES["cuda"].matrix, "recorded")
@@ -111,7 +111,7 @@ def _line(placed: Placed, floor: float) -> str:
 
 
 def _reasons(placed: Placed, floor: float) -> str:
-    """Why a cell takes more than twice its bound, by what the bound leaves out."""
+    """The reasons why a cell takes more than twice its bound, as text."""
     assert placed.spent is not None
     left = why(placed.needed, floor)
     bound = max(bounds(placed.needed, floor).values())
@@ -121,7 +121,7 @@ def _reasons(placed: Placed, floor: float) -> str:
 
 
 def utilisation(setup: Setup) -> Iterator[Row]:
-    """Each cell against torch.mm of the pairs, [pairs, C] x [C, C]: TorchSparse++ figure 8."""
+    """Each cell against torch.mm over its pairs, [pairs, C] x [C, C]: TorchSparse++ figure 8."""
     found: dict[str, Mapping[str, float]] = {}
     for cell in cells(setup, Choice("utilisation")):
         layer = layer_of(setup, cell)
@@ -140,7 +140,7 @@ def utilisation(setup: Setup) -> Iterator[Row]:
 
 
 def _dense(setup: Setup, cell: Cell) -> Ready | None:
-    """The product of as many rows as there are pairs."""
+    """torch.mm with as many rows as there are pairs."""
     pairs, width = len(cell.found.pairs().inputs), cell.channels
     a, b = setup.filled(pairs, width, dtype=setup.half), setup.filled(width, width, dtype=setup.half, seed=2)
     truth = a[:_CHECKED].double() @ b.double()
@@ -149,7 +149,7 @@ def _dense(setup: Setup, cell: Cell) -> Ready | None:
 
 
 def _rates_beside(own: Row, needed: Needs) -> Mapping[str, float]:
-    """TFLOP/s: useful, padded, and of the dense product of the useful ones."""
+    """TFLOP/s: useful, padded, and of torch.mm over as many pairs."""
     return {
         "useful": 1e-9 * needed.useful / own.value,
         "padded": 1e-9 * needed.padded / own.value,
@@ -165,21 +165,20 @@ def _say_rates(setup: Setup, found: Mapping[str, Mapping[str, float]]) -> None:
         setup.say(f"  {case:<40} {told} {rates['useful'] / dense:7.1%} {rates['padded'] / dense:7.1%}")
 
 
-# Redundant products
-#
-# A tile of B outputs multiplies all of them by the weights of a kernel offset if any of them has an input there. For a
-# map of P pairs whose tiles have E entries (tile, offset) in all, redundancy = E * B / P. It is counted, not timed, and
-# the same for every device, dtype and number of channels. The question, and splits of masks, are TorchSparse++'s.
+# Redundant products # A tile of B outputs multiplies all of them by the weights of a kernel offset if any has an input
+# there. For P pairs in tiles with E entries (tile, kernel offset) in total, redundancy = E * B / P. It is counted, not
+# timed, and the same for every device, dtype and number of channels. The measure and splits of masks are
+# TorchSparse++'s.
 
 BLOCKS = (64, 128)
 """Rows of a tile."""
 ALL_TAPS = "all-taps"
 SPLITS: Mapping[str, int] = {"unsorted": 0, "sorted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""By name, into how many parts the kernel offsets are split, each with its own order of rows; 0: rows unsorted."""
+"""By name, the number of parts of the kernel offsets, each with its own order of rows; 0: rows unsorted."""
 
 
 def redundancy(setup: Setup) -> Iterator[Row]:
-    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted ones in one to four splits."""
+    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted tiles in one to four splits."""
     for scene, load in layer_scenes(setup):
         case = f"redundancy/{scene}/k3"
         if not setup.wants(case):
@@ -196,7 +195,7 @@ def redundancy(setup: Setup) -> Iterator[Row]:
 
 
 def redundancies(found: KernelMap, block: int) -> dict[str, float]:
-    """By way of walking a map in tiles of `block` outputs: products that are computed over those that are needed."""
+    """Computed products over needed ones, by way, for tiles of `block` outputs."""
     pairs = max(1, int(found.counts().sum()))
     entries = {ALL_TAPS: Walk.of_all_taps(found, block).entries}
     entries |= {name: _entries(found, block, splits) for name, splits in SPLITS.items() if splits <= found.volume}
@@ -204,5 +203,5 @@ def redundancies(found: KernelMap, block: int) -> dict[str, float]:
 
 
 def _entries(found: KernelMap, block: int, splits: int) -> int:
-    """Entries (tile, tap) of all parts."""
+    """Entries (tile, kernel offset) over all parts."""
     return sum(int(found.tiling(block, how).entries.sum()) for how in SortSpec.splits(found.volume, splits))

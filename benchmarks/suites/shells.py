@@ -1,7 +1,7 @@
-"""The study `shells` of the suite `workloads`: one 3x3x3 layer on sphere shells, the shapes with which FlexGEMM trains.
+"""The study `shells` of the suite `workloads`: a 3x3x3 layer on spherical shells, FlexGEMM's training benchmark.
 
-FlexGEMM, tests/submconv/train_benchmark.py: resolutions 8 to 1024 with channels 1024 to 64, fp16. With the map at hand,
-and with the map found anew in each call.
+FlexGEMM, tests/submconv/train_benchmark.py: resolutions 8 to 1024 with 1024 to 64 channels, fp16. Calls use a ready
+kernel map, or build it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ THICKNESS = 1.25
 
 @dataclass(frozen=True)
 class Shell:
-    """A batch of equal shells in cubes of `size`, and the channels of the layer on them."""
+    """A batch of equal shells in cubes of side `size`, and the channels of the layer on them."""
 
     size: int
     channels: int
@@ -52,7 +52,7 @@ TINY = (Shell(8, 16, 2), Shell(16, 8, 1))
 
 @dataclass(frozen=True)
 class Kind:
-    """What a call does. anew: it finds the map, too."""
+    """A kind of call. anew: each call builds the kernel map."""
 
     passed: Pass
     anew: bool
@@ -65,7 +65,7 @@ KINDS = tuple(Kind(passed, anew) for passed in (FORWARD, TRAINING) for anew in (
 
 
 def shells(setup: Setup) -> Iterator[Row]:
-    """Every shell: forward, and forward with backward; the map at hand, and found in the call."""
+    """Every shell: forward, and forward with backward; with a ready kernel map, and building it in each call."""
     ratios: dict[tuple[str, str], dict[str, float]] = {}
     for shell in TINY if setup.quick else SHELLS:
         wanted = [kind for kind in KINDS if setup.wants(_case(setup, shell, kind))]
@@ -81,11 +81,11 @@ def shells(setup: Setup) -> Iterator[Row]:
 
 
 def shell_coords(size: int, batch: int, device: torch.device) -> Tensor:
-    """int32 [N, 4], sorted: the cells of a cube of `size` whose centres lie within 1.25 of its inscribed sphere's
-    surface, on the inside; the same for each batch item."""
+    """int32 [N, 4], sorted: cells of a cube of side `size` whose centres lie inside its inscribed sphere, within 1.25
+    of the surface; the same for each batch item."""
     axis = (torch.arange(size, device=device) - (size - 1) / 2).square()
     found = []
-    for x in range(size):  # A whole cube of 1024 does not fit in memory.
+    for x in range(size):  # plane by plane: a whole cube of 1024 does not fit in memory
         distance = (axis[x] + axis[:, None] + axis[None, :]).sqrt()
         plane = ((distance <= size / 2) & (distance >= size / 2 - THICKNESS)).nonzero()
         found.append(torch.cat([torch.full_like(plane[:, :1], x), plane], dim=1))

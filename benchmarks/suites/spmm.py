@@ -25,13 +25,13 @@ from pumice.ops.sparse import sparse
 TEXT = "C[m,n] = A[m,k] * B[k,n]"
 BLOCK_FORMATS = {"BlockGroupCOO": "m:C k:G m:B{b} k:B{b}", "BCSR": "m:U k:C m:B{b} k:B{b}"}
 SPARSITIES = (0.25, 0.5, 0.75, 0.8, 0.9, 0.95, 0.99)
-TILE = 256  # columns of a tile of results, for the bound
-# (columns of a tile, stages, warps) of PyTorch's kernel: the best ones of the recorded baselines.
+TILE = 256  # columns of a result tile, for the bound
+# (columns of a tile, stages, warps) of PyTorch's kernel: the best settings of the recorded baselines.
 KNOBS = ((128, 2, 8), (128, 3, 4), (64, 3, 4), (256, 2, 8), (128, 4, 8), (64, 5, 4))
 
 
 def structured(setup: Setup) -> Iterator[Row]:
-    """Square matrices of fp16, blocks of 32 and 128, by sparsity; where the crossing with the dense product lies."""
+    """Square fp16 matrices with blocks of 32 and 128, by sparsity; reports from which sparsity on ours beats dense."""
     done: list[Row] = []
     for size, block, sparsities in _cases(setup):
         ratios: dict[str, list[tuple[float, float]]] = {}
@@ -57,7 +57,7 @@ def _cases(setup: Setup) -> Iterator[tuple[int, int, tuple[float, ...]]]:
 
 
 def crossing(points: Sequence[tuple[float, float]]) -> str:
-    """From which sparsity on the dense product is slower: (sparsity, dense over ours), the best of our ways."""
+    """Text: the sparsity from which on our best way is faster than dense. points: (sparsity, dense time over ours)."""
     best: dict[float, float] = {}
     for sparsity, ratio in points:
         best[sparsity] = max(ratio, best.get(sparsity, 0.0))
@@ -91,7 +91,7 @@ def _one(setup: Setup, size: int, block: int, sparsity: float) -> Iterator[Row]:
 
 
 def block_matrix(setup: Setup, size: int, block: int, sparsity: float) -> Tensor:
-    """A square torch BSR matrix of normal numbers with uniformly chosen blocks."""
+    """A square torch BSR matrix with uniformly chosen blocks of normal random values."""
     found = matrices.blocks(size // block, sparsity)
     values = setup.random(found.nnz, block, block, dtype=setup.half, seed=3)
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (found.pointers, found.cols))
@@ -110,7 +110,7 @@ def filled_out(a: Tensor) -> Tensor:
 
 
 def _least(entries: int, block: int, columns: int) -> float:
-    """Seconds: tiles of block x 256 results read a block and a stripe of the dense operand through the L2 each turn."""
+    """Lower bound in seconds: tiles of block x TILE results read a block and rows of b through the L2 per iteration."""
     flops = 2.0 * entries * columns
     intensity = block * TILE / (block + TILE)
     memory = 2.0 * (entries + 2 * columns * columns)
@@ -118,9 +118,9 @@ def _least(entries: int, block: int, columns: int) -> float:
 
 
 def _bsr(setup: Setup, a: Tensor, b: Tensor) -> list[Way]:
-    """PyTorch's kernels as they come, with the best of some settings for this very case, and after its own search.
+    """PyTorch's kernels: by default, with the best of KNOBS for this case, and after PyTorch's own search.
 
-    The search takes a minute or two for each size and block: only a thorough run waits for it.
+    The search takes a minute or two per size and block, so only a thorough run includes it.
     """
     plain = Way("torch BSR mm", lambda: lambda: torch.mm(a, b), "triton" if setup.device.type == "cuda" else "")
     if setup.device.type != "cuda":
@@ -144,9 +144,9 @@ def _tuned_by_torch(a: Tensor, b: Tensor) -> Callable[[], Any]:
 
 @lru_cache(maxsize=16)
 def _tune(size: int, block: int, dtype: torch.dtype) -> None:
-    """PyTorch's own search; at 0.5 its result serves every sparsity that it has no table for."""
+    """Run PyTorch's search; at sparsity 0.5 its result serves every sparsity without an entry of its own."""
     meta: Any = import_module("torch.sparse._triton_ops_meta")
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):  # it sets the seed
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()]):  # the search sets the seed
         meta.optimize_bsr_dense_addmm(size, size, size, block, block, beta=0, alpha=1, dtype=dtype, sparsity=0.5)
 
 
@@ -159,7 +159,7 @@ def _swept(setup: Setup, a: Tensor, b: Tensor) -> Callable[[], Any]:
         meta = {"SPLIT_N": b.shape[1] // width, "GROUP_SIZE_ROW": 4, "num_stages": stages, "num_warps": warps}
         try:
             (times,) = together([lambda meta=meta: call(meta=dict(meta))], setup.device, "gpu", 0.01)
-        except Exception:  # settings that do not fit the device are passed over
+        except Exception:  # skip settings that do not fit the device
             continue
         if best is None or times.median < best[0]:
             best = (times.median, meta)
@@ -172,12 +172,12 @@ def _swept(setup: Setup, a: Tensor, b: Tensor) -> Callable[[], Any]:
 # Unstructured: matrices by a dense one of 128 columns
 
 CSR_FORMATS = {"GroupCOO": "m:C k:G", "COO": "(m k):C", "CSR": "m:U k:C", "buckets": "m:C k:G*"}
-CHUNK = 1 << 20  # non-zeros of the float64 result at once
-LEAST = 150_000  # non-zeros of a real matrix, but for a thorough run: each size is tuned anew
+CHUNK = 1 << 20  # non-zeros per step of the float64 reference
+LEAST = 150_000  # minimum non-zeros of a real matrix unless thorough: each size is tuned anew
 
 
 def unstructured(setup: Setup) -> Iterator[Row]:
-    """Every matrix in fp32 and, on a GPU, fp16, in all our formats."""
+    """Every matrix in all our formats, in fp32 and, on a GPU, in fp16."""
     columns = 16 if setup.quick else 128
     done: list[Row] = []
     for matrix in _matrices(setup):
@@ -220,14 +220,14 @@ def _matrix(setup: Setup, matrix: Matrix, columns: int, dtype: torch.dtype) -> I
 
 
 def csr_of(setup: Setup, matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The matrix with normal values as a torch CSR tensor with int32 coordinates."""
+    """The matrix as a torch CSR tensor with normal random values and int32 coordinates."""
     pointers, cols = (torch.from_numpy(x).int().to(setup.device) for x in (matrix.pointers, matrix.cols))
     with quietly():
         return torch.sparse_csr_tensor(pointers, cols, setup.filled(matrix.nnz, dtype=dtype, seed=5), matrix.shape)
 
 
 def product(matrix: Matrix, values: Tensor, b: Tensor) -> Tensor:
-    """The product in float64, some non-zeros at a time."""
+    """The product in float64, CHUNK non-zeros at a time."""
     rows, cols = (torch.from_numpy(x).to(b.device) for x in (matrix.rows, matrix.cols))
     out = torch.zeros(matrix.shape[0], b.shape[1], dtype=torch.float64, device=b.device)
     for first in range(0, matrix.nnz, CHUNK):
@@ -237,7 +237,7 @@ def product(matrix: Matrix, values: Tensor, b: Tensor) -> Tensor:
 
 
 def _cached(setup: Setup, csr: Tensor, b: Tensor) -> list[Way]:
-    """cuSPARSE without the host's work of torch: descriptors, buffer and preprocessing made once."""
+    """cuSPARSE without torch's host overhead: descriptors, buffer and preprocessing are made once."""
     if setup.device.type != "cuda":
         return []
     given = (csr.crow_indices(), csr.col_indices(), csr.values())
@@ -249,7 +249,7 @@ def _cached(setup: Setup, csr: Tensor, b: Tensor) -> list[Way]:
 
 
 def _least_of_rows(matrix: Matrix, b: Tensor) -> float:
-    """Seconds: each non-zero reads a row of b through the L2 (only reuse across rows goes below)."""
+    """Lower bound in seconds if each non-zero reads a row of b through the L2; only reuse across rows could beat it."""
     size, columns = b.element_size(), b.shape[1]
     entries = matrix.nnz * (4 + size)
     compulsory = entries + size * columns * (matrix.shape[0] + len(np.unique(matrix.cols)))

@@ -1,18 +1,18 @@
-"""The suite `stream`: networks as users write them, over scenes that never come twice, beside spconv in the same run.
+"""The suite `stream`: networks as users write them, over scenes without repetition, beside spconv in the same run.
 
-A case reads NET/MODE/WAY, as unet/infer/eager; behind it `/repeated` where the same scenes come a second time. Each is
-measured in a process of its own (probes/stream_way.py), so that its first call is a process's first, and its rows are
-refused where its results are not spconv's. Metrics, by the wall clock and on a CPU by the processor's time too; the
-first call counts in `first_call` alone:
+A case is NET/MODE/WAY, such as unet/infer/eager, followed by `/repeated` for a second round over the same scenes. Each
+way runs in its own process (probes/stream_way.py), so that its first call is the first of a process, and is rejected if
+its results differ from spconv's. Metrics, by the wall clock and on a CPU also by processor time; only `first_call` and
+`total` include the first call:
 
-    p50, p90          ms of a scene
+    p50, p90          ms per scene
     max_second_half   ms of the worst scene of the second half
-    over_p50          that one over the median
-    first_call        ms of the first scene; first_call_cold: with nothing kept on disk (--thorough)
-    make              ms of a capture or compilation before it
-    total             ms of that and of all scenes, the first one too
-    scenes            how many were done within the limit
-    fallbacks         how many a captured network ran eagerly
+    over_p50          max_second_half over p50
+    first_call        ms of the first scene; first_call_cold: with empty caches on disk (--thorough)
+    make              ms of capture or compilation before it
+    total             ms of make and of all scenes
+    scenes            number of scenes finished within the limit
+    fallbacks         number of scenes that a captured network ran eagerly
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from pumice.cli.segment import pick_device
 from pumice.errors import OptionError
 
 COUNT, TINY = 60, 6
-"""Scenes; of a quick run."""
+"""Number of scenes, and the same in a quick run."""
 FEW = 400
-"""Voxels of a scene of a quick run, at most."""
+"""Maximum voxels of a scene in a quick run."""
 GRACE = 30.0
-"""Seconds beyond the limit, or half of it where that is more, for what is compared; then a process is ended."""
+"""Minimum seconds for comparisons after the limit, or half of the limit if longer; then the process is stopped."""
 _UNITS = {"over_p50": "x", "scenes": "scenes", "fallbacks": "scenes"}
 
 Figures = Mapping[tuple[str, str], Times]
-"""By clock and metric; most are one number, three times."""
+"""Times by clock and metric; for most metrics all quantiles are equal."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A run of the suite. cold: each process has empty caches on disk. inline: all in this process."""
+    """A run of the suite. cold: processes start with empty caches on disk. inline: run in this process."""
 
     setup: Setup
     source: Source
@@ -71,16 +71,16 @@ class Stream:
         return Asked(net, mode, way, str(self.setup.device), count, self.source, limit, self.setup.quick)
 
     def name(self, net: str, mode: str, way: str) -> str:
-        """The case; scenes that are generated or cropped have other ones."""
+        """The name of a case, which marks scenes that are generated or cropped."""
         cropped = f"most-{self.source.most}/" if self.source.most and not self.setup.quick else ""
         generated = "" if self.source.files() or self.setup.quick else "generated/"
         return f"{'tiny/' * self.setup.quick}{generated}{cropped}{net}/{mode}/{way}"
 
 
 def stream(say: Say, options: Options) -> Iterator[Row]:
-    """The rows of one network (the case), or of both. Raises PumiceError at the end if anything of ours was wrong.
+    """The rows of one network (the case), or of both. Raises PumiceError at the end if a result of ours was wrong.
 
-    limit: seconds after which a way begins no further scene; half a minute later, or half of the limit, it is ended.
+    limit: seconds after which a way starts no further scene; its process is stopped after `_most(limit)` seconds.
     """
     if options.case and options.case not in NETS:
         raise OptionError(f"case {options.case!r} of stream is unknown; there are {', '.join(NETS)}")
@@ -98,7 +98,7 @@ def stream(say: Say, options: Options) -> Iterator[Row]:
 
 
 def _mode(run: Stream, net: str, mode: str) -> Iterator[Row]:
-    """spconv first: it is the peer of the rows of the others."""
+    """The rows of our ways. spconv runs first, as the peer of the others."""
     setup = run.setup
     ways = [way for way in WAYS if way == "spconv" or setup.wants(run.name(net, mode, way))]
     if not hasattr(pm, "compile"):
@@ -114,7 +114,7 @@ def _mode(run: Stream, net: str, mode: str) -> Iterator[Row]:
 
 
 def _seen(run: Stream, asked: Asked) -> Seen:
-    """What a process told until its end."""
+    """Run a way, and return what its process reported until its end."""
     seen = Seen()
     if run.inline:
         stream_way.run(asked, seen.add)
@@ -125,7 +125,7 @@ def _seen(run: Stream, asked: Asked) -> Seen:
         command = [*caches, sys.executable, "-m", stream_way.__name__, json.dumps(asdict(asked))]
         ended = _ended(command, said, errors, _most(asked.limit))
         for line in said.read_text().splitlines():
-            # A line in the middle of which the process was ended is none, nor is what a library prints.
+            # Skip an incomplete line of a stopped process, and output of libraries.
             if line.startswith('["') and line.endswith("]"):
                 seen.add(*json.loads(line))
         if ended and seen.wrong == Seen.wrong:
@@ -135,12 +135,12 @@ def _seen(run: Stream, asked: Asked) -> Seen:
 
 
 def _most(limit: float) -> float | None:
-    """Seconds after which a process is ended in the middle of a call; None: never."""
+    """Seconds after which a process is stopped even during a call; None: no limit."""
     return limit + max(GRACE, limit / 2) if limit < math.inf else None
 
 
 def _ended(command: Sequence[str], said: Path, errors: Path, limit: float | None) -> str:
-    """Runs a program; how it ended, "" if well; {} is the place of the last line of its errors."""
+    """Run a program. Returns how it failed, "" if it did not; {} stands for the last line of its errors."""
     begin = time.perf_counter()
     with said.open("w") as out, errors.open("w") as err:
         try:
@@ -151,9 +151,9 @@ def _ended(command: Sequence[str], said: Path, errors: Path, limit: float | None
 
 
 def figures_of(times: Sequence[float], first: bool = True) -> dict[str, Times]:
-    """The metrics of milliseconds in the order of calls. first: the first call is told apart, and counts in no other.
+    """Metrics of milliseconds in the order of calls. first: the first call counts as `first_call` only.
 
-    Of fewer than two calls that count there is no second half, and of none nothing.
+    p50, p90 and the worst of the second half require two further calls.
     """
     found = {"first_call": Times.exactly(times[0])} if first and len(times) else {}
     later = np.array(times[1:] if first else times)
@@ -167,8 +167,8 @@ def figures_of(times: Sequence[float], first: bool = True) -> dict[str, Times]:
 
 
 def _told(run: Stream, name: str, way: str, seen: Seen) -> dict[tuple[str, str], Times]:
-    """The metrics of a way, those of the repeated scenes behind "repeated/"; of what was not right, or not compared,
-    none but how many scenes it did."""
+    """The metrics of a way, with the prefix "repeated/" for repeated scenes; only the number of scenes if results were
+    wrong or not compared, and none if its library is absent."""
     setup, scenes = run.setup, {("count", "scenes"): Times.exactly(len(seen.calls))}
     if seen.absent:
         setup.say(f"{name} is left out: {seen.absent}")

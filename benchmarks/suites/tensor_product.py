@@ -25,13 +25,13 @@ FORMATS = {
     "grouped by result": "i:C (j k l):G",
     "tables": "[i,j,k,l] l:U i:U j:U k:G",
 }
-"""Ways of storing the coefficients; each is measured, the fastest counts."""
-CHUNK = 500  # samples of the float64 result at once
+"""Storage formats of the coefficients; all are measured, and the fastest counts."""
+CHUNK = 500  # samples per step of the float64 reference
 
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """The operands of one case. x [b, j, u], y [b, k], w [l, u, w] or [b, l, u, w], cotangent like x."""
+    """The operands of a case: x [b, j, u], y [b, k], w [l, u, w] or [b, l, u, w], cotangent like x."""
 
     highest: int
     channels: int
@@ -65,7 +65,7 @@ def tensor_product(setup: Setup) -> Iterator[Row]:
 
 
 def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
-    """(highest degree, channels) of the cases: each degree, each width; all pairs take a quarter of an hour to tune."""
+    """(highest degree, channels) of the cases: each degree, each width. Tuning all pairs takes a quarter of an hour."""
     if setup.quick:
         return ((1, 4),)
     if setup.thorough:
@@ -74,7 +74,7 @@ def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
 
 
 def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:
-    """Normal operands of a batch of 10,000."""
+    """Normal random operands for a batch of 10,000."""
     batch, size = 24 if setup.quick else 10_000, (highest + 1) ** 2
     found = clebsch.table(highest)
     weights = (len(found.paths), channels, channels)
@@ -112,7 +112,7 @@ def _ours(given: Product, text: str, backward: bool) -> Callable[[], Tensor | tu
 
 
 def _dense(given: Product, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:
-    """Plain PyTorch, the coefficients as a dense tensor."""
+    """Plain PyTorch with the coefficients as a dense tensor."""
     return with_gradients(
         lambda x, y, w: dense(given.coefficients, x, y, w), (given.x, given.y, given.w), given.cotangent, backward
     )
@@ -121,7 +121,7 @@ def _dense(given: Product, backward: bool) -> Callable[[], Tensor | tuple[Tensor
 def with_gradients(
     run: Callable[..., Tensor], operands: tuple[Tensor, ...], cotangent: Tensor, backward: bool
 ) -> Callable[[], Tensor | tuple[Tensor, ...]]:
-    """run(*operands), or the gradients of all operands for a cotangent."""
+    """A call of run(*operands), or of the gradients of all operands for a cotangent."""
     if not backward:
 
         @torch.no_grad()
@@ -134,7 +134,7 @@ def with_gradients(
 
 
 def exact(given: Product, backward: bool) -> Tensor | list[Tensor]:
-    """The result, or the three gradients, in float64, some samples at a time."""
+    """The result, or the three gradients, in float64, CHUNK samples at a time."""
     parts: list[list[Tensor]] = []
     for first in range(0, len(given.x), CHUNK):
         part = slice(first, first + CHUNK)
@@ -145,7 +145,7 @@ def exact(given: Product, backward: bool) -> Tensor | list[Tensor]:
             parts.append([result])
             continue
         found = torch.autograd.grad(result, leaves, given.cotangent[part].double())
-        # Gradients are as large as the operands: what is kept of them is float32.
+        # Per-sample gradients are as large as the operands, so they are kept in float32.
         parts.append([found[0].float(), found[1].float(), found[2] if given.shared else found[2].float()])
     whole = [torch.cat(list(column)) for column in list(zip(*parts, strict=True))[: 2 if given.shared else None]]
     if not backward:
@@ -156,13 +156,13 @@ def exact(given: Product, backward: bool) -> Tensor | list[Tensor]:
 
 
 def dense(coefficients: Tensor, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """The product with all coefficients, zeros too."""
+    """The product over all coefficients, including zeros."""
     coupled = torch.einsum("ijkl,bk->bijl", coefficients, y)
     mixed = torch.einsum("bijl,bju->bliu", coupled, x)
     return torch.einsum("bliu,luw->biw" if w.ndim == 3 else "bliu,bluw->biw", mixed, w)
 
 
 def _bytes(given: Product, backward: bool) -> float:
-    """The bytes that must be moved: operands read, results written, for the gradients once more each."""
+    """Bytes moved at least: operands read, the result written, and the same for the gradients."""
     operands = given.x.numel() + given.y.numel() + given.w.numel()
     return 4.0 * (operands + given.x.numel() + (2 * operands + given.x.numel() if backward else 0))

@@ -1,4 +1,4 @@
-"""Questions to the tuner, as studies ask them, and its answers as rows."""
+"""Runs of the tuner for studies, and their results as rows."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from pumice.ops.conv import Flow
 from pumice.schedule.tuner import SearchProgress
 
 BUDGET = 60.0
-"""Seconds that the tuner has for a network."""
+"""Seconds of tuning per network."""
 THOROUGH = 120.0
-"""The same in a thorough run, which has tiles timed, too: what pm.tune takes by itself."""
+"""The same in a thorough run, which also times tiles."""
 _QUICK = 1.5
 _LEAST = 3.0
 COMPARED = 30.0
-"""Seconds of a study with a limit that are kept for checking and timing what was tuned: on an H200, kernels compiled
-anew."""
+"""Seconds of a study's limit reserved for checking and timing tuned networks, including compilation (on an H200)."""
 PLANNED = "planned"
-"""How a row calls what the planner picks."""
+"""The name in rows of the planner's choice."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What may be tried, by name; empty: what the tuner thinks worth it. bind: of training. tiles: time them, too.
-
-    always: every group takes the best that was tried, also where what the planner picks is faster.
+    """Options of a tuner run. candidates: names of dataflows to try; empty: the tuner's default. bind: as for training
+    in pm.tune. tiles: also time tiles. always: every group takes the best candidate tried, even if the planner's choice
+    is faster.
     """
 
     candidates: tuple[str, ...] = ()
@@ -45,7 +44,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the tuner found, how long it took, in seconds, what each layer then runs by its name, and the network."""
+    """The tuner's result, its seconds, the dataflow of each layer by name, and the network's way of running."""
 
     tuning: Tuning
     seconds: float
@@ -53,7 +52,7 @@ class Answer:
     ran: Ran
 
     def rows(self, write: Writer, way: str, longest: float | None = None) -> Iterator[Row]:
-        """How long it took, against the longest that it may; of each group what was tried and what was chosen."""
+        """Tuning time against its goal `longest`, and for each group the candidates tried and the choice."""
         goal = Peer("goal", longest, "goal") if longest else Peer(ITSELF, self.seconds)
         took = "tuning" if self.tuning.finished else "tuning, cut short"
         yield write.row(way, self.seconds, "wall", goal, took, "s")
@@ -73,15 +72,15 @@ class Answer:
             yield write.timed(place, after, Peer(PLANNED, before), f"chosen:{self.of(choice)}")
 
     def of(self, choice: DataflowChoice) -> str:
-        """What a group runs, in words."""
+        """The dataflow of a group as text."""
         flow = self.flows.get(choice.layers[0])
         return PLANNED if flow is None else str(flow)
 
 
 def answered(setup: Setup, network: Network, asked: Asked, within: float = math.inf) -> Answer:
-    """Ask the tuner; nothing that was kept is taken, and nothing is kept but tiles. The network is left untuned.
+    """Run the tuner without earlier results and without saving any but tiles; the network is left untuned.
 
-    within: seconds that it has at most.
+    within: maximum seconds.
     """
     begin = time.perf_counter()
     with use_tuning_mode(LEDGER if asked.tiles else DEFAULT), network.precision():
@@ -105,16 +104,16 @@ def answered(setup: Setup, network: Network, asked: Asked, within: float = math.
 
 
 def differing(here: Answer, there: Answer) -> list[str]:
-    """The groups of layers for which two answers differ."""
+    """Descriptions of the groups of layers for which two answers differ."""
     others = {choice.group: there.of(choice) for choice in there.tuning.choices}
     both = [(own.group, here.of(own), others.get(own.group, "")) for own in here.tuning.choices]
     return [f"{group}: {own} natively, {other} from there" for group, own, other in both if other not in ("", own)]
 
 
 def budget(setup: Setup, asks: int = 1, kept: float = COMPARED) -> float:
-    """Seconds for the first of so many questions in a study with a limit; kept: what is left for all else.
+    """Seconds for the next of `asks` tuner runs in a study with a limit. kept: seconds reserved for other work.
 
-    The first has most: it compiles what the others find.
+    The first run gets most, since it compiles kernels that the others reuse.
     """
     return max(_LEAST, (setup.left - kept) * 2 / (asks + 1))
 
@@ -126,13 +125,13 @@ def _budget(setup: Setup) -> float:
 
 
 def _without_tiles(step: SearchProgress) -> None:
-    """What is asked is which dataflow; an interrupt keeps what was found."""
+    """Interrupt the tuner before it times tiles; the dataflows found so far are kept."""
     if step.candidate == "tiles":
         raise KeyboardInterrupt
 
 
 def _best_tried(tuning: Tuning) -> Mapping[str, Flow]:
-    """The fastest candidate of every group, by the names of its layers."""
+    """By layer name, the fastest candidate of its group."""
     found: dict[str, Flow] = {}
     for choice in tuning.choices:
         best = _fastest(choice)

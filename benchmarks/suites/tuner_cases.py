@@ -1,6 +1,6 @@
-"""What the studies of the suite `tuner` share: which networks and scans, how cases are called, and their rows.
+"""Common parts of the studies of the suite `tuner`: networks and scans, names of cases, and rows.
 
-A case reads workload/dtype/mode/study-way, as minkunet-kitti-1x/fp16/inference/splits-1-2.
+A case is workload/dtype/mode/study-way, such as minkunet-kitti-1x/fp16/inference/splits-1-2.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pumice.errors import OptionError
 
 INFERENCE, TRAINING = "inference", "training"
 _TINY = 120
-"""Voxels of a scan in a quick run."""
+"""Maximum voxels of a scan in a quick run."""
 ITSELF = "itself"
-"""The peer of what is compared with nothing."""
+"""The peer of rows that are compared with nothing."""
 
 
 @dataclass(frozen=True)
 class Subjected:
-    """A workload in a dtype and a mode: what a row of a study is about."""
+    """A workload in a dtype and a mode, the subject of a study's rows."""
 
     workload: Workload
     dtype: torch.dtype
@@ -44,13 +44,13 @@ class Subjected:
         return f"{self.name}/{study}-{way}"
 
     def net(self, setup: Setup) -> torch.nn.Module:
-        """The network with the same weights each time, its norms used to the scan; in inference in the dtype."""
+        """The network with fixed random weights and norm statistics of the scan; for inference in the dtype."""
         (sample,) = self._samples(setup, torch.float32, 1, 1)
         net = network(self.workload, sample)
         return net.train() if self.mode == TRAINING else net.to(self.dtype)
 
     def samples(self, setup: Setup, count: int = 1, batch: int = 1) -> list[Sample]:
-        """So many samples at most; tiny ones in a quick run. OptionError where the scans are not at hand."""
+        """At most `count` samples; tiny ones in a quick run. Raises OptionError if scans are missing."""
         return self._samples(setup, torch.float32 if self.mode == TRAINING else self.dtype, count, batch)
 
     def _samples(self, setup: Setup, dtype: torch.dtype, count: int, batch: int) -> list[Sample]:
@@ -58,9 +58,9 @@ class Subjected:
 
 
 def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
-    """These workloads in half precision, as far as they are wanted and at hand; in a quick run the last, on a street.
+    """These workloads in half precision, if wanted and available; a quick run has the last one only, on a street.
 
-    What is left out is said; a network is, too, for which the study has less time left than its longest one took.
+    Workloads left out are reported; one is also left out if less time is left than the longest one took.
     """
     longest = 0.0
     for name in names[-1:] if setup.quick else names:
@@ -82,13 +82,13 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
 
 
 def spent(setup: Setup, calls: Mapping[str, Callable[[], Any]], seconds: float = 0.0) -> dict[str, Times]:
-    """The times of calls in turn, by name, on the clock of the device."""
+    """Times of calls in turn by the device's clock, by name."""
     found = together(list(calls.values()), setup.device, setup.clock, seconds or setup.seconds)
     return dict(zip(calls, found, strict=True))
 
 
 def spent_in_pieces(setup: Setup, calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, Times]:
-    """The same of calls that are made of pieces: the sum of what the pieces of a call take."""
+    """The same for calls given as pieces; a call's time is the sum over its pieces."""
     found = in_pieces(list(calls.values()), setup.device, setup.clock, setup.seconds)
     return dict(zip(calls, found, strict=True))
 
@@ -102,11 +102,11 @@ class Writer:
     study: str
 
     def timed(self, way: str, times: Times | float, peer: Peer, metric: str = "time", clock: str = "") -> Row:
-        """A row in milliseconds, by default by the clock of the device; lower is better."""
+        """A row in milliseconds, by default by the device's clock."""
         return self.row(way, times, clock or self.setup.clock, peer, metric, "ms")
 
     def counted(self, way: str, metric: str, value: float, unit: str, peer: Peer | None = None) -> Row:
-        """A row of what was counted or worked out."""
+        """A row of a counted or computed value."""
         return self.row(way, value, "count", peer or Peer(ITSELF, value), metric, unit)
 
     def row(self, way: str, times: Times | float, clock: str, peer: Peer, metric: str, unit: str) -> Row:
@@ -115,7 +115,7 @@ class Writer:
 
 
 def say_published(setup: Setup, study: str) -> None:
-    """What was published about the question of a study, with where it stands."""
+    """Print published results on the question of a study, with their sources."""
     for found in PUBLISHED.get(study, ()):
         setup.say(f"  published: {found.text} ({found.source})")
     if study not in PUBLISHED:

@@ -1,4 +1,4 @@
-"""The studies of the suite `tuner` about convolutions by themselves."""
+"""The studies of the suite `tuner` about single convolutions."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from pumice.schedule.dataflow import DATAFLOWS, Grouping, padding
 from pumice.schedule.predict import DEVICES
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
-"""On which both studies run: those of the papers' tables."""
+"""The networks of the studies movement and grouping, those of the papers' tables."""
 _L2 = 50e6
-"""Bytes of an H200's L2 that features have."""
+"""Bytes of an H200's L2 available to features."""
 _RUNS = 5
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values of epsilon that TorchSparse's tuner tries
-SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S that it tries
+EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values tried by TorchSparse's tuner
+SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S tried by TorchSparse's tuner
 
 
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:
-    """The convolutions of the subject's network on its first scan."""
+    """The convolutions of the subject's network on its first scan, with operands."""
     met = layers_of(subject.net(setup), fresh(subject.samples(setup)[0]))
     return [Fed.normal(one, subject.dtype) for one in met]
 
 
 Run = Sequence[Callable[[], Tensor]]
-"""A call for each layer."""
+"""A call per layer."""
 
 
 def in_turn(layers: Sequence[Fed], flows: Sequence[str | Dataflow]) -> Run:
-    """All layers, each in its dataflow, in inference."""
+    """Calls of all layers in inference, each in its dataflow."""
     return [torch.no_grad()(partial(one.forward, flow)) for one, flow in zip(layers, flows, strict=True)]
 
 
 def results(run: Run) -> list[Tensor]:
-    """Of all layers, one after the other."""
+    """The results of all layers in order."""
     return [layer() for layer in run]
 
 
 def checked(setup: Setup, case: str, dtype: torch.dtype, truths: Sequence[Tensor], runs: Mapping[str, Run]) -> bool:
-    """Whether all of these are right by the tolerance of the dtype; what is not is a failure of the run."""
+    """True if all runs are right by the tolerance of the dtype; others are recorded as failures."""
     known = Case(case, dtype, truths)
     ways = [Way(name, lambda run=run: partial(results, run)) for name, run in runs.items()]
     return all(ready(setup, known, way, ours=True) for way in ways)
 
 
 def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
-    """The products alone, on rows that were gathered before."""
+    """Calls of the matrix products only, on rows gathered beforehand."""
     made = []
     for one, grouping in zip(layers, groupings, strict=True):
         how = dataflow.layout(one.found, grouping)
@@ -81,8 +81,8 @@ MOVEMENTS: Mapping[str, tuple[bool, str]] = {
     "fused": (True, "fused"),
     "locality-aware": (True, "locality-aware"),
 }
-"""By name: whether in half precision, and the movement. What torch gathers and scatters is vectorised in any case:
-there is no scalar way to begin from."""
+"""By name: whether in half precision, and the kind of data movement. torch always gathers and scatters vectorised, so
+there is no scalar baseline."""
 
 
 def data_movement(setup: Setup) -> Iterator[Row]:
@@ -94,7 +94,7 @@ def data_movement(setup: Setup) -> Iterator[Row]:
 
 def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
     half = fed(setup, subject)
-    # The same values in both, so that one result is right for both.
+    # The same values in both precisions, so that one reference serves both.
     full = [one.to(torch.float32) for one in half]
     sides = {True: half, False: full}
     names = {name: f"gather-gemm-scatter-{kind}-separate" for name, (_, kind) in MOVEMENTS.items()}
@@ -111,7 +111,7 @@ def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
 
 
 def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
-    """What is not products: on a GPU by its kernels, elsewhere the whole less the products alone."""
+    """Time outside of matrix products: on a GPU by kernel, else the whole minus the products alone."""
     if setup.device.type == "cuda":
         try:
             each, _ = by_part([partial(results, run)] * _RUNS)
@@ -143,7 +143,7 @@ def _movement_rows(
 
 
 def _bytes(met: Met, size: int) -> float:
-    """That gathering and scattering read and write at least: rows of both sides of each pair, twice."""
+    """Bytes that gather and scatter move at least: for each pair both rows, read and written."""
     return 2.0 * met.pairs * (met.inputs + met.outputs) * size
 
 
@@ -159,8 +159,8 @@ def _rate(volume: float, milliseconds: float) -> str:
 
 
 def grouping(setup: Setup) -> Iterator[Row]:
-    """The products of all convolutions on gathered rows: kernel offsets alone, in pairs, in runs, and in groups that
-    were tuned for each layer."""
+    """Matrix products of all convolutions on gathered rows: each kernel offset alone, in pairs, in runs, and in groups
+    tuned for each layer."""
     for subject in subjects(setup, "grouping", NETWORKS):
         say_published(setup, "grouping")
         yield from _groupings(setup, subject)
@@ -187,7 +187,7 @@ def _grouped(layers: Sequence[Fed], how: Sequence[Grouping]) -> Run:
 
 
 def _tuned(setup: Setup, layers: Sequence[Fed]) -> list[Grouping]:
-    """For each layer the best of the epsilons and S that TorchSparse tries; those that group alike are tried once."""
+    """For each layer the best epsilon and S among TorchSparse's; values that give the same groups are tried once."""
     known: dict[tuple[int, int, int], Grouping] = {}
     for one in layers:
         key = (id(one.found), one.met.inputs, one.met.outputs)
@@ -236,7 +236,7 @@ def _grouping_rows(
 
 
 def _padded(layers: Sequence[Fed], how: Sequence[Grouping]) -> tuple[float, int]:
-    """The share of rows that fill up, weighed by work, and how many products there are."""
+    """The share of padding rows, weighted by work, and the number of matrix products."""
     work = filled = 0.0
     calls = 0
     for one, each in zip(layers, how, strict=True):
@@ -253,7 +253,7 @@ def _padded(layers: Sequence[Fed], how: Sequence[Grouping]) -> tuple[float, int]
 
 
 def _least(one: Fed, size: int) -> float:
-    """Seconds that the products of a layer take on an H200 at least: multiplied, read and written once."""
+    """Lower bound on an H200 for a layer's products in seconds: multiplied, read and written once."""
     gpu = DEVICES["cuda"]
     moved = one.met.pairs * (one.met.inputs + one.met.outputs) * size + one.weight.numel() * size
     return max(one.met.flops / gpu.matrix, moved / gpu.memory)
@@ -262,13 +262,13 @@ def _least(one: Fed, size: int) -> float:
 # Dataflows
 
 DEFAULT = "default"
-"""The dataflow that the planner picks."""
+"""The name of the dataflow chosen by the planner."""
 WITH_FORM = "time with form"
-"""The metric of a layer and of what lays its map out."""
+"""The metric of a layer's time including the layout of its map."""
 
 
 def dataflows(setup: Setup) -> Iterator[Row]:
-    """A layer in every dataflow on the map at hand, and from the bare map on: with what its form takes to make."""
+    """A layer in every dataflow, over a ready map, and over a bare map including the time to build its form."""
     say_published(setup, "dataflows")
     chosen = Choice("dataflows", scenes=("nuscenes_1f_10cm", "waymo_1f_5cm"), channels=(32, 128))
     for cell in cells(setup, chosen):
@@ -299,7 +299,7 @@ def _layer(layer: Trained, flow: str | None, found: KernelMap | None = None) -> 
 
 
 def _anew(layer: Trained, flow: str | None) -> Callable[[], Tensor]:
-    """The layer on the bare map, as it is found: rows and masks alone."""
+    """A call of the layer over a new map of rows and masks only."""
     rows, masks = layer.found.rows(), layer.found.masks()
 
     def run() -> Tensor:
@@ -311,7 +311,7 @@ def _anew(layer: Trained, flow: str | None) -> Callable[[], Tensor]:
 
 
 def _spent_anew(setup: Setup, call: Callable[[], Tensor]) -> Times:
-    """What the device works on it: sizes of a form are waited for in the middle."""
+    """Device time of a call that waits midway for the sizes of a form."""
     clock = "wall"
     if setup.device.type == "cuda":
         call()

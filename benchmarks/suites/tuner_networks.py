@@ -1,9 +1,9 @@
-"""What the studies of whole networks share: a network with its scans, in ways that differ in its layers' dataflows.
+"""Common parts of studies of whole networks: a network with its scans, run with different dataflows of its layers.
 
-A pass finds every kernel map anew, as a new scan would have it done. Before a way is timed every layer is compared with
-float64 by itself, by the tolerance of the dtype, and the whole network against library products in float32 (where
-half precision is float32 already, float64): it may be as far from them as the tolerance, or where a deep network rounds
-more than that, as its gradients do, FAIR times as far as the untuned network is.
+A pass builds every kernel map, as for a new scan. Before a way is timed, each layer is compared with float64 by the
+tolerance of the dtype, and the whole network with torch's products in float32 (float64 if the dtype is float32): its
+error may reach the tolerance or FAIR times the untuned network's, since deep networks and their gradients accumulate
+roundings.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pumice.schedule.dataflow import PASSES, PLANNED, Dataflow, chosen
 
 FAIR = 3.0
 LIBRARY = "gather-gemm-scatter-fused-separate"
-"""The dataflow that has none of our kernels."""
+"""A dataflow without any of our kernels."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a network runs: the dataflow of each of its convolutions. tiles: LEDGER for tuned ones where they are."""
+    """A way of running a network: the dataflow of each convolution. tiles: LEDGER uses tuned tiles where they exist."""
 
     flows: tuple[Flow, ...]
     tiles: str = DEFAULT
@@ -46,7 +46,7 @@ class Ran:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """A subject's network and samples, on the device. In training results are given normal gradients."""
+    """A subject's network and samples on the device. Training uses normal random gradients of the results."""
 
     subject: Subjected
     net: nn.Module
@@ -62,26 +62,26 @@ class Network:
 
     @property
     def names(self) -> list[str]:
-        """Of its convolutions."""
+        """Names of the convolutions."""
         return [name for name, layer in self.net.named_modules() if isinstance(layer, Convolution)]
 
     def all_in(self, flow: Flow) -> Ran:
-        """All layers in one dataflow; None: as the planner picks."""
+        """All layers in one dataflow; None: the planner's choice."""
         return Ran((flow,) * len(self.names))
 
     def each_in(self, flows: Mapping[str, Flow]) -> Ran:
-        """Layers by name; the others as the planner picks."""
+        """Layers by name; the planner's choice for the others."""
         return Ran(tuple(flows.get(name) for name in self.names))
 
     def run(self, ran: Ran) -> list[Tensor]:
-        """A pass over each sample, its maps found anew: the results, and in training the gradients of all weights."""
+        """Run each sample and build its maps: the results, and in training the gradients of all parameters."""
         with self.having(ran):
             each = [self._trained(one) if self.training else self._inferred(one) for one in self.samples]
         return [x for found in each for x in found]
 
     @contextmanager
     def having(self, ran: Ran) -> Iterator[None]:
-        """Its layers run so for a while."""
+        """Within this context the layers have the dataflows and tiles of `ran`."""
         layers = convolutions(self.net)
         before = [layer.dataflow for layer in layers]
         _assign(layers, ran.flows)
@@ -92,13 +92,13 @@ class Network:
             _assign(layers, before)
 
     def precision(self) -> AbstractContextManager[object]:
-        """The context in which it trains: half precision is autocast's."""
+        """The context of training passes: autocast for half precision."""
         device = self.samples[0].coords.device.type
         half = self.subject.dtype in (torch.float16, torch.bfloat16)
         return torch.autocast(device, self.subject.dtype) if half and self.training else nullcontext()
 
     def exact(self) -> list[Tensor]:
-        """The same by library products in a wider dtype."""
+        """The results of `run` by torch's products in a wider dtype."""
         wide = torch.float64 if self.subject.dtype == torch.float32 else torch.float32
         net = self.subject.workload.model().to(self.samples[0].coords.device)
         net.load_state_dict(self.net.state_dict())
@@ -121,14 +121,14 @@ class Network:
 
 
 def compiled(network: Network, ways: Iterable[Ran]) -> None:
-    """Have the kernels compiled that passes and checks of these ways start, several at a time, where any are."""
+    """Compile, in parallel, the kernels that passes and checks of these ways need."""
     with network.precision(), torch.no_grad():
         x = fresh(network.samples[0])
         with undisturbed(network.net, network.training), recording_calls(network.net, x, arithmetic=False) as calls:
             network.net(x)
         for (name, flow), users in used(network, ways).items():
             layers = isolated_layer([call for call in calls if call.name in users], network.training)
-            # Checks run layers without what follows them in the network.
+            # Checks run layers without their epilogues.
             bare = {
                 (id(one.found.table), one.found.flipped, one.weight.shape): replace(one, epilogue=None)
                 for one in layers
@@ -139,7 +139,7 @@ def compiled(network: Network, ways: Iterable[Ran]) -> None:
 
 
 def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], set[str]]:
-    """By pass and dataflow the layers that run it, in any way."""
+    """By pass and dataflow, the layers that use it in any of the ways."""
     found: dict[tuple[str, Dataflow], set[str]] = {}
     for ran in ways:
         for layer, asked in zip(network.names, ran.flows, strict=True):
@@ -150,7 +150,7 @@ def used(network: Network, ways: Iterable[Ran]) -> dict[tuple[str, Dataflow], se
 
 
 def scans_of(setup: Setup, subject: Subjected) -> list[Sample]:
-    """One sample: a scan, in training two."""
+    """A single sample of one scan, or in training of two."""
     return subject.samples(setup, 1, 2 if subject.mode == TRAINING else 1)
 
 
@@ -160,7 +160,7 @@ def _assign(layers: Sequence[Convolution], flows: Sequence[Flow]) -> None:
 
 
 def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Callable[[str], str]) -> dict[str, Ran]:
-    """The ways that are right: every layer by itself, and the network. Others are failures of the run."""
+    """The ways for which every layer and the whole network are right; others are recorded as failures."""
     compiled(network, ways.values())
     truths, layers = network.exact(), Layers(network)
     least = error(network.run(network.all_in(None)), truths)
@@ -180,7 +180,7 @@ def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Calla
 
 
 class Layers:
-    """The layers of a network by themselves, on normal features, against float64; what is alike is checked once."""
+    """Checks single layers of a network on normal random features against float64; equal layers are checked once."""
 
     def __init__(self, network: Network) -> None:
         self.training, self.dtype, self.names = network.training, network.subject.dtype, network.names
@@ -190,7 +190,7 @@ class Layers:
         self.truths: dict[Any, tuple[Fed, list[Tensor]]] = {}
 
     def wrong(self, ran: Ran) -> str:
-        """What is wrong with a layer in its dataflow; empty where nothing is."""
+        """The error of the first wrong layer as text; "" if none is wrong."""
         bound = TOLERANCE[self.dtype]
         for name, flow in zip(self.names, ran.flows, strict=True):
             distance = self._error(self.met[name], flow, ran.tiles)

@@ -1,4 +1,4 @@
-"""What passes of a network take: by way, as rows of the suite `tuner`, and layer by layer (its study `layers`)."""
+"""Times of passes of a network: by way, as rows of the suite `tuner`, and layer by layer (its study `layers`)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from pumice.ops.conv import Target
 from pumice.schedule.tile import PROCESSORS
 
 CONVOLUTIONS = "convolutions"
-"""The metric of convolutions and of what their maps and orders take, on the device."""
+"""The metric of device time for convolutions including their maps and row orders."""
 MAP, SORT, KERNEL, OTHER = "map", "sort", "kernel", "other"
 PARTS: tuple[str, ...] = (MAP, SORT, KERNEL, OTHER)
-"""Of what the device does: finding neighbours; sorting rows and laying forms out; kernels of convolutions, products,
-gathers and scatters of libraries (also those of a linear head); copies and the rest."""
+"""Parts of device time: map: neighbour search; sort: sorting rows and laying out forms; kernel: convolution kernels,
+matrix products, gathers and scatters (also those of a linear head); other: copies and the rest."""
 CONVOLVING = (MAP, SORT, KERNEL)
 _PART_OF = {"map": MAP, "sort": SORT, "conv": KERNEL, "product": KERNEL, "movement": KERNEL}
-"""Of the parts of engine.measure."""
+"""The part of each part of engine.measure."""
 _RUNS = 7
 _FORMS = ("unsorted", "compacted", "split2", "split3", "split4")
-"""Of the map, of 0 to 4 splits."""
+"""Forms of the map with 0 to 4 splits."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Milliseconds of a pass: of the device in all, for convolutions with maps, and by part; and on the wall."""
+    """Milliseconds of a pass: device time in total, of convolutions with maps, and by part; and wall time."""
 
     device: Times
     convolutions: Times
@@ -53,14 +53,14 @@ class Taken:
 
 
 def compared(write: Writer, network: Network, ways: Mapping[str, Ran], against: str) -> Iterator[Row]:
-    """The rows of the ways that are right, each compared with one of them; nothing where that one is wrong."""
+    """The rows of the correct ways, each against the way `against`; none if that way is wrong."""
     right = checked(write.setup, network, ways, partial(write.subject.case, write.study))
     if against in right:
         yield from rows_of(write, taken(write.setup, network, right), against)
 
 
 def taken(setup: Setup, network: Network, ways: Mapping[str, Ran]) -> dict[str, Taken]:
-    """What a pass takes in each way, in turn; without a GPU on the wall alone."""
+    """Times of a pass in each way; without a GPU by the wall clock only."""
     calls = {name: partial(network.run, ran) for name, ran in ways.items()}
     walls = together(list(calls.values()), setup.device, "wall", setup.seconds)
     found = {}
@@ -87,7 +87,7 @@ def _on_device(setup: Setup, call: Callable[[], object], wall: Times) -> Taken:
 
 
 def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds by our parts, of seconds by those that the profiler's kernels are sorted into."""
+    """Milliseconds by PARTS, from seconds by the parts of engine.measure."""
     found = dict.fromkeys(PARTS, 0.0)
     for name, seconds in told.items():
         found[_PART_OF.get(name, OTHER)] += 1e3 * seconds
@@ -95,7 +95,7 @@ def by_our_parts(told: Mapping[str, float]) -> dict[str, float]:
 
 
 def rows_of(write: Writer, found: Mapping[str, Taken], against: str) -> Iterator[Row]:
-    """The rows of every way, compared with one of them."""
+    """The rows of every way against one of them."""
     peer = found[against]
     for name, own in found.items():
         if write.setup.device.type == "cuda":
@@ -108,7 +108,7 @@ def rows_of(write: Writer, found: Mapping[str, Taken], against: str) -> Iterator
 
 
 def _told(own: Taken, peer: Taken) -> str:
-    """A way against another in a line."""
+    """A comparison of two ways in one line."""
     sides = {"convolutions and maps": (own.convolutions, peer.convolutions), "device": (own.device, peer.device)}
     sides = {**(sides if own.device is not own.wall else {}), "wall": (own.wall, peer.wall)}
     medians = {name: (mine.median, theirs.median) for name, (mine, theirs) in sides.items()}
@@ -118,7 +118,7 @@ def _told(own: Taken, peer: Taken) -> str:
 
 
 def tile_facts(write: Writer, layers: Sequence[Met], ways: Mapping[str, int]) -> Iterator[Row]:
-    """What splits cost and give, by way: products with absent pairs, and tiles to fill a device with."""
+    """Costs and benefits of splits by way: rows multiplied per useful one, and tiles per layer."""
     for name, splits in ways.items():
         redundancy, count = tiles_of(layers, splits)
         yield write.counted(name, "fact:rows multiplied for a wanted one", redundancy, "rows")
@@ -127,7 +127,7 @@ def tile_facts(write: Writer, layers: Sequence[Met], ways: Mapping[str, int]) ->
 
 
 def tiles_of(layers: Sequence[Met], splits: int) -> tuple[float, float]:
-    """Rows multiplied for one that is wanted, and tiles of a layer, layers weighed by their products."""
+    """Rows multiplied per useful row, and tiles per layer, with layers weighted by their products."""
     multiplied = wanted = weighed = 0.0
     known = {id(one.found): walks(one.found, _FORMS[min(splits, one.found.volume)]) for one in layers}
     for one in layers:
@@ -145,12 +145,12 @@ DEFAULT = "default"
 _ATTEMPTS = 3
 
 Spans = list[Mapping[str, float]]
-"""Milliseconds by part of what lies between marks."""
+"""For each interval between marks, milliseconds by part."""
 
 
 @dataclass
 class Marks:
-    """What is behind each mark of a run: a layer by its name, or BETWEEN. make: puts a mark."""
+    """Names of the intervals after each mark of a run: a layer, or BETWEEN. make: sets a mark."""
 
     make: Callable[[], object]
     names: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Marks:
 
 
 def layers(setup: Setup) -> Iterator[Row]:
-    """Every network, layer by layer: finding its map, ordering rows, multiplying, and the rest."""
+    """Every network, layer by layer: map building, row ordering, multiplying, and the rest."""
     for subject in subjects(setup, "layers", tuple(WORKLOADS)):
         network, write = Network.of(setup, subject), Writer(setup, subject, "layers")
         right = checked(setup, network, {DEFAULT: network.all_in(None)}, partial(subject.case, "layers"))
@@ -182,9 +182,9 @@ def _rows(write: Writer, found: Mapping[str, Mapping[str, Times]]) -> Iterator[R
 
 
 def layered(setup: Setup, network: Network) -> dict[str, dict[str, Times]]:
-    """Milliseconds of a pass by layer and part; parts that take nothing are left out.
+    """Milliseconds of a pass by layer and part; parts that take no time are left out.
 
-    Raises PumiceError where the profiler does not tell of every mark.
+    Raises PumiceError if the profiler does not record every mark.
     """
     names, runs = (_by_profiler if setup.device.type == "cuda" else _by_clock)(network)
     labels = labels_of(network)
@@ -201,7 +201,7 @@ def layered(setup: Setup, network: Network) -> dict[str, dict[str, Times]]:
 
 
 def labels_of(network: Network) -> dict[str, str]:
-    """By name of a layer its number in the order of a pass, its map, and its channels."""
+    """By layer name, a label with its number in the order of a pass, its map and its channels."""
     tensor = fresh(network.samples[0])
     groups = observe(scenes_of(network.net, [tensor], "inference")).groups
     maps = {name: group.name for group in groups for name in group.layers}
@@ -217,7 +217,7 @@ def labels_of(network: Network) -> dict[str, str]:
 
 @contextmanager
 def marked(net: nn.Module, mark: Callable[[str], None]) -> Iterator[None]:
-    """Within it every convolution of a layer has a mark before it, by its name, and one behind it: BETWEEN."""
+    """Within this context each convolution sets a mark before it, with its name, and one after it, BETWEEN."""
     known = {name: module for name, module in net.named_modules() if isinstance(module, Convolution)}
 
     def called(name: str, x: SparseTensor, target: Target = None) -> SparseTensor:
@@ -236,7 +236,7 @@ def marked(net: nn.Module, mark: Callable[[str], None]) -> Iterator[None]:
 
 
 def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
-    """What is behind the marks of a run, and of each run milliseconds by part."""
+    """The names of the intervals of a run, and for each run their milliseconds by part."""
     marks = Marks(lambda: torch.cuda._sleep(1))
     run = partial(network.run, network.all_in(None))
     with marked(network.net, marks):
@@ -255,7 +255,7 @@ def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
 
 
 def _by_clock(network: Network) -> tuple[list[str], list[Spans]]:
-    """The same on a CPU, by the wall clock: a layer is its kernel."""
+    """The same on a CPU by the wall clock, where all of a layer's time counts as kernel."""
     stamps: list[float] = []
     marks = Marks(lambda: stamps.append(time.perf_counter()))
     run = partial(network.run, network.all_in(None))

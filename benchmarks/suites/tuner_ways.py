@@ -1,4 +1,4 @@
-"""The studies of the suite `tuner` that compare ways of running one network, and whole networks tuned and untuned."""
+"""The studies of the suite `tuner` that compare ways of running a network, and whole networks tuned and untuned."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from pumice.errors import OptionError
 from pumice.lower.kernel import DEFAULT as DEFAULT_TILES
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
-"""A large and a small scan to segment, and one to detect on."""
+"""Segmentation on a large and on a small scan, and detection."""
 IMPLICIT = ("implicit-gemm-unsorted", "implicit-gemm-sorted", *(f"implicit-gemm-split{n}" for n in (2, 3, 4)))
-"""The dataflows of 0 to 4 splits."""
+"""The dataflows with 0 to 4 splits."""
 WEIGHT_STATIONARY = (
     "gather-gemm-scatter-fused-adaptive",
     "gather-gemm-scatter-locality-aware-adaptive",
     "fetch-on-demand",
 )
-"""Gather-scatter and fetch on demand."""
+"""Gather-scatter and fetch-on-demand dataflows."""
 _SUM = 4
-"""Bytes of a sum that is read, added to and written."""
+"""Bytes of an element of a float32 sum, which is read and written."""
 
 SPLITS: Mapping[str, tuple[int, ...]] = {"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)}
-"""By way: among which numbers of splits each group of layers has the best."""
+"""By way, the numbers of splits among which the tuner chooses for each group of layers."""
 BOUND: Mapping[str, str] = {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
-"""By way: which passes of a layer share a dataflow, as the tuner calls it."""
+"""By way, the passes of a layer that share a dataflow, in the tuner's names."""
 GAINS: Mapping[str, str | None] = {
     "1-gather-gemm-scatter": "gather-gemm-scatter-vectorised-separate",
     "2-grouped": "gather-gemm-scatter-vectorised-adaptive",
@@ -46,15 +46,15 @@ GAINS: Mapping[str, str | None] = {
     "7-implicit-sorted": "implicit-gemm-sorted",
     "8-default": None,
 }
-"""The steps from the plain way on: one dataflow for all layers, at last what the planner picks."""
+"""Dataflows of all layers, from the plainest on; None: the planner's choice."""
 
 
 _GAINED = 50.0
-"""Seconds of a limit that are kept for the ways of `gains`, each with kernels of its own."""
+"""Seconds of a limit reserved for checking and timing `gains`, whose ways each have their own kernels."""
 
 
 def splits(setup: Setup) -> Iterator[Row]:
-    """The best of so many splits for each group of layers, end to end; and what splits cost and give."""
+    """The best of several numbers of splits for each group of layers, end to end; costs and benefits of splits."""
     asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
     for network, write in _begun(setup, "splits", NETWORKS):
         yield from _tuned(write, network, asked, "1")
@@ -62,7 +62,7 @@ def splits(setup: Setup) -> Iterator[Row]:
 
 
 def sorted_rows(setup: Setup) -> Iterator[Row]:
-    """All layers over rows in their order, and all over sorted ones."""
+    """All layers over unsorted rows, and all over sorted rows."""
     for network, write in _begun(setup, "sorted", NETWORKS):
         ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
         yield from compared(write, network, ways, "no")
@@ -70,7 +70,7 @@ def sorted_rows(setup: Setup) -> Iterator[Row]:
 
 
 def hybrid(setup: Setup) -> Iterator[Row]:
-    """Tuned over one kind of dataflow alone, over the other, and over all."""
+    """Networks tuned over implicit GEMM only, over weight-stationary dataflows only, and over all."""
     asked = {
         "implicit-gemm": Asked(IMPLICIT),
         "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
@@ -82,14 +82,14 @@ def hybrid(setup: Setup) -> Iterator[Row]:
 
 
 def bindings(setup: Setup) -> Iterator[Row]:
-    """Training with passes of a layer bound to one dataflow, in pairs or all three."""
+    """Training with the passes of a layer bound to one dataflow, in pairs or all three."""
     asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
     for network, write in _begun(setup, "bindings", NETWORKS[1:], TRAINING):
         yield from _tuned(write, network, asked, "all")
 
 
 def gains(setup: Setup) -> Iterator[Row]:
-    """From gather, multiply, scatter to the tuned network, step by step."""
+    """From plain gather-GEMM-scatter to the tuned network, step by step."""
     for network, write in _begun(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
         answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
@@ -101,7 +101,7 @@ def gains(setup: Setup) -> Iterator[Row]:
 
 
 def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
-    """Bytes between kernels and the L2 for features: rows gathered for tiles, or for pairs with sums kept in memory."""
+    """Bytes of features between kernels and the L2: rows gathered for tiles, or for pairs with sums kept in memory."""
     size = torch.finfo(write.subject.dtype).bits // 8
     redundancy, _ = tiles_of(layers, 1)
     tiled = sum(size * (redundancy * one.pairs * one.inputs + one.found.num_outputs * one.outputs) for one in layers)
@@ -112,7 +112,7 @@ def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
 
 
 def _begun(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[tuple[Network, Writer]]:
-    """The networks of a study, each with what makes its rows."""
+    """The networks of a study, each with the writer of its rows."""
     for subject in subjects(setup, study, names, mode):
         say_published(setup, study)
         yield Network.of(setup, subject), Writer(setup, subject, study)
@@ -123,7 +123,7 @@ def _met(network: Network) -> list[Met]:
 
 
 def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
-    """What the tuner answers to each question, and what that takes."""
+    """Tune the network with each set of options, compare the results, and yield rows of the tuner's choices."""
     answers = {}
     for number, (name, one) in enumerate(asked.items()):
         answers[name] = answered(write.setup, network, one, budget(write.setup, len(asked) - number))
@@ -132,30 +132,30 @@ def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against:
         yield from one.rows(write, name)
 
 
-# Whole networks: what tuning brings, how long it takes, and whether it holds on other scans
+# Whole networks: gains and time of tuning, and tuning on other scans
 
 DEFAULT, TUNED, NATIVE = "default", "tuned", "native"
 TRAINED = ("minkunet-nuscenes-1f",)
-"""The networks whose training is tuned, too."""
+"""The networks that are also tuned for training."""
 GAIN = 1.05
-"""How many times as fast tuned convolutions and maps are to be, in the geometric mean of the seven."""
+"""Goal for the speedup of tuned convolutions and maps, geometric mean over the seven networks."""
 NOISE = 1.02
 LONGEST: Mapping[str, float] = {"minkunet-kitti-1x": 120.0}
-"""Seconds that tuning may take."""
+"""Goals for the seconds of tuning."""
 APART = 1.05
-"""How many times as long a network may take that was tuned on other scans."""
+"""Goal for the time of a network tuned on other scans, over the time of one tuned on its own."""
 ABROAD: Mapping[str, str] = {
     "minkunet-kitti-1x": "minkunet-nuscenes-1f",
     "minkunet-nuscenes-1f": "minkunet-kitti-1x",
     "centerpoint-waymo-1f": "centerpoint-nuscenes-10f",
     "centerpoint-nuscenes-10f": "centerpoint-waymo-1f",
 }
-"""Whose scans a network is tuned on in place of its own."""
+"""By network, the workload on whose scans it is tuned instead of its own."""
 
 
 @dataclass
 class Gains:
-    """By case default over tuned, and the cases that are slower tuned: by more than NOISE, and mostly."""
+    """ratios: by case, default over tuned. slower: cases whose tuned median and 20 % quantile exceed the default's."""
 
     ratios: dict[str, float] = field(default_factory=dict)
     slower: list[str] = field(default_factory=list)
@@ -167,9 +167,9 @@ class Gains:
 
 
 def networks(setup: Setup) -> Iterator[Row]:
-    """Every network untuned and tuned in inference, some in training too; how long tuning took, and what it chose.
+    """Every network untuned and tuned in inference, some also in training; tuning time, and choices.
 
-    What is tuned are dataflows; in a thorough run, which takes two minutes a network, tiles as well.
+    Dataflows are tuned; a thorough run, with two minutes per network, also tunes tiles.
     """
     say_published(setup, "networks")
     gains = Gains()
@@ -184,7 +184,7 @@ def networks(setup: Setup) -> Iterator[Row]:
 
 
 def _judged(setup: Setup, row: Row) -> bool:
-    """Whether a row has what goals are about: convolutions and maps on the device, or without one the wall."""
+    """True if goals apply to the row: device time of convolutions and maps, or without a GPU wall time."""
     return row.metric == (CONVOLUTIONS if setup.device.type == "cuda" else "time") and row.clock == setup.clock
 
 
@@ -197,7 +197,7 @@ def _network(setup: Setup, subject: Subjected) -> Iterator[Row]:
 
 
 def transfer(setup: Setup) -> Iterator[Row]:
-    """Every network tuned on its own scans and on another's, run on its own."""
+    """Every network tuned on its own scans and on another workload's, both run on its own."""
     for subject in subjects(setup, "transfer", tuple(ABROAD)):
         say_published(setup, "transfer")
         yield from _transferred(setup, subject)
@@ -228,7 +228,7 @@ def _transferred(setup: Setup, subject: Subjected) -> Iterator[Row]:
 
 
 def _with_scans_of(subject: Subjected, name: str) -> Subjected:
-    """The subject with the scans of another workload, voxelised as it does."""
+    """The subject with the scans and the voxelization of another workload."""
     other = WORKLOADS[name]
     scans = subject.workload.scans if subject.workload.generated else other.scans
     workload = replace(subject.workload, name=name, scans=scans, grid=other.grid)

@@ -1,13 +1,12 @@
-"""The suite `workloads`: whole networks on scans, inference and training, beside spconv's in the same run.
+"""The suite `workloads`: whole networks on scans, inference and training, beside spconv in the same run.
 
-A call makes a new tensor and runs the network over it: kernel maps are part of what is timed. Both libraries run
-eagerly, with nothing folded, from the same weights; what they give is compared with a float64 run of our network by
-plain gathers and products before anything is timed.
+A call makes a new tensor and runs the network, including kernel maps. Both libraries run eagerly, with nothing folded,
+from the same weights; before timing, results are compared with a float64 run of our network by plain gathers and
+products.
 
-A case is one scan, again and again: what a library keeps for sizes that it has met serves every call. In inference in
-half precision (on a CPU in float32) the same network runs over several scans in turn, too, every one of which was
-checked; the metric is then VARIED, and the case says of which scans, as in
-minkunet-nuscenes-1f/fp16/inference/over-2-scans-5-turned (workloads.varied).
+A case repeats one scan, so everything cached for known sizes serves every call. In half-precision inference (float32 on
+a CPU) the network also runs over several scans in turn, all of them checked; the metric is then VARIED, and the case
+names the scans, as in minkunet-nuscenes-1f/fp16/inference/over-2-scans-5-turned (scenes.workloads.varied).
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ from benchmarks.scenes.workloads import (
 )
 from pumice.errors import OptionError
 
-TINY = 150  # voxels of a scan in a quick run
+TINY = 150  # maximum voxels of a scan in a quick run
 SCANS = 7
-"""Scans that take turns: as many as a clock has runs at least, so that each counts."""
+"""Number of scans run in turn, at most the minimum runs of a clock, so that each is timed."""
 LOSS = 2.0**10
-"""By which the loss is multiplied, as a gradient scaler would: gradients of a mean over all voxels fade in float16."""
+"""Scale of the loss, as a gradient scaler's: gradients of a mean over all voxels underflow in float16."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How networks are run. dtype: of products. batch: scans. tf32: how float32 is multiplied.
+    """A mode of running networks. dtype: of products. batch: scans. tf32: multiply float32 as tf32. varied: also run
+    over several scans.
 
-    varied: whether it runs over several scans, too.
-    slack: how many times the error of the dtype is good enough, of the result and, in training, of all gradients
-    together. On crops of 4,000 voxels float16 was off by 0.2 to 0.9 percent in results and by 8 to 12 in gradients,
-    which tens of norms pass on; what is wrong is off by tens of percent, or by 100.
+    slack: factors on the tolerance of the dtype, for the result and, in training, for all gradients together. On crops
+    of 4,000 voxels float16 had errors of 0.2 to 0.9 percent in results and 8 to 12 in gradients, accumulated over tens
+    of norms; real mistakes cause tens of percent or 100.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Mode:
 
     @property
     def kept(self) -> torch.dtype:
-        """The dtype of weights and features: in mixed precision float32."""
+        """The dtype of weights and features, which is float32 in mixed precision."""
         return torch.float32 if self.training else self.dtype
 
 
@@ -94,7 +93,7 @@ GOALS: Mapping[tuple[str, str], float] = {
     (f"fp16/inference, {VARIED}", "wall"): 2.0,
     ("fp16/training", "wall"): 1.5,
 }
-"""How many times as fast as spconv, by the geometric mean over the networks."""
+"""Goals for the speedup over spconv, geometric mean over the networks."""
 
 RECORDED: Mapping[str, tuple[Peer, ...]] = {
     "minkunet-nuscenes-1f/fp16/inference": (
@@ -103,17 +102,17 @@ RECORDED: Mapping[str, tuple[Peer, ...]] = {
         Peer("warpconvnet 1.8.1", 37.6, "recorded"),
     )
 }
-"""Wall milliseconds on an H200, 2026-11-20, torch 2.11: the same sweep, its voxels by floor (17,856, not 17,890).
+"""Wall milliseconds on an H200, 2026-11-20, torch 2.11: the same sweep, voxelized by floor (17,856 voxels, not 17,890).
 
-What spconv took then beside what it takes now says how far the other figures are to be scaled.
+spconv's time then and now indicates how to scale the other figures.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """A library's network: what makes its input anew, and where its result has features and coordinates.
+    """A library's network, a function that makes its input, and accessors of the result's features and coordinates.
 
-    Of several samples every call has the next one.
+    With several samples, each call makes the next one.
     """
 
     net: nn.Module
@@ -132,13 +131,13 @@ class Side:
         return Side(spconv_nets.twin(net), _in_turn(made), lambda y: y.features, lambda y: y.indices)
 
     def result(self, y: Any) -> tuple[Tensor, Tensor]:
-        """Features and coordinates, by coordinates: libraries order new voxels as they like."""
+        """Features and coordinates sorted by coordinates, since libraries order new voxels differently."""
         coords = self.coords(y).long()
         order = (((coords[:, 0] << 15 | coords[:, 1]) << 15 | coords[:, 2]) << 15 | coords[:, 3]).argsort()
         return self.feats(y).detach()[order], coords[order].double()
 
     def gradients(self, y: Any) -> Tensor:
-        """Those of all parameters in their order, as one vector."""
+        """Gradients of all parameters in order, as one float64 vector."""
         return torch.cat([p.grad.flatten().double() for p in self.net.parameters() if p.grad is not None])
 
 
@@ -148,13 +147,13 @@ def _in_turn(makers: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 Truth = tuple[Callable[[Side, Any], Any], Any, float]
-"""What of a result is compared, what it should be, and how many times the error of the dtype is good enough."""
+"""A view of a result, its reference value, and the factor on the tolerance of the dtype."""
 _VIEWS = (lambda side, y: side.result(y), lambda side, y: side.gradients(y))
 
 
 @dataclass
 class Found:
-    """How many times as fast as spconv ours was: by mode and clock, by workload."""
+    """Speedups over spconv by mode and clock, then by workload."""
 
     ratios: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
@@ -173,7 +172,7 @@ class Found:
 
 
 def networks(setup: Setup, given: Mapping[str, Workload] = WORKLOADS, batch: int = 2) -> Iterator[Row]:
-    """Every network in every mode; batch: scans of a training step."""
+    """Every network in every mode; batch: scans per training step."""
     found = Found()
     modes = ON_GPU if setup.device.type == "cuda" else ON_CPU
     for workload in given.values():
@@ -192,14 +191,14 @@ def networks(setup: Setup, given: Mapping[str, Workload] = WORKLOADS, batch: int
 
 
 def _case(setup: Setup, workload: Workload, mode: Mode) -> str:
-    """What a row is of; what is tiny, made from a seed or tuned says so."""
+    """The name of a case, with marks for tiny, generated and tuned ones."""
     marks = ("generated", workload.generated), ("tuned", setup.thorough)
     tiny = "tiny/" if setup.quick else ""
     return tiny + "/".join([workload.name, mode.name, *(mark for mark, so in marks if so)])
 
 
 def _at_hand(setup: Setup, workload: Workload) -> Workload | None:
-    """The workload if its scans are at hand; in a quick run else one of generated scans."""
+    """The workload if its scans are available, else in a quick run one with generated scans, or None."""
     try:
         first = _samples(setup, workload, torch.float32, 1)
     except OptionError as reason:
@@ -214,12 +213,12 @@ def _at_hand(setup: Setup, workload: Workload) -> Workload | None:
 
 
 def _samples(setup: Setup, workload: Workload, dtype: torch.dtype, batch: int) -> Sample:
-    """The first sample of so many scans."""
+    """The first sample of `batch` scans."""
     return samples(workload, setup.device, dtype, batch, count=1, most=TINY if setup.quick else 0)[0]
 
 
 def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Iterator[Row]:
-    """A network in one mode: checked, timed, and beside it what was recorded."""
+    """The rows of a network in one mode, checked and timed, and of recorded peers."""
     case, sample = _case(setup, workload, mode), _samples(setup, workload, mode.kept, mode.batch)
     own = copy.deepcopy(net).to(mode.kept).train(mode.training)
     truths = list(zip(_VIEWS, _truths(own, sample, mode), mode.slack, strict=False))
@@ -237,7 +236,7 @@ def _mode(setup: Setup, workload: Workload, mode: Mode, net: nn.Module) -> Itera
 def _against_spconv(
     setup: Setup, mode: Mode, about: tuple[str, str], net: nn.Module, truths: Sequence[Truth], *given: Sample
 ) -> Iterator[Row]:
-    """Both libraries' calls over these samples in turn, checked and timed; nothing where ours is wrong.
+    """Both libraries' calls over these samples in turn, checked and timed; no rows if ours is wrong.
 
     about: case and metric.
     """
@@ -250,7 +249,7 @@ def _against_spconv(
 
 
 def _over_scans(setup: Setup, workload: Workload, mode: Mode, case: str, net: nn.Module) -> Iterator[Row]:
-    """The network over several scans in turn, each checked."""
+    """The network over several scans in turn, each of them checked."""
     real = samples(workload, setup.device, mode.kept, count=SCANS, most=TINY if setup.quick else 0)
     given = varied(real, SCANS)
     turned = f"-{SCANS - len(real)}-turned" if len(real) < SCANS else ""
@@ -263,7 +262,7 @@ def _over_scans(setup: Setup, workload: Workload, mode: Mode, case: str, net: nn
 
 
 def _truths(net: nn.Module, sample: Sample, mode: Mode) -> list[Any]:
-    """The result in float64, by coordinates, and in training all gradients."""
+    """The result in float64, sorted by coordinates, and in training all gradients."""
     side = Side.ours(exact_copy(net), replace(sample, feats=sample.feats.double()))
     y = _call(side, replace(mode, dtype=torch.float64, tf32=False))()
     return [side.result(y), side.gradients(y)] if mode.training else [side.result(y)]
@@ -272,7 +271,7 @@ def _truths(net: nn.Module, sample: Sample, mode: Mode) -> list[Any]:
 def _checked(
     setup: Setup, mode: Mode, case: str, truths: Sequence[Truth], make: Callable[[], Side], package: str = ""
 ) -> Ready | None:
-    """One library's call, or None where it is wrong or cannot; it is called once for each truth, in their order."""
+    """One library's call, or None if it is wrong or fails. It is called once per truth, in order."""
     sides: list[Side] = []
 
     def call() -> Callable[[], Any]:
@@ -295,7 +294,7 @@ def _checked(
 
 @lru_cache(maxsize=1)
 def _tf32_tuner() -> Any:
-    """One for all networks, as spconv has one for all of a dtype."""
+    """One tuner for all networks, as spconv's own serves all networks of a dtype."""
     return spconv_peer.new_tuner()
 
 
@@ -312,7 +311,7 @@ def loss_of(feats: Tensor) -> Tensor:
 
 
 def step_of(side: Side, mixed: bool, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], Any]:
-    """Forward, backward, and one step of the optimizer if there is one; mixed: under autocast to float16."""
+    """A call of forward, backward and, if given, the optimizer's step. mixed: under float16 autocast."""
     device = next(side.net.parameters()).device.type
 
     def step() -> Any:
