@@ -177,11 +177,6 @@ class Traced:
     passes: int
     wall: float
 
-    @property
-    def seen(self) -> float:
-        """Seconds of a pass in the tree."""
-        return self.root.total / self.passes
-
 
 def traced(call: Callable[[], object], model: nn.Module, passes: int, wait: Callable[[], object]) -> Traced:
     """Time and trace the call `passes` times each. It must have run before; wait: waits until the device is idle.

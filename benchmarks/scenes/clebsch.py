@@ -21,10 +21,6 @@ class Table:
     values: np.ndarray
     paths: tuple[tuple[int, int, int], ...]
 
-    @property
-    def nnz(self) -> int:
-        return int(np.count_nonzero(self.values))
-
     def normalized(self, channels: int) -> np.ndarray:
         """Values in e3nn's normalization (component, element): results from `channels` inputs have unit variance."""
         scale = [math.sqrt((2 * c + 1) / (channels * self._into(c))) for _, _, c in self.paths]

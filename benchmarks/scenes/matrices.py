@@ -94,15 +94,6 @@ def real(folder: Path, least: int = 20_000) -> Iterator[Matrix]:
             yield _matrix("musae-" + path.stem.removesuffix("_edges"), (size, size), keys)
 
 
-def tiles(matrix: Matrix, height: int = 16, width: int = 8) -> tuple[int, int]:
-    """Number of non-empty tiles, as is and after removing the empty columns of each `height` rows."""
-    window = matrix.rows // height
-    columns = matrix.shape[1]
-    before = len(np.unique(window * -(-columns // width) + matrix.cols // width))
-    distinct = np.bincount(np.unique(window * columns + matrix.cols) // columns)
-    return before, int((-(-distinct // width)).sum())
-
-
 def uniform(name: str, size: int, nnz: int, seed: int) -> Matrix:
     """A size x size matrix with uniformly random entries."""
     keys = np.random.default_rng(seed).integers(0, size * size, nnz)

@@ -22,8 +22,6 @@ from pumice.ops import SparseTensor, voxelize
 
 VOXEL, RANGE, HEIGHT = 0.1, 100.0, 12.0
 """Metres: voxel size, and the maximum distance of points from the sensor along the ground and vertically."""
-BOX = ((-1024, -1024, -128), (1023, 1023, 127))
-"""Bounds of the coordinates of all scans at any rotation."""
 _MERGED = (1, 2, 3, 5, 10)
 """Numbers of sweeps that are merged."""
 _THINNED = 0.3
