@@ -15,27 +15,27 @@ from pumice.errors import FileError
 
 HEAD = """# Status: what was measured
 
-Made from `bench/results.jsonl` by `python -m benchmarks report --markdown`; edit neither by hand. A speed-up is the
-peer's time over ours, both of one run; `recorded` marks a peer's time of another run. `wall` is wall-clock time from an
-idle device to an idle device, `gpu` the time of its kernels alone. A newer row replaces an older one of the same case,
-metric, peer, clock and device.
+Generated from `bench/results.jsonl` by `python -m benchmarks report --markdown`; do not edit either by hand. A
+speed-up is the baseline's time over ours, both of one run; `recorded` marks a baseline's time of another run. `wall` is
+wall-clock time from an idle device to an idle device, `gpu` the time of its kernels alone. A newer row replaces an
+older one of the same case, metric, baseline, clock and device.
 """
 
 CAVEATS: Mapping[str, str] = {
-    "stream": "Networks written with public layers alone, over scenes none of which comes twice; each way is a "
-    "process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
-    "of medians. The first result is the first call, behind a capture if there is one. `most-12000`: scenes "
-    "cropped to 12,000 voxels at most. Cases that end in `repeated` (results file): the same scenes a second time.",
-    "workloads": "Each case repeats one scene, so that kernel maps of new shapes are not in it (`varied scans`: "
-    "several scenes in turn). A user's stream of new scenes is the suite `stream`.",
+    "stream": "Networks written only with public layers, over scenes that never repeat; each mode of execution runs "
+    "in a process of its own. Milliseconds: the median, in brackets the worst scene of the second half; speed-ups are "
+    "of medians. The first result is the first call, and for captured networks the capture before it. `most-12000`: "
+    "scenes cropped to 12,000 voxels at most. Cases ending in `repeated` (results file): the same scenes again.",
+    "workloads": "Each case repeats one scene (`varied scans`: several scenes in turn), so kernels and plans for its "
+    "sizes exist already. The suite `stream` has streams of new scenes.",
     "tuner": "Repeated scenes. `its default` is the same network untuned.",
-    "engine": "Repeated scenes, `pumice.models` alone; the host bounds eager passes and differs between machines.",
-    "conv-forward": "One layer, its kernel map at hand, repeated. Finding the map is the suite `maps`.",
-    "conv-train": "One layer, its kernel map at hand, repeated.",
-    "maps": "Shuffled coordinates; `gpu` in a CUDA graph.",
-    "einsum": "Operands at hand, repeated.",
-    "cpu-conv": "The kernel map is at hand, which flatters both: with the map found anew, and for whole networks "
-    "(suite `stream` on a CPU), spconv is faster. spconv's threads race, so that its result is wrong with two.",
+    "engine": "Repeated scenes, only `pumice.models`; the host limits eager passes, and differs between machines.",
+    "conv-forward": "One layer, its kernel map already built, repeated. Building the map is the suite `maps`.",
+    "conv-train": "One layer, its kernel map already built, repeated.",
+    "maps": "Shuffled coordinates; `gpu` times are of a CUDA graph.",
+    "einsum": "Operands already converted to their formats, repeated.",
+    "cpu-conv": "The kernel map is already built, which favours both: if it is built in the call, and for whole "
+    "networks (suite `stream` on a CPU), spconv is faster. spconv has a data race: with two threads it is wrong.",
 }
 """Remarks on the figures of a suite."""
 
@@ -105,7 +105,7 @@ def _measured(line: Line) -> str:
 
 def _bounds(found: Sequence[Line]) -> Iterator[str]:
     yield "## Fractions of the bounds\n"
-    yield "The least time that memory, caches or multipliers allow, over ours: models of the device, no measurements.\n"
+    yield "The lower bound of time by memory, caches or arithmetic, over our time; bounds are modelled, not measured.\n"
     names = ("suite", "what", "precision", "bounds", "cases", "geometric mean", "least", "device")
     rows = [
         [line.family.suite, line.family.name, line.precision, line.against, str(line.mean.cells)]
