@@ -22,6 +22,7 @@ from torch.nn import functional
 import pumice as pm
 from pumice.coords import CoordBuffer, Geometry
 from pumice.coords.capacity import BufferedState, FixedCapacities
+from pumice.engine import train_program
 from pumice.engine.train_program import GradientBuffers, Targets
 from pumice.errors import (
     CaptureError,
@@ -433,6 +434,34 @@ def test_programs_under_autocast(gpu, dtype):
         close(pair.step(x, labels), want.detach(), 4 * torch.finfo(dtype).eps)
         mine, other = (torch.cat([p.grad.flatten() for p in n.parameters()]) for n in (net, pair.other))
         assert mine.dtype == torch.float32 and float((mine - other).norm()) <= 0.03 * float(other.norm())
+
+
+class Decay(nn.Module):
+    """A loss with a penalty on the weights of a network that it holds."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, y):
+        return row_mean(y, y.feats.square().sum(1)) + sum(p.square().sum() for p in self.net.parameters())
+
+
+def with_held_parameters(net):
+    held = [*net.parameters()]
+    return lambda y: row_mean(y, y.feats.square().sum(1)) + sum(p.square().sum() for p in held)
+
+
+@pytest.mark.parametrize(("loss", "direct"), [(Decay, 0), (with_held_parameters, 6)])
+def test_penalties_on_weights(monkeypatch, loss, direct):
+    """Weights that the loss finds in the network are the views that the pass takes; those that it holds are not."""
+    net = pm.nn.Sequential(pm.nn.Conv3d(4, 8, 3), pm.nn.BatchNorm(8), pm.nn.ReLU(), pm.nn.Linear(8, 3)).double()
+    found, used = [], train_program._used_directly
+    monkeypatch.setattr(train_program, "_used_directly", lambda *given: found.append(used(*given)) or found[-1])
+    pair = Pair(net, loss(net), scene(60)[:1], "sgd", margin=4.0)
+    pair.loss = loss(pair.other)
+    pair.both(scene(60)[0])
+    assert {*map(len, found)} == {0, direct}
 
 
 class Penalty(nn.Module):

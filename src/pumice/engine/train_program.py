@@ -138,6 +138,35 @@ class StepResult:
     status_words: Tensor
 
 
+class _WithLoss(nn.Module):
+    """loss(program(x), *targets) as one module, so that functional_call replaces the parameters that either reads."""
+
+    def __init__(self, program: Program, loss: Loss) -> None:
+        super().__init__()
+        self.program, self.loss = program, loss
+
+    def forward(self, x: SparseTensor, *targets: Tensor) -> Any:
+        return self.loss(self.program(x), *targets)
+
+
+def _used_directly(loss: Tensor, views: Mapping[Tensor, Tensor]) -> set[Tensor]:
+    """The parameters that a loss also depends on without their views in `views`, as a penalty on weights that it holds
+    does: the gradient of the view is not all of theirs."""
+    seen: set[Any] = {view.grad_fn for view in views.values()}
+    left: list[Any] = [loss.grad_fn] if views else []
+    found = set[Tensor]()
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.add(node.variable)
+            else:
+                left.append(node)
+    return found
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy `sources` to `targets`, with one multi-tensor copy for all pairs of equal layout and dtype."""
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
@@ -206,8 +235,8 @@ class StepProgram:
                 copy_all(self.backup, self.module_buffers)
             entered = buffers.make_input(self.site, BufferedState(capacities, (), poison, True))
             geometry = entered.x.geometry
-            leaves = self._leaves()
-            loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale, leaves)
+            views = self._views()
+            loss = self.forward_backward(entered.x, buffers.with_padding_ignored(geometry.valid_mask), scale, views)
             geometry.search()
             levels = dict(levels_of(geometry))
             with join_side_streams(geometry):
@@ -216,7 +245,7 @@ class StepProgram:
                 words = torch.cat([words, self.gradients.infinite.int()])
             return StepResult(loss, {path: LevelOutput(g.coords, g.stride) for path, g in levels.items()}, words)
 
-    def _leaves(self) -> dict[Tensor, Tensor]:
+    def _views(self) -> dict[Tensor, Tensor]:
         """Views of trained parameters, by parameter. A parameter's AccumulateGrad node may outlive a pass (held by
         DistributedDataParallel or earlier results) and belongs to the stream that created it, for which a captured
         graph must not wait. A view has a node of its own."""
@@ -227,38 +256,39 @@ class StepProgram:
         x: SparseTensor,
         targets: Sequence[Tensor],
         scale: float | None = None,
-        leaves: Mapping[Tensor, Tensor] = MappingProxyType({}),
+        views: Mapping[Tensor, Tensor] = MappingProxyType({}),
     ) -> Tensor:
         """Compute and return the loss; gradients go to their buffers, unscaled and clipped unless averaged first.
-        leaves: see _leaves; used in place of the parameters."""
+        views: see _views; used in place of the parameters."""
         with outside_inference_mode(), torch.enable_grad():
-            loss = self.compute_loss(x, targets, leaves)
+            loss = self.compute_loss(x, targets, views)
             scaler = self.options.scaler
             scaled = scaler.scale(loss) if scaler is not None and scale is None else loss * (scale or 1.0)
-            wanted = [p for p in self.parameters if p.requires_grad]
+            wanted, direct = [p for p in self.parameters if p.requires_grad], _used_directly(loss, views)
+            sought = [p if p in direct else views.get(p, p) for p in wanted]
             # Gradients must have the dtype of their parameters, also under the caller's autocast.
             with torch.autocast(loss.device.type, enabled=False):
-                grads = torch.autograd.grad(scaled, [leaves.get(p, p) for p in wanted], allow_unused=True)
+                grads = torch.autograd.grad(scaled, sought, allow_unused=True)
             with torch.no_grad():
                 self._store_gradients({p: g for p, g in zip(wanted, grads, strict=True) if g is not None}, scale)
         return loss.detach()
 
     def compute_loss(
-        self, x: SparseTensor, targets: Sequence[Tensor], leaves: Mapping[Tensor, Tensor] = MappingProxyType({})
+        self, x: SparseTensor, targets: Sequence[Tensor], views: Mapping[Tensor, Tensor] = MappingProxyType({})
     ) -> Tensor:
         with self.autocast.context():
-            y = functional_call(self.program, self._named(leaves), (x,), tie_weights=False)
-            loss = self.loss(y, *targets)
+            both = _WithLoss(self.program, self.loss)
+            loss = functional_call(both, self._named(views), (x, *targets), tie_weights=False)
         if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise OptionError(f"the loss must be a scalar that depends on parameters, found {found}")
         return loss
 
-    def _named(self, leaves: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
-        """`leaves` by qualified name, one per module: with two, functional_call would leave views in the module."""
-        modules = self.model.named_modules() if leaves else ()
-        placed = [(f"{at}.{name}".lstrip("."), p) for at, module in modules for name, p in module._parameters.items()]
-        return {name: leaves[p] for name, p in placed if p is not None and p in leaves}
+    def _named(self, views: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """`views` by name within _WithLoss, one per module: with two, functional_call would leave views there."""
+        modules = self.model.named_modules(prefix="program") if views else ()
+        placed = [(f"{at}.{name}", p) for at, module in modules for name, p in module._parameters.items()]
+        return {name: views[p] for name, p in placed if p is not None and p in views}
 
     def _store_gradients(self, found: Mapping[Tensor, Tensor], scale: float | None) -> None:
         self.gradients.store(found)
