@@ -21,11 +21,11 @@ from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import functional
 
-from pumice import ops
 from pumice.nn import blocks, layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import ACTIVATIONS, has_no_backward_hooks
 from pumice.ops import SparseTensor, cat
+from pumice.ops.tensor import NODES
 
 SPARSE, DENSE = "sparse", "dense"
 _NOT_OF_USERS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
@@ -150,11 +150,6 @@ _TENSORS = frozenset(("feats", "coords", "items", "item_counts", "valid_mask", "
 _SPARSE_ATTRIBUTES = _TENSORS | {"geometry", "batch_size", "stride", "dim", "channels", "device", "requires_grad"}
 _SAME_ROWS = frozenset(("replace", "half", "bfloat16", "float", "double", "detach", "clone"))
 _SPARSE_METHODS = _SAME_ROWS | {"to", "cpu", "cuda", "to_dense", "prune", "split"}
-_DENSE_RESULTS = {ops.broadcast, ops.devoxelize, ops.interpolate, ops.row_mean, ops.row_sum}
-_DENSE_RESULTS |= {ops.global_avg_pool, ops.global_max_pool, ops.global_sum_pool}
-_SPARSE_RESULTS = {cat, ops.avg_pool, ops.max_pool, ops.sum_pool, ops.group_norm, ops.linear}
-_SPARSE_RESULTS |= {ops.conv, ops.conv_inverse, ops.conv_transpose}
-"""Functions of SparseTensors without side effects: those that return tensors, and those that return SparseTensors."""
 _ARITHMETIC = frozenset((operator.add, operator.sub, operator.mul, operator.truediv, operator.neg))
 
 
@@ -162,14 +157,18 @@ def _kind_of(node: Node, module: nn.Module | None) -> str | None:
     first = node.args[0] if node.args else None
     kinds = {n.meta.get("kind") for n in node.all_input_nodes}
     if module is not None:
-        if not _is_layer(module) or type(module).__name__.startswith("Global"):
+        if not _is_layer(module):
             return None
+        if type(module).__name__.startswith("Global"):
+            return DENSE
         return first.meta.get("kind") if isinstance(module, nn.Identity) and isinstance(first, Node) else SPARSE
-    if node.op == "get_attr" or node.target in _DENSE_RESULTS or (node.target is getattr and node.args[1] in _TENSORS):
+    if node.target in NODES:
+        return {"SparseTensor": SPARSE, "Tensor": DENSE}.get(NODES[node.target])
+    if node.op == "get_attr" or (node.target is getattr and node.args[1] in _TENSORS):
         return DENSE
     if node.op == "call_method" and isinstance(first, Node) and first.meta.get("kind") == SPARSE:
         return SPARSE if node.target not in ("to_dense", "split") else None
-    return SPARSE if node.target in _SPARSE_RESULTS or (node.target in _ARITHMETIC and SPARSE in kinds) else None
+    return SPARSE if node.target in _ARITHMETIC and SPARSE in kinds else None
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -592,7 +591,7 @@ def is_pure(node: Node, graph: Graph) -> bool:
         return known and quiet and node not in graph.reasons and not getattr(module, "inplace", False)
     if node.op == "call_function":
         alone = len(node.args) == 1 and not node.kwargs
-        known = node.target is getattr or node.target in _ARITHMETIC | _DENSE_RESULTS | _SPARSE_RESULTS
+        known = node.target is getattr or node.target in _ARITHMETIC or node.target in NODES
         return known or (node.target in _FUNCTIONS and alone)
     return node.op in ("placeholder", "get_attr") or (node.op == "call_method" and node.target in _SAME_ROWS)
 

@@ -53,7 +53,7 @@ def forward(x: Tensor, rows: Tensor, kept: bool) -> tuple[Tensor, Tensor]:
     (outputs, volume), channels = rows.shape, x.shape[1]
     y = x.new_empty(outputs, channels)
     taps = torch.empty((outputs, channels) if kept else (1,), dtype=_of_taps(volume), device=x.device)
-    shape = _shape(channels, volume)
+    shape = _shape(channels, _ENTRIES, VOLUME=volume)
     run = kernel("row_kernels.max_pool", "lower")
     run(_programs(outputs, shape), (x, rows, y, taps), (outputs,), shape | {"KEPT": kept})
     return y, taps
@@ -76,7 +76,7 @@ def gradient(grad: Tensor, found: KernelMap, taps: Tensor) -> Tensor:
         return _spread(grad, found.rows(), taps, found.num_inputs)
     rows, channels = found.transpose().rows(), grad.shape[1]
     dx = grad.new_empty(found.num_inputs, channels)
-    shape = _shape(channels, rows.shape[1])
+    shape = _shape(channels, _ENTRIES, VOLUME=rows.shape[1])
     run = kernel("row_kernels.max_pool_gradient", "lower")
     run(_programs(len(dx), shape), (grad, rows, taps, dx), (len(dx),), shape)
     return dx
@@ -99,9 +99,10 @@ def _of_taps(volume: int) -> torch.dtype:
     return torch.int8 if volume <= 127 else torch.int16
 
 
-def _shape(channels: int, volume: int) -> dict[str, int]:
+def _shape(channels: int, entries: int, **more: int) -> dict[str, int]:
+    """Constants of a kernel whose programs hold `entries` values."""
     lanes = min(_CHANNELS, max(1, 1 << (channels - 1).bit_length()))
-    return {"C": channels, "VOLUME": volume, "ROWS": _ENTRIES // lanes, "LANES": lanes}
+    return {"C": channels, **more, "ROWS": entries // lanes, "LANES": lanes}
 
 
 def _programs(rows: int, shape: dict[str, int]) -> int:
@@ -210,9 +211,8 @@ def _sums(values: Tensor, items: Tensor, batch: int) -> Tensor:
 
 def _spread_rows(values: Tensor, items: Tensor) -> Tensor:
     found = values.new_empty(len(items), values.shape[1])
-    blocks, shape = _item_shape(values)
-    programs = -(-len(items) // shape["ROWS"]) * blocks
-    kernel("row_kernels.spread_items", "lower")(programs, (values.contiguous(), items, found), (len(items),), shape)
+    shape, tensors = _shape(values.shape[1], _ITEM_BLOCK), (values.contiguous(), items, found)
+    kernel("row_kernels.spread_items", "lower")(_programs(len(items), shape), tensors, (len(items),), shape)
     return found
 
 
@@ -222,16 +222,11 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
 
 def _by_parts(name: str, values: Tensor, items: Tensor, batch: int, like: tuple[int, torch.dtype]) -> Tensor:
     """[parts, B, C]: results of a kernel for parts of the rows; like: (initial value, dtype)."""
-    (count, channels), (start, dtype), (blocks, shape) = values.shape, like, _item_shape(values)
+    (count, channels), (start, dtype) = values.shape, like
+    shape = _shape(channels, _ITEM_BLOCK)
+    blocks = _programs(1, shape)
     parts = max(1, min(_ITEM_PROGRAMS // blocks, _ITEM_PARTIALS // (batch * channels), count // (4 * shape["ROWS"])))
     found = torch.full((parts, batch, channels), start, dtype=dtype, device=values.device)
     numbers = count, -(-count // parts), batch
     kernel(f"row_kernels.{name}", "lower")(parts * blocks, (values.contiguous(), items, found), numbers, shape)
     return found
-
-
-def _item_shape(values: Tensor) -> tuple[int, dict[str, int]]:
-    """(blocks of channels, constants of the kernels over items)."""
-    channels = values.shape[1]
-    lanes = min(_CHANNELS, 1 << (channels - 1).bit_length())
-    return -(-channels // lanes), {"C": channels, "ROWS": _ITEM_BLOCK // lanes, "LANES": lanes}

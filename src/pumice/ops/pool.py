@@ -10,7 +10,6 @@ from torch import Tensor
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.errors import ShapeError
 from pumice.lower import rows as lowered
-from pumice.lower.rows import max_pool_rows
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, one_node
@@ -35,15 +34,10 @@ def max_pool(
     found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
     feats = arithmetic_feats(x)
     # Maps between buffers have no pair counts on the host.
-    if found.buffered is not None or _by_kernel(feats):
-        return SparseTensor(max_pool_rows(feats, found), outputs)
+    if found.buffered is not None or (_kernels_run(feats) and has_triton(feats)):
+        return SparseTensor(lowered.max_pool_rows(feats, found), outputs)
     pairs = found.pairs()
     return SparseTensor(maximum(feats, pairs.inputs, pairs.outputs, outputs.coords.shape[0]), outputs)
-
-
-def _by_kernel(x: Tensor) -> bool:
-    """True if Triton runs on the device of x, with only autograd active."""
-    return autograd.only_autograd_active((x,)) and has_triton(x)
 
 
 @one_node

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
 from pumice.coords import (
     Bounds,
@@ -24,7 +23,7 @@ from pumice.coords.buffer import RANGE, set_status
 from pumice.coords.tracing import subset as traced_subset
 from pumice.coords.tracing import union as traced_union
 from pumice.errors import CoordinateError, DeviceError, DtypeError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import SparseTensor, arithmetic_feats, from_raw_feats, not_sparse, raw_feats
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, from_raw_feats, not_sparse, one_node, raw_feats
 
 
 def to_dense(
@@ -103,14 +102,11 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
     return SparseTensor(feats, geometry)
 
 
+@one_node
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Concatenate channels: feats [N, C_0 + C_1 + ...] of tensors on the same coordinates in the same order.
     Raises GeometryError for different coordinates: use union(), or conv(out=...) onto the other's coordinates.
     """
-    sparse = isinstance(tensors, list | tuple) and all([type(x) is SparseTensor for x in tensors])
-    if not sparse and isinstance(tensors, list | tuple) and has_torch_function(tensors):
-        # torch.fx traces a network (pumice.compile).
-        return handle_torch_function(cat, tensors, tensors)
     first = _first(tensors, "cat")
     for other in tensors[1:]:
         known = torch.compiler.is_compiling() or first.geometry.buffered is not None

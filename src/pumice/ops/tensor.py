@@ -377,16 +377,23 @@ pytree.register_pytree_node(
 )
 
 
+NODES: dict[Any, str] = {}
+"""Functions that pumice.compile records as one step, without side effects; and the type that each returns."""
+
+
 def one_node(function: Callable[Concatenate[Any, Given], Found]) -> Callable[Concatenate[Any, Given], Found]:
-    """Decorator: torch.fx records a call on proxies (pumice.compile traces a network by them) as one node. The
-    function's first argument is the SparseTensor x."""
+    """Decorator: torch.fx, by which pumice.compile traces, records a call on proxies as one node. The function's first
+    argument is a SparseTensor, or a list of them; its annotation tells whether it returns one."""
 
     @wraps(function)
     def call(x: Any, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        if type(x) is not SparseTensor and has_torch_function((x,)):
-            return handle_torch_function(call, (x,), x, *args, **kwargs)
+        # By type: a proxy answers isinstance in its own way.
+        given = x if issubclass(type(x), list | tuple) else (x,)
+        if not all([type(each) is SparseTensor for each in given]) and has_torch_function(given):
+            return handle_torch_function(call, given, x, *args, **kwargs)
         return function(x, *args, **kwargs)
 
+    NODES[call] = function.__annotations__["return"]
     return call
 
 
