@@ -312,6 +312,11 @@ def check_items() -> None:
         ones = torch.ones(count, 1, dtype=torch.int64)
         few = torch.randint(-3, 4, (batch, channels), generator=generator).float()
         assert torch.equal(by_rows.sum_items(ones, items, batch)[:, 0], (items[:, None] == torch.arange(batch)).sum(0))
+        # Coordinates whose check is pending may have items beyond the batch.
+        beyond = torch.where(items < 0, batch + 3, items)
+        assert torch.equal(by_rows.max_items(values, beyond, batch), by_rows.max_items(values, items, batch))
+        assert torch.equal(by_rows.sum_items(values, beyond, batch), by_rows.sum_items(values, items, batch))
+        assert torch.equal(by_rows.spread_items(few, beyond), by_rows.spread_items(few, items))
         found = []
         for sums, spread in (
             (by_rows.sum_items, by_rows.spread_items),

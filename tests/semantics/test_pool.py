@@ -9,7 +9,7 @@ import torch
 from oracle import Ints
 
 import pumice as pm
-from pumice.errors import ShapeError
+from pumice.errors import DeviceError, DtypeError, ShapeError
 
 MODES = ["max", "avg", "sum"]
 
@@ -148,3 +148,7 @@ def test_broadcast_over_the_voxels_of_an_item():
     for wrong in (values[:2], values[0]):
         with pytest.raises(ShapeError, match=rf"must be \[3, C\].*found \[{len(wrong)}"):
             pm.ops.broadcast(x, wrong)
+    with pytest.raises(DeviceError, match="values are on meta, x is on cpu"):
+        pm.ops.broadcast(x, values.to("meta"))
+    with pytest.raises(DtypeError, match="SparseTensor, found Tensor"):
+        pm.ops.broadcast(x.feats, values)

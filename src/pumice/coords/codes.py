@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -246,6 +246,13 @@ _DEPTHS = {1: (31, 24, 16, 12), 2: (31, 31, 31, 27)}
 _MAX_DEPTH = 31
 
 
+class HasCoords(Protocol):
+    """A SparseTensor or a Geometry."""
+
+    @property
+    def coords(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Curve:
     """A space-filling curve. deal: transform of coordinates, int [N] per axis, before interleaving; undo: inverse."""
@@ -301,7 +308,7 @@ class _CurveForm:
 
 
 def serialize(
-    coords: Any,
+    coords: Tensor | HasCoords,
     order: str = "morton",
     depth: int | None = None,
     *,

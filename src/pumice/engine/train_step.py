@@ -145,17 +145,17 @@ class CapturedStep(CapturedModule):
         Raises CoordinateError (duplicates, a scene outside the example's spatial_shape), ShapeError, DtypeError,
         DeviceError, GeometryError and OptionError (input that does not match the example); nothing is updated then.
         """
-        like: TrainingSample = self._engine.example  # pyright: ignore[reportAssignmentType]
+        example: TrainingSample = self._engine.example  # pyright: ignore[reportAssignmentType]
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"a captured step takes a SparseTensor and targets, found {type(x).__name__}")
-        check_scene(x, like.like)
-        if x.dtype != like.like.dtype:
-            raise DtypeError(f"feats must be {like.like.dtype} as the example's, found {x.dtype}")
+        check_scene(x, example.like)
+        if x.dtype != example.like.dtype:
+            raise DtypeError(f"feats must be {example.like.dtype} as the example's, found {x.dtype}")
         if x.requires_grad and torch.is_grad_enabled():
             raise OptionError("x requires gradients, which a captured step does not compute: capture the whole network")
         _check_targets(x, targets)
-        scene = TrainingSample(x.feats.detach(), x.coords, x.geometry, like.like, targets)
-        scene.check(like)
+        scene = TrainingSample(x.feats.detach(), x.coords, x.geometry, example.like, targets)
+        scene.check(example)
         with self._lock:
             return self._engine.step(scene, self._update)
 

@@ -324,10 +324,12 @@ def max_pool_gradient(
 
 
 @triton.jit
-def _item_block(items, start, last, ROWS: tl.constexpr):
+def _item_block(items, start, last, batch, ROWS: tl.constexpr):
     """Rows [ROWS, 1] of a block, their batch items (-1: none), and the range of items that occur."""
     r = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
     item = tl.load(items + r, mask=r < last, other=-1).to(tl.int32)
+    # Coordinates may not have been checked yet.
+    item = tl.where(item < batch, item, -1)
     return r, item, tl.min(tl.where(item < 0, 0x7FFFFFFF, item)), tl.max(item)
 
 
@@ -339,7 +341,7 @@ def sum_items(
     part, c = _place(C, LANES)
     last = tl.minimum((part + 1) * chunk, rows)
     for start in range(part * chunk, last, ROWS):
-        r, item, low, high = _item_block(items, start, last, ROWS)
+        r, item, low, high = _item_block(items, start, last, batch, ROWS)
         values = tl.load(x + r * C + c, mask=(item >= 0) & (c < C), other=0).to(sums.dtype.element_ty)
         for b in range(low, high + 1):
             found = tl.sum(tl.where(item == b, values, 0), axis=0)[None, :]
@@ -347,13 +349,15 @@ def sum_items(
             tl.atomic_add(sums + (part * batch + b) * C + c, found, mask=c < C, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows"])
-def spread_items(values, items, y, rows: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """y[r, c] = values[items[r], c], 0 for item -1."""
+@triton.jit(do_not_specialize=["rows", "batch"])
+def spread_items(
+    values, items, y, rows: "i64", batch: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """y[r, c] = values[items[r], c], 0 for item -1 and for items beyond the batch."""
     block, c = _place(C, LANES)
     r = block * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     item = tl.load(items + r, mask=r < rows, other=-1)
-    found = tl.load(values + item * C + c, mask=(item >= 0) & (c < C), other=0)
+    found = tl.load(values + item * C + c, mask=(item >= 0) & (item < batch) & (c < C), other=0)
     tl.store(y + r * C + c, found, mask=(r < rows) & (c < C))
 
 
@@ -366,7 +370,7 @@ def max_items(
     part, c = _place(C, LANES)
     last = tl.minimum((part + 1) * chunk, rows)
     for start in range(part * chunk, last, ROWS):
-        r, item, low, high = _item_block(items, start, last, ROWS)
+        r, item, low, high = _item_block(items, start, last, batch, ROWS)
         values = tl.load(x + r * C + c, mask=(item >= 0) & (c < C), other=0).to(tl.float32)
         # Zeros of both signs are equal.
         bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)

@@ -212,7 +212,7 @@ def _sums(values: Tensor, items: Tensor, batch: int) -> Tensor:
 def _spread_rows(values: Tensor, items: Tensor) -> Tensor:
     found = values.new_empty(len(items), values.shape[1])
     shape, tensors = _shape(values.shape[1], _ITEM_BLOCK), (values.contiguous(), items, found)
-    kernel("row_kernels.spread_items", "lower")(_programs(len(items), shape), tensors, (len(items),), shape)
+    kernel("row_kernels.spread_items", "lower")(_programs(len(items), shape), tensors, (len(items), len(values)), shape)
     return found
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.errors import ShapeError
+from pumice.errors import DeviceError, ShapeError
 from pumice.lower import rows as lowered
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
-from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, one_node
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, not_sparse, one_node
 from pumice.runtime.launch import has_triton
 
 
@@ -101,14 +101,19 @@ def broadcast(x: SparseTensor, values: Tensor) -> Tensor:
 
         y[n, c] = values[b, c]   with b the batch item of voxel n
 
-    Gates channels by a pooled vector, as squeeze-and-excitation does, and adds it to all voxels:
+    Scales channels by what a network makes of pooled features, as squeeze-and-excitation does:
 
         gate = torch.sigmoid(linear(pm.ops.global_avg_pool(x)))
         y = x.replace(x.feats * pm.ops.broadcast(x, gate))
 
     Its gradient is a sum over each item's voxels in a fixed order; that of values[x.items] is many times slower on a
-    GPU. Raises ShapeError unless values has a row for each batch item.
+    GPU. Raises DtypeError if x is not a SparseTensor, DeviceError for another device, and ShapeError unless values has
+    a row for each batch item.
     """
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "broadcast")
+    if values.device != x.device:
+        raise DeviceError(f"values are on {values.device}, x is on {x.device}")
     if values.ndim != 2 or len(values) != x.batch_size:
         raise ShapeError(f"values must be [{x.batch_size}, C], a row per batch item, found {list(values.shape)}")
     run = lowered.spread_items if _kernels_run(values) else lowered.spread_items_torch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,15 @@ from pumice.ops.tensor import SparseTensor
 from pumice.runtime.compile import CompiledBeside
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
-from pumice.schedule.dataflow import Chosen, chosen
+from pumice.schedule.dataflow import Chosen, Dataflow, Dataflows, chosen
 
 T = TypeVar("T")
+
+
+class DataflowLayer(Protocol):
+    """A layer with a dataflow, such as a convolution."""
+
+    dataflow: str | Dataflow | Dataflows | None
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,9 @@ class MapConsumers:
     the submanifold layers.
     """
 
-    steps: Sequence[Sequence[Any]]
-    back: Sequence[Sequence[Any]]
-    same: Sequence[Sequence[Sequence[Any]]]
+    steps: Sequence[Sequence[DataflowLayer]]
+    back: Sequence[Sequence[DataflowLayer]]
+    same: Sequence[Sequence[Sequence[DataflowLayer]]]
 
 
 def prepare_levels(
@@ -231,7 +237,7 @@ def _maps(geometry: Geometry, steps: Sequence[Relation], same: Sequence[Sequence
         yield found.transpose()
 
 
-def _flows(layers: Iterable[Any]) -> frozenset[Chosen | None]:
+def _flows(layers: Iterable[DataflowLayer]) -> frozenset[Chosen | None]:
     return frozenset(None if (flow := layer.dataflow) is None else chosen(flow) for layer in layers)
 
 
