@@ -116,6 +116,26 @@ def test_what_cannot_be_found_with_others_does_not_hold_these_up(built):
     assert built == [4]
 
 
+def test_a_first_window_of_many_offsets_is_found_alone_and_the_rest_together(built):
+    net = nn.Sequential(pm.nn.Conv3d(2, 3, 5), pm.nn.Conv3d(3, 3, 3), pm.nn.Conv3d(3, 3, 3, stride=2, padding=1))
+    with torch.no_grad():
+        for number, calls in enumerate(([1, 1], [2], [2])):
+            x = scene(number)
+            y = net(x)
+            want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
+            assert torch.equal(y.coords, want.coords) and torch.allclose(y.feats, want.feats, atol=1e-5)
+            assert built[: len(calls)] == calls, built
+            built.clear()
+
+
+def test_a_network_of_windows_of_many_offsets_alone(built):
+    net = pm.nn.Conv3d(2, 3, 5)
+    with torch.no_grad():
+        for number in range(3):
+            assert net(scene(number)).feats.shape[1] == 3
+    assert not built
+
+
 def test_maps_are_found_one_by_one_while_kernels_are_compiled(built, monkeypatch):
     net = Net()
     with torch.no_grad():

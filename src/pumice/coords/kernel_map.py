@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,10 +16,11 @@ from pumice.coords.buffer import read, with_own_storage
 from pumice.coords.capacity import BufferedMapState
 from pumice.coords.lookup import Neighbours, mask_words
 from pumice.coords.relation import Relation
-from pumice.coords.segments import register_and_split
+from pumice.coords.segments import RUNS, RUNS_PER_STEP, register_and_split, segments_by_length
 from pumice.coords.tiles import PairGroups, SortSpec, TileList, Tiling
 from pumice.errors import OptionError, ShapeError
-from pumice.runtime.launch import has_triton, outside_inference_mode
+from pumice.runtime.launch import compiling_launches, has_triton, outside_inference_mode
+from pumice.runtime.streams import is_capturing
 
 Kept = TypeVar("Kept")
 _MISSING = object()
@@ -310,7 +312,25 @@ def _taps(found: KernelMap) -> Tensor:
 
 
 def _tiling(found: KernelMap, block: int, how: SortSpec) -> Tiling:
+    if found.device.type == "cuda" and not is_capturing(found.device):
+        _compile_kernels(found.relation, block, how, torch.is_grad_enabled(), found.device)
     return tiles.build_tiling(found.masks(), found.valid_count(), found.relation, block, how)
+
+
+@lru_cache(maxsize=64)
+def _compile_kernels(relation: Relation, block: int, how: SortSpec, paired: bool, device: torch.device) -> None:
+    """Compile the kernels that lay out maps in tiles, and in pair groups if `paired`, in parallel, once per process."""
+    rows = torch.zeros(1, len(relation.offsets), dtype=torch.int32, device=device)
+    count, volume = torch.zeros(1, dtype=torch.int32, device=device), rows.shape[1]
+    with compiling_launches():
+        masks = mask_words(rows)
+        tiles.fill_tiles(rows, tiles.build_tiling(masks, count, relation, block, how), 1)
+        # Few and many tiles are sorted by different variants.
+        for ends in (count, torch.zeros(RUNS_PER_STEP + 1, dtype=torch.int32, device=device)):
+            RUNS.register(count, ends, volume)
+            segments_by_length(count, len(ends))
+        if paired:
+            tiles.group_pairs(rows, count, tiles.pair_counts(masks, count, volume), (1, 1))
 
 
 def _compacted(found: KernelMap, block: int, how: SortSpec) -> TileList:

@@ -17,7 +17,8 @@ _SIDES = (128, 512, 2048)  # Sizes of order_runs, in runs: few, as each compiles
 _LONG = (1 << 20) - 2  # Lengths from here on compare as equal: length and index share 31 bits
 _BINS = 1024  # Maximum bins of the counting sort by length
 _MANY = 1 << 15  # Maximum runs of the counting sort: every program counts all of them
-_BLOCK, _CHUNKS = 64, (512, 2048)  # Runs that a program of the counting sort places, and runs it counts per step
+_BLOCK = 64  # Runs that a program of the counting sort places
+RUNS_PER_STEP, _MOST_PER_STEP = 512, 2048  # Runs that it counts per step; the second for more runs than the first
 WHOLE = 1 << 30  # Maximum piece length that leaves runs uncut
 
 
@@ -218,5 +219,5 @@ def _count_sorted(info: RunInfo, most: int) -> Pieces:
 
 def count_sort_constants(count: int, longest: int) -> dict[str, int]:
     """Constants of the counting-sort kernel for `count` runs; the last bin is for lanes without a run."""
-    chunk = _CHUNKS[count > _CHUNKS[0]]
+    chunk = RUNS_PER_STEP if count <= RUNS_PER_STEP else _MOST_PER_STEP
     return {"BINS": max(32, 1 << (longest + 1).bit_length()), "BLOCK": _BLOCK, "CHUNK": chunk}

@@ -22,7 +22,7 @@ from pumice.coords import (
     pyramid,
     trace_local,
 )
-from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule, is_supported, refusal
+from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule, is_supported, refusal, request_refusal
 from pumice.coords.chain_build import NO_TILES, build_chain, build_in_buffer, compile_kernels
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
@@ -276,9 +276,11 @@ def _mark(geometry: Geometry) -> None:
 
 @dataclass(eq=False)
 class AskedMaps:
-    """Maps that the layers of a network requested. steps: per level, the first step to the next level; windows: per
-    level, the submanifold windows (level 0: the input). beside: compiles the kernels that build the maps."""
+    """Maps that the layers of a network requested. first: the relation of the first one; steps: per level, the first
+    step to the next level; windows: per level, the submanifold windows (level 0: the input). beside: compiles the
+    kernels that build the maps."""
 
+    first: Relation
     steps: list[Relation] = field(default_factory=list)
     windows: list[list[Relation]] = field(default_factory=lambda: [[]])
     beside: CompiledBeside = field(default_factory=CompiledBeside)
@@ -293,10 +295,6 @@ class AskedMaps:
             self.steps.append(relation)
             self.windows.append([])
         return level + 1 if self.steps[level] == relation else None
-
-    def begins_with(self, relation: Relation) -> bool:
-        """True if a map with this relation was requested on the input coordinates."""
-        return relation in self.windows[0] or self.steps[:1] == [relation]
 
 
 _ASKED = WeakIdKeyDictionary()
@@ -339,10 +337,10 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
         return kernel_map(geometry, relation)
     if geometry.asked is None and weight is not None and not geometry.maps and geometry.parent is None:
         known = _ASKED.get(weight)
-        if known is not None and known.begins_with(relation):
+        if known is not None and known.first == relation:
             _follow(geometry, known, grad, rule)
         else:
-            known = _ASKED[weight] = AskedMaps()
+            known = _ASKED[weight] = AskedMaps(relation)
         geometry.asked = known, 0
     # Record only maps that coords.chain can build together with others.
     together = (relation, None) in geometry.maps or keep_chain(geometry, own)
@@ -360,7 +358,9 @@ def _follow(geometry: Geometry, asked: AskedMaps, differentiable: bool, rule: Ti
     compile."""
     steps, windows = tuple(asked.steps), tuple(map(tuple, asked.windows))
     request, wanted, _ = _together(geometry.dim, steps, windows, differentiable, rule)
-    if _compiled(asked, request.compile_request, geometry.device) and keep_chain(geometry, request, wanted):
+    if request_refusal(request) is not None or not _compiled(asked, request.compile_request, geometry.device):
+        return
+    if keep_chain(geometry, request, wanted):
         for level, step in enumerate(steps, 1):
             kept = geometry.maps.get((step, None))
             if kept is None or kept[1] is None:
