@@ -128,6 +128,20 @@ def test_a_first_window_of_many_offsets_is_found_alone_and_the_rest_together(bui
             built.clear()
 
 
+def test_pools_are_found_with_the_layers_around_them(built):
+    net = nn.Sequential(
+        pm.nn.Conv3d(2, 3, 3), pm.nn.MaxPool3d(2), pm.nn.Conv3d(3, 3, 3), pm.nn.AvgPool3d(3, 2, 1), pm.nn.Conv3d(3, 3, 3)
+    )
+    with torch.no_grad():
+        for number, calls in enumerate(([1, 1, 1], [6], [6])):
+            x = scene(number)
+            y = net(x)
+            want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
+            assert torch.equal(y.coords, want.coords) and torch.allclose(y.feats, want.feats, atol=1e-5)
+            assert built[: len(calls)] == calls, built
+            built.clear()
+
+
 def test_a_network_of_windows_of_many_offsets_alone(built):
     net = pm.nn.Conv3d(2, 3, 5)
     with torch.no_grad():

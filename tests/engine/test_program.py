@@ -27,7 +27,7 @@ from pumice.engine.trace import CallStep, Product
 from pumice.errors import DtypeError, GeometryError, OptionError, PumiceError, ShapeError
 from pumice.testing import random_cloud
 
-prepare = import_module("pumice.ops.prepare")
+prepare, programs = import_module("pumice.ops.prepare"), import_module("pumice.engine.program")
 NETS = {
     "unet": lambda: UNet([width // 8 for width in UNET]),
     "encoder": lambda: Encoder([width // 4 for width in ENCODER]),
@@ -130,6 +130,35 @@ class Functional(nn.Module):
             pm.ops.row_mean(y, y.feats),
             pm.ops.interpolate(pm.ops.avg_pool(y, 2), self.places),
         )
+
+
+class Pooled(nn.Module):
+    """Levels made by pools, with layers between that keep coordinates."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.pool = pm.nn.Conv3d(4, 8, 3), pm.nn.InstanceNorm(8), pm.nn.MaxPool3d(2)
+        self.b, self.own, self.down = pm.nn.Conv3d(8, 8, 5), pm.nn.Identity(), pm.nn.Conv3d(8, 8, 3, 2, 1)
+        self.again, self.c = pm.nn.AvgPool3d(3, 2, 1), pm.nn.Conv3d(8, 8, 3, dilation=2)
+
+    def forward(self, x):
+        x = self.own(self.b(self.pool(self.norm(self.a(x)))))
+        return self.c(self.down(x) + self.again(x))
+
+
+def test_maps_below_pools_are_built_with_the_others(monkeypatch):
+    requested = []
+    monkeypatch.setattr(programs, "requested_maps", lambda *given: requested.append(given) or wanted(*given))
+    wanted = prepare.requested_maps
+    net = strange(Pooled()).eval()
+    program = pm.compile(net)
+    for seed in range(2):
+        check(program(cloud(seed)), net(cloud(seed)), 1e-5)
+    ((steps, same, consumers),) = requested
+    assert [(step.kernel, step.stride) for step in steps] == [((2,) * 3, (2,) * 3), ((3,) * 3, (2,) * 3)]
+    assert [[window.kernel[0] for window in each] for each in same] == [[3], [5], [3]]
+    # The layouts are those of convolutions.
+    assert consumers.steps == [[], [net.down]]
 
 
 def test_functions_of_ops_are_steps(tmp_path):

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
-from pumice.engine.trace import CallStep, Graph, Product, Snapshot, Step, nodes_in, own_ways, trace
+from pumice.engine.trace import CallStep, Graph, Product, Snapshot, Step, map_requests, nodes_in, own_ways, trace
 from pumice.engine.train_stretch import TrainStretch, train_stretches
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution, InverseConv
@@ -382,29 +382,29 @@ class _Pyramid:
 
 def _pyramid_of(graph: Graph) -> _Pyramid | None:
     """Maps from the first sparse argument down: per level, submanifold windows and the first strided relation."""
-    convs = [(step, step.layer) for step in graph.steps if isinstance(step, Product)]
-    convs = [(step, layer) for step, layer in convs if isinstance(layer, Convolution)]
     node = next((n for n in graph.placeholders if n.args[0] == "sparse"), None)
     if node is None:
         return None
+    requests = [*map_requests(graph)]
+    convs = [(graph.levels[step.x], step.layer) for step in graph.steps if isinstance(step, Product)]
     level, steps, same = graph.levels[node], [], []
     consumers: tuple[list[Any], list[Any], list[Any]] = [], [], []
     while True:
-        here = [(step, layer) for step, layer in convs if graph.levels[step.x] == level and step.target is None]
-        windows: dict[Relation, list[Any]] = {}
-        for _, layer in here:
-            if layer.relation.policy == "same":
-                windows.setdefault(layer.relation, []).append(layer)
+        # Pools read no layout.
+        layers: dict[Relation, list[Any]] = {}
+        for own, relation, layer in requests:
+            if own == level:
+                layers.setdefault(relation, []).extend([] if layer is None else [layer])
+        windows = [relation for relation in layers if relation.policy == "same"]
         same.append(tuple(windows))
-        consumers[2].append([*windows.values()])
-        down = [layer for _, layer in here if layer.relation.policy in ("support", "floor_unique")]
-        if not down:
+        consumers[2].append([layers[window] for window in windows])
+        relation = next((r for r in layers if r.policy in ("support", "floor_unique")), None)
+        if relation is None:
             break
-        relation = down[0].relation
         below = level, relation
         steps.append(relation)
-        consumers[0].append([layer for layer in down if layer.relation == relation])
-        back = [layer for step, layer in convs if isinstance(layer, InverseConv) and graph.levels[step.x] == below]
+        consumers[0].append(layers[relation])
+        back = [layer for own, layer in convs if isinstance(layer, InverseConv) and own == below]
         consumers[1].append([b for b in back if replace(b.relation, policy=relation.policy) == relation])
         level = below
     dims = {one.dim for relations in (steps, *same) for one in relations}

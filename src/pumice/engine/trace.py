@@ -9,7 +9,7 @@ import operator
 import threading
 import traceback
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import functional
 
+from pumice.coords import Relation
 from pumice.nn import blocks, layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import ACTIVATIONS, has_no_backward_hooks
@@ -607,7 +608,11 @@ def _level(node: Node, product: Product | None, graph: Graph) -> Any:
         return levels[first[0]] if isinstance(first, list | tuple) and isinstance(first[0], Node) else node
     if node.target in _ARITHMETIC:
         return own if {levels[n] for n in node.all_input_nodes if n.meta["kind"] == SPARSE} == {own} else node
-    kept = isinstance(module, layers._Featurewise) and node not in graph.reasons
+    if node in graph.reasons:
+        return node
+    if isinstance(module, layers._Pool):
+        return _level_over(own, module.relation)
+    kept = isinstance(module, layers._Featurewise | layers.GroupNorm | layers.Identity)
     return own if kept or (node.op == "call_method" and node.target in _SAME_ROWS) else node
 
 
@@ -619,7 +624,24 @@ def _level_of_product(product: Product, graph: Graph) -> Any:
         return graph.levels[product.target]
     if layer.relation.policy == "cached_inverse":
         return own[0] if isinstance(own, tuple) else product.node
-    return own if layer.relation.policy == "same" else (own, layer.relation)
+    return _level_over(own, layer.relation)
+
+
+def _level_over(level: Any, relation: Relation) -> Any:
+    """Level of the outputs of a relation over `level`."""
+    return level if relation.policy == "same" else (level, relation)
+
+
+def map_requests(graph: Graph) -> Iterator[tuple[Any, Relation, Convolution | None]]:
+    """(level of the inputs, relation, convolution or None for a pool) of each kernel map that a step reads, except on
+    given coordinates."""
+    for step in graph.steps:
+        if isinstance(step, Product):
+            if isinstance(step.layer, Convolution) and step.target is None:
+                yield graph.levels[step.x], step.layer.relation, step.layer
+        elif isinstance(step, CallStep) and isinstance(step.module, layers._Pool) and step.reason is None:
+            (x,) = step.node.all_input_nodes
+            yield graph.levels[x], step.module.relation, None
 
 
 def _name_of(node: Node, graph: Graph) -> str:

@@ -194,7 +194,7 @@ class _Pool(nn.Module):
     ) -> None:
         super().__init__()
         step = kernel_size if stride is None else stride
-        Relation.of(self.dim, kernel_size, stride=step, padding=padding, dilation=dilation)
+        self.relation = Relation.of(self.dim, kernel_size, stride=step, padding=padding, dilation=dilation, policy=out)
         self.kernel_size = kernel_size
         self.options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out}
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.coords import Geometry, KernelMap, Relation
 from pumice.errors import DeviceError, ShapeError
 from pumice.lower import rows as lowered
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
+from pumice.ops.prepare import layer_map
 from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, not_sparse, one_node
 from pumice.runtime.launch import has_triton
 
@@ -172,7 +173,7 @@ def _window(
     policy, target = target_of(out)
     step = kernel if stride is None else stride
     relation = Relation.of(x.spatial_dim, kernel, stride=step, padding=padding, dilation=dilation, policy=policy)
-    return kernel_map(x.geometry, relation, target)
+    return layer_map(x.geometry, relation, target)
 
 
 def _sums(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:

@@ -305,10 +305,11 @@ host synchronisation, about 1.2 ms, and a layer does not know which layers follo
 def layer_map(
     geometry: Geometry, relation: Relation, target: Geometry | None = None, weight: Tensor | None = None
 ) -> tuple[KernelMap, Geometry]:
-    """kernel_map for a layer with the automatic dataflow. Where Triton runs, a missing map is built together, in one
-    transfer, with the maps that layers requested after this one in an earlier run of the network; otherwise by itself.
+    """kernel_map for a pool, or for a layer with the automatic dataflow. Where Triton runs, a missing map is built
+    together, in one transfer, with the maps that layers requested after this one in an earlier run of the network;
+    otherwise by itself.
 
-    weight: the layer's, which identifies the network. Raises as kernel_map."""
+    weight: the layer's, which identifies the network; None for a pool, which reads no tiles. Raises as kernel_map."""
     if target is None and isinstance(geometry, Geometry) and not torch.compiler.is_compiling():
         found = _kept(geometry, relation)
         if found is not None:
@@ -343,7 +344,9 @@ def _found(geometry: Geometry, relation: Relation, weight: Tensor | None) -> tup
             known = _ASKED[weight] = AskedMaps(relation)
         geometry.asked = known, 0
     # Record only maps that coords.chain can build together with others.
-    together = (relation, None) in geometry.maps or keep_chain(geometry, own)
+    together = (relation, None) in geometry.maps or (
+        request_refusal(own) is None if weight is None else keep_chain(geometry, own)
+    )
     found, outputs = kernel_map(geometry, relation)
     if geometry.asked is not None and together:
         asked, level = geometry.asked
