@@ -130,7 +130,11 @@ def test_a_first_window_of_many_offsets_is_found_alone_and_the_rest_together(bui
 
 def test_pools_are_found_with_the_layers_around_them(built):
     net = nn.Sequential(
-        pm.nn.Conv3d(2, 3, 3), pm.nn.MaxPool3d(2), pm.nn.Conv3d(3, 3, 3), pm.nn.AvgPool3d(3, 2, 1), pm.nn.Conv3d(3, 3, 3)
+        pm.nn.Conv3d(2, 3, 3),
+        pm.nn.MaxPool3d(2),
+        pm.nn.Conv3d(3, 3, 3),
+        pm.nn.AvgPool3d(3, 2, 1),
+        pm.nn.Conv3d(3, 3, 3),
     )
     with torch.no_grad():
         for number, calls in enumerate(([1, 1, 1], [6], [6])):

@@ -20,6 +20,7 @@ import torch
 
 from pumice.env import settings
 from pumice.errors import OptionError
+from pumice.runtime import native
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -84,7 +85,7 @@ def collect() -> Info:
     return Info(
         versions=_versions(),
         devices=(_cpu(), *_gpus()),
-        capabilities=(*_cpu_libraries(), *_compilers(compiler), _triton(compiler)),
+        capabilities=(*_cpu_libraries(), *_compilers(compiler), _cpu_kernels(), _triton(compiler)),
         packages=tuple(_package(package) for package in PACKAGES),
         folders=(_data_folder(), _cache_folder()),
     )
@@ -275,6 +276,14 @@ def _run(command: list[str]) -> "subprocess.CompletedProcess[str] | None":
         return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def _cpu_kernels() -> Check:
+    """Check that C kernels compile and compute correctly."""
+    found = native.compiler()
+    if isinstance(found, str):
+        return Check("CPU kernels", False, f"{found}; convolutions run on torch's operators, slower", GET_COMPILER)
+    return Check("CPU kernels", True, f"by {Path(found.command[0]).name}, vectors of {found.vector[0]} floats")
 
 
 def _triton(compiler: str | None) -> Check:

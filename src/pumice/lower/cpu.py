@@ -1,13 +1,14 @@
-"""Convolutions and sums of gathered rows on a CPU by operators of torch.
+"""Convolutions and sums of gathered rows on a CPU, by C kernels where there is a compiler, else by operators of torch.
 
     out[o, n] += x[i, c] * weight[n, k, c]        for every pair (o, k, i)
 
-Outputs are processed in chunks. The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer
-of products, and `embedding_bag` sums the products of each output: data stays in the cache, sums have a fixed order, and
-there is no scatter. The identity offset, the centre of a submanifold map, pairs row j with row j: it needs no gather.
+The C kernels are in native_products.py; float64 and several groups use torch. There, outputs are processed in chunks.
+The inputs of a chunk's pairs are gathered (`index_select`), multiplied into a buffer of products, and `embedding_bag`
+sums the products of each output: data stays in the cache, sums have a fixed order, and there is no scatter. The
+identity offset, the centre of a submanifold map, pairs row j with row j: it needs no gather.
 The plain references are in reference.py.
 
-Two lowerings match statements by their form. "gathered" runs, as above,
+Two lowerings match statements by their form. "gathered" runs, in one of these ways,
 
     T[S[p], g, n] += x[G[p], g, c] * w[K[p], g, c, n]           forward; the input gradient with S and G exchanged
     T[K[p], g, c, n] += x[G[p], g, c] * y[S[p], g, n]           weight gradient                             K sorted
@@ -36,7 +37,7 @@ from torch import Tensor
 from pumice.coords import Pairs
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, arrays_of, indices_of
-from pumice.lower import graph, reference
+from pumice.lower import graph, native_products, reference
 from pumice.runtime.cache import cached_per_tensor
 from pumice.schedule.predict import CpuSchedule
 
@@ -445,6 +446,10 @@ def _forward_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[str
     weight = _arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
     target = bound.statement.target
     rows = int(bound.shape[_array_axis(target)])
+    if groups == 1 and native_products.supports(x, weight):
+        lists = native_products.pair_lists(pairs.outputs, pairs.inputs, pairs.sizes, rows)
+        flat = native_products.products(x, weight, lists, rows)
+        return _restored(flat, ("", *match.group, *match.outer), bound)
     prepared = _prepared_pairs(pairs, rows, len(x), (groups * c_in, groups * c_out))
     flat = forward(x, weight, prepared, rows, groups)
     return _restored(flat, ("", *match.group, *match.outer), bound)
@@ -454,8 +459,12 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
     groups = bound.points(match.group)
     x = _rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
     y = _rows_of(operands[match.other.name], match.other, (*match.group, *match.outer))
-    prepared = _prepared_pairs(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
-    flat = weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
+    if groups == 1 and native_products.supports(x, y):
+        lists = native_products.pair_lists(pairs.outputs, pairs.inputs, pairs.sizes, len(y))
+        flat = native_products.gradients(x, y, lists)
+    else:
+        prepared = _prepared_pairs(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
+        flat = weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
     return _restored(flat, (*match.group, *match.outer, "", *match.inner), bound)
 
 
