@@ -15,7 +15,7 @@ class Settings:
     """Settings from the environment.
 
     data: folder of real scans (PUMICE_DATA), None if not set.
-    cache: folder for tuned tiles and plans (PUMICE_CACHE, default ~/.cache/pumice).
+    cache: folder for tuned tiles and plans and compiled C kernels (PUMICE_CACHE, default ~/.cache/pumice).
     """
 
     data: Path | None

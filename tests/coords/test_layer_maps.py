@@ -116,16 +116,21 @@ def test_what_cannot_be_found_with_others_does_not_hold_these_up(built):
     assert built == [4]
 
 
+def built_by(net, number, built):
+    """The maps found together on a scene, after a check against a copy of the network, which finds its own."""
+    x = scene(number)
+    y, found = net(x), list(built)
+    want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
+    assert torch.equal(y.coords, want.coords) and torch.allclose(y.feats, want.feats, atol=1e-5)
+    built.clear()
+    return found
+
+
 def test_a_first_window_of_many_offsets_is_found_alone_and_the_rest_together(built):
     net = nn.Sequential(pm.nn.Conv3d(2, 3, 5), pm.nn.Conv3d(3, 3, 3), pm.nn.Conv3d(3, 3, 3, stride=2, padding=1))
     with torch.no_grad():
         for number, calls in enumerate(([1, 1], [2], [2])):
-            x = scene(number)
-            y = net(x)
-            want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
-            assert torch.equal(y.coords, want.coords) and torch.allclose(y.feats, want.feats, atol=1e-5)
-            assert built[: len(calls)] == calls, built
-            built.clear()
+            assert built_by(net, number, built) == calls
 
 
 def test_pools_are_found_with_the_layers_around_them(built):
@@ -138,12 +143,7 @@ def test_pools_are_found_with_the_layers_around_them(built):
     )
     with torch.no_grad():
         for number, calls in enumerate(([1, 1, 1], [6], [6])):
-            x = scene(number)
-            y = net(x)
-            want = copy.deepcopy(net)(pm.SparseTensor(x.feats, x.coords, spatial_shape=(12, 12, 12)))
-            assert torch.equal(y.coords, want.coords) and torch.allclose(y.feats, want.feats, atol=1e-5)
-            assert built[: len(calls)] == calls, built
-            built.clear()
+            assert built_by(net, number, built) == calls
 
 
 def test_a_network_of_windows_of_many_offsets_alone(built):

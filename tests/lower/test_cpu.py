@@ -6,21 +6,15 @@ import weakref
 
 import pytest
 import torch
+from windows import RELATIONS
 
 import pumice as pm
-from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.coords import Geometry, KernelMap, kernel_map
 from pumice.lower import cpu, reference
 from pumice.ops import autograd
 from pumice.schedule.predict import CpuSchedule
 from pumice.testing import random_cloud
 
-RELATIONS = {
-    "same": Relation.of(3, 3),
-    "pointwise": Relation.of(3, 1),
-    "floor": Relation.of(3, 2, stride=2),
-    "support": Relation.of(3, 3, stride=2, padding=1),
-    "transposed": Relation.of_transposed(3, 2, stride=2),
-}
 CHANNELS = [(1, 1), (4, 32), (5, 7), (32, 32), (48, 64), (64, 33)]
 
 
@@ -119,7 +113,7 @@ def test_chunks_cover_every_pair_once(cloud, schedule):
 def test_a_layer_makes_the_chunks_of_a_map_once(cloud, monkeypatch):
     """Where there are no C kernels."""
     made = []
-    monkeypatch.setattr(cpu.native_products, "library", lambda: None)
+    monkeypatch.setattr(cpu.native_products, "kernels", lambda: None)
     chunks = cpu.chunks
     monkeypatch.setattr(cpu, "chunks", lambda *given: made.append(given) or chunks(*given))
     x = pm.SparseTensor(torch.randn(len(cloud), 4), Geometry.checked(cloud.coords))

@@ -5,21 +5,15 @@ import os
 
 import pytest
 import torch
+from windows import RELATIONS
 
 import pumice as pm
-from pumice.coords import Geometry, Pairs, Relation, kernel_map
+from pumice.coords import Geometry, Pairs, kernel_map
 from pumice.lower import native_products, reference
 from pumice.runtime import native
 from pumice.runtime.native import Compiler, NativeUnavailableError
 from pumice.testing import random_cloud
 
-RELATIONS = {
-    "same": Relation.of(3, 3),
-    "pointwise": Relation.of(3, 1),
-    "floor": Relation.of(3, 2, stride=2),
-    "support": Relation.of(3, 3, stride=2, padding=1),
-    "transposed": Relation.of_transposed(3, 2, stride=2),
-}
 CHANNELS = [(1, 1), (4, 32), (5, 7), (32, 48), (70, 64), (64, 33), (16, 80), (3, 130)]
 needs_compiler = pytest.mark.skipif(isinstance(native.compiler(), str), reason=f"{native.compiler()}")
 
@@ -42,7 +36,8 @@ def lists_of(pairs, rows):
 
 def check(pairs, rows, x, weight, grad):
     lists = lists_of(pairs, rows)
-    y, dw = native_products.products(x, weight, lists, rows), native_products.gradients(x, grad, lists)
+    run = native_products.kernels()
+    y, dw = native_products.products(run, x, weight, lists, rows), native_products.gradients(run, x, grad, lists)
     wide = [t.double() for t in (x, weight, grad)]
     torch.testing.assert_close(y.double(), reference.forward(*wide[:2], pairs, rows, 1), rtol=1e-4, atol=1e-4)
     truth = reference.weight_gradient(wide[0], wide[2], pairs, 1)
@@ -84,7 +79,21 @@ def test_lists_without_pairs_and_outputs_without_pairs():
     one = Pairs(torch.tensor([3]), torch.tensor([1999]), torch.tensor([0, 1, 0]))
     y, dw = check(one, 2000, x, weight, grad)
     assert not y[:1999].any() and not dw[:, ::2].any()
-    assert native_products.products(x, weight, lists_of(nothing, 0), 0).shape == (0, 6)
+    assert native_products.products(native_products.kernels(), x, weight, lists_of(nothing, 0), 0).shape == (0, 6)
+
+
+@needs_compiler
+def test_rows_that_occur_several_times_and_index_arrays_that_are_not_contiguous():
+    """As in a graph with repeated edges."""
+    torch.manual_seed(0)
+    edges, x, w = torch.randint(0, 40, (500, 3), dtype=torch.int32), torch.randn(40, 6), torch.randn(4, 6, 9)
+    k, grad = torch.randint(0, 4, (500,)).sort()[0].int(), torch.randn(40, 9)
+    text = "Y[S[p],n] += X[G[p],c] * W[K[p],c,n] ; K:sorted"
+    y = pm.einsum(text, Y=torch.zeros(40, 9), X=x, W=w, S=edges[:, 0], G=edges[:, 2], K=k)
+    terms = torch.einsum("pc,pcn->pn", x[edges[:, 2].long()], w[k.long()])
+    torch.testing.assert_close(y, torch.zeros(40, 9).index_add(0, edges[:, 0], terms), rtol=1e-4, atol=1e-4)
+    pairs = Pairs(edges[:, 2], edges[:, 0], torch.bincount(k, minlength=4))
+    check(pairs, 40, x, w.permute(2, 0, 1), grad)
 
 
 @needs_compiler
@@ -92,8 +101,8 @@ def test_lists_without_pairs_and_outputs_without_pairs():
 def test_other_vector_lengths(cloud, monkeypatch, lanes, registers):
     """For CPUs with other registers; only the tiles differ."""
     found, _ = kernel_map(cloud, RELATIONS["support"])
-    kernels = native.compiler().library(native_products.source(lanes, registers))
-    monkeypatch.setattr(native_products, "library", lambda: kernels)
+    library = native.compiler().library(native_products.source(lanes, registers))
+    monkeypatch.setattr(native_products, "kernels", lambda: native_products.Kernels(library, lanes))
     for channels in CHANNELS:
         check(found.pairs(), found.num_outputs, *operands(found, channels))
 
@@ -106,12 +115,17 @@ def trained(net, x):
 
 def test_layers_run_them_where_there_is_a_compiler_and_torch_elsewhere(monkeypatch):
     """Also half precision, groups and float64, which torch computes."""
-    runs, call = [], native_products._call
-    monkeypatch.setattr(native_products, "_call", lambda name, *given: runs.append(name) or call(name, *given))
+    runs, call = [], native_products.Kernels.call
+
+    def counted(self, name, *given):
+        runs.append(name)
+        return call(self, name, *given)
+
+    monkeypatch.setattr(native_products.Kernels, "call", counted)
     coords, results = random_cloud(400, 3, extent=12, seed=0), []
     for available in (not isinstance(native.compiler(), str), False):
         if not available:
-            monkeypatch.setattr(native_products, "library", lambda: None)
+            monkeypatch.setattr(native_products, "kernels", lambda: None)
         torch.manual_seed(0)
         net = torch.nn.Sequential(pm.nn.Conv3d(5, 16, 3), pm.nn.Conv3d(16, 7, 3, stride=2, padding=1))
         results.append(trained(net, pm.SparseTensor(torch.randn(400, 5), coords)))

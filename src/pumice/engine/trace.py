@@ -611,7 +611,7 @@ def _level(node: Node, product: Product | None, graph: Graph) -> Any:
     if node in graph.reasons:
         return node
     if isinstance(module, layers._Pool):
-        return _level_over(own, module.relation)
+        return _level_over(own, module.relation())
     kept = isinstance(module, layers._Featurewise | layers.GroupNorm | layers.Identity)
     return own if kept or (node.op == "call_method" and node.target in _SAME_ROWS) else node
 
@@ -641,7 +641,7 @@ def map_requests(graph: Graph) -> Iterator[tuple[Any, Relation, Convolution | No
                 yield graph.levels[step.x], step.layer.relation, step.layer
         elif isinstance(step, CallStep) and isinstance(step.module, layers._Pool) and step.reason is None:
             (x,) = step.node.all_input_nodes
-            yield graph.levels[x], step.module.relation, None
+            yield graph.levels[x], step.module.relation(), None
 
 
 def _name_of(node: Node, graph: Graph) -> str:

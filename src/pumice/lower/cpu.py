@@ -446,9 +446,9 @@ def _forward_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[str
     weight = _arranged(operands[match.other.name], match.other, order).reshape(groups * c_out, -1, c_in)
     target = bound.statement.target
     rows = int(bound.shape[_array_axis(target)])
-    if groups == 1 and native_products.supports(x, weight):
+    if groups == 1 and (kernels := native_products.kernels_for(x, weight)) is not None:
         lists = native_products.pair_lists(pairs.outputs, pairs.inputs, pairs.sizes, rows)
-        flat = native_products.products(x, weight, lists, rows)
+        flat = native_products.products(kernels, x, weight, lists, rows)
         return _restored(flat, ("", *match.group, *match.outer), bound)
     prepared = _prepared_pairs(pairs, rows, len(x), (groups * c_in, groups * c_out))
     flat = forward(x, weight, prepared, rows, groups)
@@ -459,9 +459,9 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
     groups = bound.points(match.group)
     x = _rows_of(operands[match.x.name], match.x, (*match.group, *match.inner))
     y = _rows_of(operands[match.other.name], match.other, (*match.group, *match.outer))
-    if groups == 1 and native_products.supports(x, y):
+    if groups == 1 and (kernels := native_products.kernels_for(x, y)) is not None:
         lists = native_products.pair_lists(pairs.outputs, pairs.inputs, pairs.sizes, len(y))
-        flat = native_products.gradients(x, y, lists)
+        flat = native_products.gradients(kernels, x, y, lists)
     else:
         prepared = _prepared_pairs(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
         flat = weight_gradient(x, y, prepared, groups)  # [G*N, K, C]

@@ -11,6 +11,7 @@ any number of threads. The plain twin is reference.py.
 from __future__ import annotations
 
 from ctypes import CDLL, c_int, c_int64, c_void_p
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from pumice.coords import Pairs
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import compiler, functions, parallel_region
+from pumice.runtime.native import NativeUnavailableError, compiler, parallel_region
 
 _CHUNK = 1024  # Outputs per chunk
 _BLOCK = 128  # Pairs per block of the gradient
@@ -195,31 +196,55 @@ class PairLists(NamedTuple):
     ends: Tensor
 
 
-def library() -> CDLL | None:
-    """The compiled kernels; None without a C compiler."""
-    return functions(source)
+class Kernels(NamedTuple):
+    """The compiled kernels, whose columns are multiples of `lanes` floats."""
+
+    library: CDLL
+    lanes: int
+
+    def call(self, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+        """Run a kernel on torch's threads. tensors: contiguous float32 features and index arrays of PairLists."""
+        addresses = [c_void_p(t.data_ptr()) for t in tensors]
+        threads = c_int(torch.get_num_threads())
+        getattr(self.library, name)(c_void_p(parallel_region()), threads, *addresses, *map(c_int64, sizes))
+
+    def padded(self, x: Tensor) -> Tensor:
+        """float32 x, contiguous, with columns of zeros up to whole vectors."""
+        return functional.pad(x.float(), (0, -x.shape[-1] % self.lanes)).contiguous()
 
 
-def supports(*operands: Tensor) -> bool:
-    """True if the kernels take these operands; halves are computed in float32."""
-    return all(t.dtype in _DTYPES and t.numel() for t in operands) and library() is not None
+@lru_cache(maxsize=1)
+def kernels() -> Kernels | None:
+    """The kernels for this CPU; None without a C compiler."""
+    found = compiler()
+    if isinstance(found, str):
+        return None
+    try:
+        return Kernels(found.library(source(*found.vector)), found.vector[0])
+    except (NativeUnavailableError, OSError):
+        return None
 
 
-def products(x: Tensor, weight: Tensor, lists: PairLists, rows: int) -> Tensor:
+def kernels_for(*operands: Tensor) -> Kernels | None:
+    """The kernels if they take these operands, else None; halves are computed in float32."""
+    return kernels() if all(t.dtype in _DTYPES and t.numel() for t in operands) else None
+
+
+def products(run: Kernels, x: Tensor, weight: Tensor, lists: PairLists, rows: int) -> Tensor:
     """float32 y [rows, N] of x [rows of x, C] and weight [N, K, C]."""
     n, taps, c = weight.shape
-    w = _padded(weight.permute(1, 2, 0))
+    w = run.padded(weight.permute(1, 2, 0))
     x, y = x.float().contiguous(), w.new_empty(rows, w.shape[2])
     sizes = rows, lists.starts.shape[1] - 1, taps, c, w.shape[2]
-    _call("products", (x, w, y, lists.gather, lists.scatter, lists.starts), sizes)
+    run.call("products", (x, w, y, lists.gather, lists.scatter, lists.starts), sizes)
     return y if y.shape[1] == n else y[:, :n].contiguous()
 
 
-def gradients(x: Tensor, grad: Tensor, lists: PairLists) -> Tensor:
+def gradients(run: Kernels, x: Tensor, grad: Tensor, lists: PairLists) -> Tensor:
     """float32 dw [N, K, C] of x [rows of x, C] and grad [rows of y, N]."""
-    g, c, taps = _padded(grad), x.shape[1], len(lists.ends) - 1
+    g, c, taps = run.padded(grad), x.shape[1], len(lists.ends) - 1
     x, dw = x.float().contiguous(), g.new_empty(taps, c, g.shape[1])
-    _call("gradients", (x, g, dw, lists.gather, lists.scatter, lists.ends), (taps, c, g.shape[1]))
+    run.call("gradients", (x, g, dw, lists.gather, lists.scatter, lists.ends), (taps, c, g.shape[1]))
     return dw[..., : grad.shape[1]].permute(2, 0, 1).contiguous()
 
 
@@ -234,19 +259,5 @@ def pair_lists(outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int) -> Pai
     bounds = torch.arange(-(-rows // _CHUNK) + 1).mul_(_CHUNK).clamp_(max=rows)
     starts = torch.searchsorted(keys, torch.arange(taps)[:, None] * rows + bounds)
     ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    return PairLists(pairs.inputs.int(), pairs.outputs.int(), starts.contiguous(), ends)
-
-
-def _padded(x: Tensor) -> Tensor:
-    """float32 x, contiguous, with columns of zeros up to whole vectors."""
-    found = compiler()
-    lanes = 1 if isinstance(found, str) else found.vector[0]
-    return functional.pad(x.float(), (0, -x.shape[-1] % lanes)).contiguous()
-
-
-def _call(name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
-    kernels = library()
-    assert kernels is not None
-    addresses = [c_void_p(t.data_ptr()) for t in tensors]
-    threads = c_int(torch.get_num_threads())
-    getattr(kernels, name)(c_void_p(parallel_region()), threads, *addresses, *map(c_int64, sizes))
+    gather, scatter = pairs.inputs.int().contiguous(), pairs.outputs.int().contiguous()
+    return PairLists(gather, scatter, starts.contiguous(), ends)

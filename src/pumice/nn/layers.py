@@ -193,10 +193,15 @@ class _Pool(nn.Module):
         out: str | None = None,
     ) -> None:
         super().__init__()
-        step = kernel_size if stride is None else stride
-        self.relation = Relation.of(self.dim, kernel_size, stride=step, padding=padding, dilation=dilation, policy=out)
         self.kernel_size = kernel_size
-        self.options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out}
+        self.options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "out": out}
+        self.relation()  # Raises for bad options
+
+    def relation(self) -> Relation:
+        """The relation between outputs and inputs."""
+        kernel, (stride, padding, dilation, out) = self.kernel_size, self.options.values()
+        step = kernel if stride is None else stride
+        return Relation.of(self.dim, kernel, stride=step, padding=padding, dilation=dilation, policy=out)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x)

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from pumice.env import settings
+from pumice.errors import OptionError
 
 _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 _SECONDS = 120  # Time limit of a compilation
@@ -113,22 +114,10 @@ def compiler() -> Compiler | str:
         library = found.library(f"#define LANES {lanes}\n{_PROBE}")
         values = (ctypes.c_float * (lanes + 1))(*range(1, lanes + 2))
         done = library.probe(values)
-    except (NativeUnavailableError, OSError) as error:
+    except (NativeUnavailableError, OptionError, OSError) as error:
         return str(error)
     expected = [x * x + x if x <= lanes else x for x in range(1, lanes + 2)]
     return found if done == lanes and [*values] == expected else f"{found.command[0]} computes vectors wrongly"
-
-
-@lru_cache(maxsize=64)
-def functions(source: Callable[[int, int], str]) -> ctypes.CDLL | None:
-    """The library of source(lanes, registers) for this CPU; None where it cannot be compiled."""
-    found = compiler()
-    if isinstance(found, str):
-        return None
-    try:
-        return found.library(source(*found.vector))
-    except (NativeUnavailableError, OSError):
-        return None
 
 
 @lru_cache(maxsize=1)
