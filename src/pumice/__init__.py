@@ -20,6 +20,7 @@ from pumice.engine import (
     exportable,
     tune,
 )
+from pumice.nn import prune_model
 from pumice.ops import (
     Sparse,
     SparseTensor,
@@ -79,6 +80,7 @@ __all__ = [
     "nn",
     "ops",
     "prepare",
+    "prune_model",
     "same_geometry",
     "serialize",
     "sparse",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from types import MappingProxyType
 
@@ -24,7 +24,7 @@ from pumice.language.formats import parse_format
 from pumice.language.nodes import Statement, accesses_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, graph, maps, work
+from pumice.lower import chained, cpu, graph, maps, nest, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -462,6 +462,7 @@ def _runner(
     if name == "chained":
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
 
+    evaluate = nest.runner(bound, tensors, dtype) if name == "nest" else partial(_evaluated, name, bound, dtype)
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
 
@@ -469,10 +470,14 @@ def _runner(
         if narrow:
             # Torch neither multiplies 8-bit floats nor sums 8-bit integers.
             tensors = {**tensors, **{n: tensors[n].to(torch.float32) for n in narrow}}
-        found = LOWERINGS[name].run(bound, tensors, dtype)
+        found = evaluate(tensors)
         return found if before is None else before + found
 
     return run
+
+
+def _evaluated(name: str, bound: BoundStatement, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> Tensor:
+    return LOWERINGS[name].run(bound, tensors, dtype)
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:
@@ -627,7 +632,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
-        "bagged": Lowering(cpu.bagged_refusal, cpu.run_bagged, work.bagged_work),
+        "nest": Lowering(nest.refusal, nest.run, work.nest_work),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }

@@ -104,8 +104,8 @@ def gathered_work(statement: Statement, bound: BoundStatement, operands: Mapping
     return Work(2 * bound.points(indices_of(statement)), launches=8, matrix=True)
 
 
-def bagged_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Rows are read, weighted and summed in one pass, at cache bandwidth."""
+def nest_work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
+    """Operands are read in place, at cache bandwidth."""
     reads = sum(
         operands[access.name].element_size() * bound.points(indices_of(access))
         for access in accesses_of(*statement.terms)

@@ -52,6 +52,7 @@ from pumice.nn.layers import (
     SyncBatchNorm,
     Tanh,
 )
+from pumice.nn.pruned import PrunedConv2d, PrunedLinear, prune_model
 
 __all__ = [
     "ELU",
@@ -91,6 +92,8 @@ __all__ = [
     "MaxPool2d",
     "MaxPool3d",
     "MaxPool4d",
+    "PrunedConv2d",
+    "PrunedLinear",
     "ReLU",
     "ResidualBlock",
     "Sequential",
@@ -103,4 +106,5 @@ __all__ = [
     "SumPool4d",
     "SyncBatchNorm",
     "Tanh",
+    "prune_model",
 ]

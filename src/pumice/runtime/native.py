@@ -121,6 +121,15 @@ def compiler() -> Compiler | str:
 
 
 @lru_cache(maxsize=1)
+def l1_bytes() -> int:
+    """Size of a core's first-level data cache, 32 KiB if the system does not tell."""
+    try:
+        return int(Path("/sys/devices/system/cpu/cpu0/cache/index0/size").read_text().strip().removesuffix("K")) << 10
+    except (OSError, ValueError):
+        return 32 << 10
+
+
+@lru_cache(maxsize=1)
 def parallel_region() -> int:
     """Address of GOMP_parallel(function, data, threads, flags) in torch's OpenMP runtime; 0: run on one thread."""
     for path in sorted(Path(torch.__file__).parent.glob("lib/lib*omp*")):

@@ -1,0 +1,606 @@
+"""Statements over lists of entries as loop nests in C, for float32 and float64 on a CPU.
+
+    T[t(e) + dense] += prod_f F_f[o_f(e) + dense]         entries e sorted by t: each result is written once (a segment)
+
+1. `normalized`: axes of the target get indices of their own (p+R[e]-1 becomes t, and p is t-R[e]+1); strided axes of
+   operands become views; indices that are adjacent in every access become one.
+2. `prepared`: what index arrays contribute to addresses is one offset per entry (entries.py). An operand whose windows
+   leave it is padded with zeros.
+3. The vector index is contiguous in the target, or in all factors (then it is summed). For windows over the last one or
+   two axes of an image, lanes of a vector run over blocks of the image, so that every load is aligned: the image is
+   copied to [..., y, x, lane], with its padding. Entries are visited in blocks of the image's channels that fit L1.
+
+Source: "Unified Convolution Framework", sections 3.2 and 4 (base variables, offsets, intervals, reorder). The lanes are
+our own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pumice.language.bind import BoundStatement
+from pumice.language.derive import fresh, names_of
+from pumice.language.nodes import Access, Affine, Index, Statement, affine, arrays_of, indices_of, substitute
+from pumice.lower import nest_c
+from pumice.lower.entries import MOST_ENTRIES, Axis, Entries, axes_of, positions_of
+from pumice.lower.nest_c import FactorAccess, Kernel, Nest
+from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.native import compiler, l1_bytes
+
+_ACROSS = 4  # Vectors per tile along a vector index
+_TILE = 14  # Accumulators of a tile over an image
+_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
+_TASKS = 8  # Tasks per thread
+_WIDE = 64  # Points of a vector index from which its length no longer matters
+
+
+@dataclass(frozen=True)
+class View:
+    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; shape: of the
+    view, whose axes may join several of the operand's."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    slices: tuple[tuple[int, int, int] | None, ...]
+    shape: tuple[int, ...]
+
+    def of(self, x: Tensor) -> Tensor:
+        """The operand's view; a copy if its axes cannot be joined otherwise."""
+        if any(self.slices):
+            x = x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
+        return x if x.shape == self.shape else x.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A normalised statement: its accesses, the target's first; extents of dense indices and of positions; names of the
+    index arrays."""
+
+    views: tuple[View, ...]
+    extents: tuple[tuple[str, int], ...]
+    positions: tuple[tuple[str, int], ...]
+    arrays: tuple[str, ...]
+
+    @property
+    def reduced(self) -> list[str]:
+        """Dense indices that the target lacks."""
+        out = {name for axis in self.views[0].axes for _, name in axis.dense}
+        return [name for name, _ in self.extents if name not in out]
+
+
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why a statement is no loop nest here, or None."""
+    if any(t.device.type != "cpu" for t in operands.values()):
+        return "the operands are not on a CPU"
+    if isinstance(found := compiler(), str):
+        return found
+    form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
+    if isinstance(form, str):
+        return form
+    if any(not operands[view.name].is_floating_point() for view in form.views[1:]):
+        return "a factor is not of a floating-point dtype"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class NestRunner:
+    """Evaluates a statement that `refusal` accepts, for operands of these shapes. dtype: of the result."""
+
+    bound: BoundStatement
+    form: Form
+    dtype: torch.dtype
+
+    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
+        statement = self.bound.statement
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        first, *others = [operands[name] for name in self.form.arrays]
+        ready = prepared(first, self.form, wide, *others)
+        if ready is None:
+            result = torch.zeros(self.bound.shape, dtype=wide)
+        else:
+            result = ready.run([view.of(operands[view.name].to(wide)) for view in self.form.views[1:]])
+        if (coefficient := statement.terms[0].coefficient) != 1:
+            result *= coefficient
+        result = result.view(self.bound.shape).to(self.dtype)
+        return operands[statement.target.name] + result if statement.accumulate else result
+
+
+def runner(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> NestRunner:
+    """The runner of a statement that `refusal` accepts."""
+    form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
+    assert isinstance(form, Form)
+    return NestRunner(bound, form, dtype)
+
+
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    return runner(bound, operands, dtype)(operands)
+
+
+# Normal form
+
+
+@lru_cache(maxsize=1024)
+def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Form | str:
+    """The form of a statement, or the reason why it has none. shapes: of the operands."""
+    statement, known = bound.statement, dict(shapes)
+    if why := _unsupported(statement, bound):
+        return why
+    positions, extents = positions_of(statement), dict(bound.extents)
+    statement = _with_target_indices(statement, extents, dict(zip(_names(statement), bound.shape, strict=True)), known)
+    factors = statement.terms[0].factors
+    accesses = [statement.target, *(f for f in factors if isinstance(f, Access))]
+    given = [bound.shape, *(known[access.name] for access in accesses[1:])]
+    views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
+    if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
+        return "the target is written through windows"
+    _join(views, extents)
+    dense = {name for view in views for axis in view.axes for _, name in axis.dense}
+    places = tuple((name, bound.extents[name]) for name in positions)
+    arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
+    if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
+        return "index arrays of different positions meet"
+    return Form(tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays)
+
+
+def _names(statement: Statement) -> list[int]:
+    return list(range(len(statement.target.indices)))
+
+
+def _unsupported(statement: Statement, bound: BoundStatement) -> str | None:
+    if statement.reduction != "sum" or len(statement.terms) != 1:
+        return "it is not a sum of one term"
+    factors = statement.terms[0].factors
+    if not factors or not all(isinstance(factor, Access) for factor in factors):
+        return "it has conditions, or no factors"
+    if not arrays_of(statement):
+        return "it has no index arrays"
+    if any(extent.start for extent in bound.ranges.values()):
+        return "a range does not start at 0"
+    return "it is empty" if 0 in bound.extents.values() or 0 in bound.shape else None
+
+
+def _with_target_indices(
+    statement: Statement, extents: dict[str, int], shape: Mapping[int, int], known: Mapping[str, tuple[int, ...]]
+) -> Statement:
+    """The statement with an index for each target axis that is written through a window: p+R[e]-1 becomes t."""
+    inside = positions_of(statement)
+    for number, axis in enumerate(statement.target.indices):
+        single = [n for n in _single(axis) if n not in inside]
+        index = next((n for n in single if _spans_axis(statement, n, extents[n], known)), None)
+        if axis.bare is None and index is not None:
+            rest = [(-c, atom) for c, atom in axis.terms if atom != Index(index)]
+            name = fresh("t", names_of(statement))
+            extents[name] = shape[number]
+            moved = affine([(1, Index(name)), *rest], -axis.constant)
+            statement = substitute(statement, {index: moved})
+    return statement
+
+
+def _single(axis: Affine) -> list[str]:
+    return [atom.name for c, atom in axis.terms if c == 1 and isinstance(atom, Index)]
+
+
+def _spans_axis(statement: Statement, index: str, extent: int, known: Mapping[str, tuple[int, ...]]) -> bool:
+    """True if a factor has an axis of this index alone: beyond the index's range, the factor is zero."""
+    return any(
+        e.bare == index and known[f.name][n] == extent
+        for f in statement.terms[0].factors
+        if isinstance(f, Access)
+        for n, e in enumerate(f.indices)
+    )
+
+
+def _view(access: Access, shape: Sequence[int], axes: Sequence[Axis], extents: Mapping[str, int]) -> View:
+    slices = tuple(_slice(axis, size, extents) for axis, size in zip(axes, shape, strict=True))
+    sizes = tuple(size if found is None else found[1] for size, found in zip(shape, slices, strict=True))
+    seen = tuple(a if s is None else Axis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True))
+    return View(access.name, seen, slices, sizes)
+
+
+def _slice(axis: Axis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
+    """(start, count, step) if the axis is a strided range within its operand."""
+    if axis.entry is not None or len(axis.dense) != 1 or axis.bare:
+        return None
+    ((step, name),) = axis.dense
+    inside = step > 0 and axis.constant >= 0 and axis.constant + step * (extents[name] - 1) < size
+    return (axis.constant, extents[name], step) if inside else None
+
+
+def _join(views: list[View], extents: dict[str, int]) -> None:
+    """Join dense indices that are adjacent in every access that has one of them."""
+    names = [axis.bare for axis in views[0].axes]
+    for first, second in zip(names, names[1:], strict=False):
+        if first and second and first != second and all(_adjacent(view, first, second) for view in views):
+            joined = f"{first}.{second}"
+            views[:] = [_joined(view, first, joined) for view in views]
+            extents[joined] = extents.pop(first) * extents.pop(second)
+            return _join(views, extents)
+    return None
+
+
+def _adjacent(view: View, first: str, second: str) -> bool:
+    uses = [(n, axis.bare) for n, axis in enumerate(view.axes) for _, name in axis.dense if name in (first, second)]
+    return not uses or ([b for _, b in uses] == [first, second] and uses[1][0] == uses[0][0] + 1)
+
+
+def _joined(view: View, first: str, joined: str) -> View:
+    at = next((n for n, axis in enumerate(view.axes) if axis.bare == first), None)
+    if at is None:
+        return view
+
+    axes = (*view.axes[:at], Axis(((1, joined),), 0, None), *view.axes[at + 2 :])
+    return replace(view, axes=axes, shape=(*view.shape[:at], math.prod(view.shape[at : at + 2]), *view.shape[at + 2 :]))
+
+
+# Layout and offsets
+
+
+class Lanes(NamedTuple):
+    """Vector lanes over blocks of an image, the last `axes` (1 or 2) axes of the target and of factor `factor`.
+
+    grid: blocks along y and x; block: outputs of one, in whole tiles; tile: outputs of a tile; steps: coefficients of
+    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read; copied:
+    False if lanes are neighbours, in place. If axes is 1, there is one row.
+    """
+
+    factor: int
+    axes: int
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    tile: tuple[int, int]
+    steps: tuple[int, int]
+    read: tuple[int, int]
+    window: tuple[int, int]
+    copied: bool
+
+
+class Placed(NamedTuple):
+    """An operand in memory: (before, after) padding and stride of each axis, elements before its first index point."""
+
+    view: View
+    pads: tuple[tuple[int, int], ...]
+    strides: tuple[int, ...]
+
+    def stride(self, index: str) -> int:
+        """Elements between neighbouring points of an index."""
+        axes = zip(self.view.axes, self.strides, strict=True)
+        return sum(c * stride for axis, stride in axes for c, name in axis.dense if name == index)
+
+    def offset(self, values: Sequence[Tensor | None]) -> Tensor | int:
+        """Offsets of the entries, padding and constants included. values: of the axes' entry parts, None without."""
+        total: Tensor | int = 0
+        for axis, (before, _), stride, found in zip(self.view.axes, self.pads, self.strides, values, strict=True):
+            total = total + ((axis.constant if found is None else found) + before) * stride
+        return total
+
+
+class Moves(NamedTuple):
+    """Copies of images to lanes and back. factor: the one that is copied; axes: of an image; inside: shape of the target
+    in lanes; into: (elements of an image in lanes, sizes, room), out: (sizes, room), see nest_c.move."""
+
+    factor: int
+    axes: int
+    inside: tuple[int, ...]
+    into: tuple[int, list[int], tuple[int, int]]
+    out: tuple[list[int], tuple[int, int]]
+
+    def pack(self, x: Tensor) -> Tensor:
+        elements, sizes, room = self.into
+        images = x.numel() // (sizes[0] * sizes[1])
+        packed = x.new_empty(images * elements)
+        nest_c.move("pack", (x, packed), images, sizes, room)
+        return packed
+
+    def unpack(self, result: Tensor, shape: tuple[int, ...]) -> Tensor:
+        sizes, room = self.out
+        out = result.new_empty(shape)
+        nest_c.move("unpack", (result, out), out.numel() // (sizes[0] * sizes[1]), sizes, room)
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A nest with its sizes and offsets. begins, offsets: of each factor, by constants and by entry (None: none);
+    whole: all results are written; outer: points of the outer loops; loops: integers of the outer and inner loops.
+    A factor that has one value per entry is put in their order."""
+
+    nest: Nest
+    kernel: Kernel
+    placed: tuple[Placed, ...]
+    moves: Moves | None
+    starts: Tensor
+    target_offsets: Tensor
+    begins: tuple[int, ...]
+    offsets: tuple[Tensor | None, ...]
+    whole: bool
+    outer: int
+    length: int
+    loops: tuple[int, ...]
+
+    def run(self, factors: Sequence[Tensor]) -> Tensor:
+        """The target, of the shape of its view."""
+        moves, shape = self.moves, self.placed[0].view.shape
+        make = torch.empty if self.whole else torch.zeros
+        result = make(shape if moves is None else moves.inside, dtype=factors[0].dtype)
+        held = [self._in_memory(n, x) for n, x in enumerate(factors, 1)]
+        numbers = [*self._tasks(), *(t.data_ptr() for t in (self.starts, self.target_offsets, result))]
+        for x, begin, offsets in zip(held, self.begins, self.offsets, strict=True):
+            numbers += [x.data_ptr() + begin * x.element_size(), 0 if offsets is None else offsets.data_ptr()]
+        self.kernel([*numbers, *self.loops])
+        return result if moves is None else moves.unpack(result, shape)
+
+    def _tasks(self) -> list[int]:
+        segments, threads = len(self.target_offsets), torch.get_num_threads()
+        wanted = -(-_TASKS * threads // self.outer) if threads > 1 else 1
+        each = -(-segments // min(segments, wanted))
+        chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
+        return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
+
+    def _in_memory(self, number: int, x: Tensor) -> Tensor:
+        if self.nest.factors[number - 1].entries == "order":
+            return _in_order(x, self.offsets[number - 1])
+        moves, pads = self.moves, self.placed[number].pads
+        inside = moves is not None and moves.factor == number
+        if inside:
+            # `pack` pads the images itself.
+            pads = (*pads[: -moves.axes], *((0, 0),) * moves.axes)
+        x = functional.pad(x, [n for pad in reversed(pads) for n in pad]) if any(map(any, pads)) else x.contiguous()
+        return moves.pack(x) if inside else x
+
+
+@cached_per_tensor
+def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
+    return values.reshape(-1)[offsets]
+
+
+def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> Moves:
+    """Copies of the factor's images to lanes, and of the target's from them."""
+    target, factor = placed[0].view.shape, placed[lanes.factor]
+    steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
+    before = [0] * (2 - lanes.axes) + [pad[0] for pad in factor.pads[-lanes.axes :]]
+    grid = lanes.grid[1], math.prod(lanes.grid)
+    rooms = [
+        ((lanes.grid[0] - 1) * step[0] + size[0], (lanes.grid[1] - 1) * step[1] + size[1] + count)
+        for step, size in ((steps, lanes.read), (lanes.block, lanes.block))
+    ]
+    into = [*_image(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
+    out = [*_image(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
+    inside = (*target[: -lanes.axes], *lanes.block, count)
+    return Moves(lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1]))
+
+
+def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
+    """(rows, columns) of the images that make up an array."""
+    return (1 if lanes.axes == 1 else shape[-2]), shape[-1]
+
+
+@cached_per_tensor
+def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
+    """The nest of a form over these index arrays; None without entries."""
+    entries = Entries(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
+    values = [[_entry_part(entries, axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views]
+    kept = entries.kept.nonzero()[:, 0]
+    if not len(kept):
+        return None
+    values = [[None if v is None else v[kept] for v in each] for each in values]
+    real, count, _ = nest_c.lanes_of(dtype)
+    pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
+    lanes = _lanes(form, values, len(kept), count)
+    placed = [_placed(n, view, pads[n], lanes, count) for n, view in enumerate(form.views)]
+    nest, outer, inner, length = _roles(form, placed, lanes, real, count)
+    offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
+    targets, segment = _sorted_targets(offsets[0], len(kept))
+    block, blocks = _blocks(form, values, lanes, nest, len(targets))
+    key = block * len(targets) + segment
+    order = key.argsort(stable=True)
+    nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
+    return Prepared(
+        nest,
+        Kernel(nest_c.source(nest), "run"),
+        tuple(placed),
+        None if lanes is None or not lanes.copied else _moves(lanes, placed, count),
+        torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1)),
+        targets,
+        tuple(0 if isinstance(o, Tensor) else o for o in offsets[1:]),
+        tuple(o[order].int() if isinstance(o, Tensor) else None for o in offsets[1:]),
+        len(targets) * math.prod(size for name, size in form.extents if name not in form.reduced)
+        == math.prod(form.views[0].shape),
+        math.prod(extent for extent, *_ in outer),
+        length,
+        tuple(number for loop in (*outer, *inner) for number in loop),
+    )
+
+
+def _entry_part(entries: Entries, axis: Axis, size: int) -> Tensor | None:
+    return None if axis.entry is None else entries.values(axis.entry, None if axis.dense else size)
+
+
+def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
+    if all(axis.entry is None for axis in view.axes):
+        return factor
+    return factor._replace(entries="offset" if any(axis.dense for axis in view.axes) else "order")
+
+
+def _sorted_targets(offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
+    """(distinct target offsets in ascending order, the number of each entry's)."""
+    return (offset if isinstance(offset, Tensor) else torch.full((count,), offset)).unique(return_inverse=True)
+
+
+def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+    """(before, after): zeros that the windows of each axis reach."""
+    found = []
+    for axis, size, entry in zip(view.axes, view.shape, values, strict=True):
+        ends = [c * (extents[name] - 1) for c, name in axis.dense]
+        low, high = (axis.constant,) * 2 if entry is None else (int(entry.min()), int(entry.max()))
+        low, high = low + sum(e for e in ends if e < 0), high + sum(e for e in ends if e > 0)
+        found.append((max(0, -low), max(0, high - size + 1)))
+    return tuple(found)
+
+
+def _placed(
+    number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int
+) -> Placed:
+    sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
+    inner = 1
+    if lanes is not None and number in (0, lanes.factor):
+        # [..., y, x, lane]
+        sizes[-lanes.axes :] = (lanes.read if number else lanes.block)[-lanes.axes :]
+        inner = count
+    strides = accumulate([inner, *reversed(sizes[1:])], lambda a, b: a * b)
+    return Placed(view, pads, tuple(strides)[: len(sizes)][::-1])
+
+
+def _loops(names: Sequence[str], extents: Mapping[str, int], placed: Sequence[Placed]) -> list[tuple[int, ...]]:
+    """(extent, stride in each operand) of these indices."""
+    return [(extents[n], *(p.stride(n) for p in placed)) for n in names if extents[n] > 1]
+
+
+Loop = tuple[int, ...]
+
+
+def _roles(
+    form: Form, placed: Sequence[Placed], lanes: Lanes | None, real: str, count: int
+) -> tuple[Nest, list[Loop], list[Loop], int]:
+    """(nest, its outer and inner loops, points of the vector index)."""
+    extents = dict(form.extents)
+    if lanes is None:
+        vector = _vector_index(form, placed)
+        moved, length = [vector], extents.get(vector, 1)
+        across = range(min(_ACROSS, -(-length // count)))
+        offsets = [tuple(count * k * p.stride(vector) for k in across) for p in placed]
+        along, tiles = [p.stride(vector) == 1 for p in placed], list[Loop]()
+    else:
+        moved, length = [axis.bare for axis in form.views[0].axes[-lanes.axes :]], count
+        offsets, tiles = _image_tiles(placed, lanes, count)
+        along = [n in (0, lanes.factor) for n in range(len(placed))]
+    free = [n for n in extents if n not in form.reduced and n not in moved]
+    outer = _loops(free, extents, placed) + tiles
+    inner = [(extent, *s) for extent, _, *s in _loops([n for n in form.reduced if n not in moved], extents, placed)]
+    factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
+    sums = lanes is None and not along[0] and length > 1
+    target = offsets[0] if not sums else (0,) * len(offsets[0])
+    return Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums), outer, inner, length
+
+
+def _vector_index(form: Form, placed: Sequence[Placed]) -> str:
+    """The longest index along which all operands are contiguous or constant; "" if there is none."""
+    names = [n for n, _ in form.extents if all(p.stride(n) in (0, 1) for p in placed)]
+    names = [n for n in names if any(p.stride(n) for p in placed[1:])]
+    extents = dict(form.extents)
+    return max(names, key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), default="")
+
+
+def _image_tiles(placed: Sequence[Placed], lanes: Lanes, count: int) -> tuple[list[tuple[int, ...]], list[Loop]]:
+    """(offsets of a tile's outputs in each operand, loops over the tiles of a block)."""
+    strides = []
+    for n, place in enumerate(placed):
+        steps = (1, 1) if n == 0 else lanes.steps
+        rows = [0, *place.strides][-2] if lanes.axes == 2 else 0
+        inside = n in (0, lanes.factor)
+        strides.append((steps[0] * rows, steps[1] * count) if inside else (0, 0))
+    height, width = lanes.tile
+    offsets = [tuple(y * sy + x * sx for y in range(height) for x in range(width)) for sy, sx in strides]
+    numbers = [b // t for b, t in zip(lanes.block, lanes.tile, strict=True)]
+    loops = [(n, *(t * s[axis] for s in strides)) for axis, (n, t) in enumerate(zip(numbers, lanes.tile, strict=True))]
+    return offsets, [loop for loop in loops if loop[0] > 1]
+
+
+def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, count: int) -> Lanes | None:
+    """Lanes over blocks of an image, if they pay."""
+    target, extents = form.views[0], dict(form.extents)
+    for axes in (2, 1):
+        names = [axis.bare for axis in target.axes[-axes:]]
+        found = [n for n, view in enumerate(form.views[1:], 1) if _reads_image(view, names)]
+        others = [view for n, view in enumerate(form.views[1:], 1) if n not in found]
+        read = {name for view in others for axis in view.axes for _, name in axis.dense}
+        if len(names) < axes or None in names or len(found) != 1 or read & {*names}:
+            continue
+        sizes = [extents[name or ""] for name in names]
+        view = form.views[found[0]]
+        copied = math.prod(view.shape) + math.prod(target.shape)
+        if math.prod(sizes) < count or entries * math.prod(extents.values()) < _PAYS * copied:
+            continue
+        steps = [view.axes[n - axes].dense[0][0] for n in range(axes)]
+        spans = [_span(values[found[0]][n - axes]) for n in range(axes)]
+        return _grid(found[0], _two(sizes, 1), _two(steps, 1), _two(spans, 0), count)
+    return None
+
+
+def _two(numbers: Sequence[int], default: int) -> tuple[int, int]:
+    """Numbers along y and x from those of one or two axes."""
+    first, second = [default, *numbers][-2:]
+    return first, second
+
+
+def _reads_image(view: View, names: Sequence[str | None]) -> bool:
+    """True if these indices are those of the last axes, one each, and of no other axis."""
+    ends = [axis.dense for axis in view.axes[-len(names) :]]
+    before = {n for axis in view.axes[: -len(names)] for _, n in axis.dense}
+    alone = all(len(e) == 1 and e[0][0] > 0 for e in ends) and [e[0][1] for e in ends] == [*names]
+    return alone and not before & {*names}
+
+
+def _span(entry: Tensor | None) -> int:
+    return 0 if entry is None else int(entry.max() - entry.min())
+
+
+def _grid(
+    factor: int, sizes: tuple[int, int], steps: tuple[int, int], spans: tuple[int, int], count: int
+) -> Lanes:
+    """The grid of blocks that needs the fewest operations, then the one that reads least."""
+    flat, best = sizes[0] == 1, dict[tuple[int, int], Lanes]()
+    for across in range(1, count + 1):
+        grid = (1, count) if flat else (min(sizes[0], count // across), min(sizes[1], across))
+        block = [-(-n // g) for n, g in zip(sizes, grid, strict=True)]
+        whole = flat and steps[1] == 1 and not spans[1] and not sizes[1] % count
+        width = _tile_length(block[1], _TILE, whole)
+        tile = _tile_length(block[0], _TILE // width), width
+        numbers = [-(-b // t) for b, t in zip(block, tile, strict=True)]
+        rows, columns = (n * t for n, t in zip(numbers, tile, strict=True))
+        read, window = (_reach(outputs, steps, spans) for outputs in ((rows, columns), tile))
+        copied = not (whole and columns * count == sizes[1])
+        found = Lanes(factor, 1 if flat else 2, grid, (rows, columns), tile, steps, read, window, copied)
+        best.setdefault((math.prod(numbers) * (math.prod(tile) + 1), math.prod(window)), found)
+    return best[min(best)]
+
+
+def _reach(outputs: Sequence[int], steps: Sequence[int], spans: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns that so many outputs read."""
+    rows, columns = ((n - 1) * step + 1 + span for n, step, span in zip(outputs, steps, spans, strict=True))
+    return rows, columns
+
+
+def _tile_length(points: int, most: int, whole: bool = False) -> int:
+    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
+    divide the axis are preferred, if they are not short."""
+    lengths = range(1, min(points, most) + 1)
+    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
+    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
+
+
+def _blocks(
+    form: Form, values: Sequence[Sequence[Tensor | None]], lanes: Lanes | None, nest: Nest, segments: int
+) -> tuple[Tensor | int, int]:
+    """(block of each entry, number of blocks): a block's part of the image stays in L1."""
+    if lanes is None or len(values[lanes.factor]) <= lanes.axes:
+        return 0, 1
+    channel = values[lanes.factor][-1 - lanes.axes]
+    if channel is None:
+        return 0, 1
+    size = math.prod(lanes.window) * nest.lanes * (4 if nest.real == "float" else 8)
+    channel = channel - channel.min()
+    channels = int(channel.max()) + 1
+    # Every block reads and writes all results again.
+    wanted = min(-(-channels * size // (l1_bytes() * 7 // 8)), max(1, len(channel) // (4 * segments)))
+    each = -(-channels // wanted)
+    return channel // each, -(-channels // each)

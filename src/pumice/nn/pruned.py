@@ -1,0 +1,234 @@
+"""Layers whose weights are stored without their zeros, and the conversion of a pruned network to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.ops import Sparse, einsum, sparse
+
+_REPEATS = 5  # Calls of each way in a measurement
+_DENSITY = 0.5  # Maximum share of kept weights with which a layer is stored sparsely, without a measurement
+
+
+class _Pruned(nn.Module):
+    """Base of pruned layers. mask: bool, of the weight's shape; values: the kept weights in row-major order, a
+    parameter; way: "sparse", or "dense" if the whole weight is used."""
+
+    mask: Tensor
+    _axes: str
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
+        super().__init__()
+        kept = weight.detach() != 0 if mask is None else mask.to(weight.device) != 0
+        if kept.shape != weight.shape:
+            raise ShapeError(f"the mask has shape {list(kept.shape)}, the weight {list(weight.shape)}")
+        self.register_buffer("mask", kept)
+        self.values = nn.Parameter(weight.detach()[kept].clone())
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.way = "sparse"
+        self._stored: tuple[Any, Sparse] | None = None
+
+    @property
+    def density(self) -> float:
+        """Share of the weights that are kept."""
+        return self.values.numel() / max(1, self.mask.numel())
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight, with zeros; differentiable in `values`."""
+        return self.values.new_zeros(self.mask.shape).masked_scatter(self.mask, self.values)
+
+    def _filter(self) -> Sparse:
+        """The weight over its kept entries."""
+        key = self.mask.device, self.mask.data_ptr(), self.mask._version
+        if self._stored is None or self._stored[0] != key:
+            self._stored = key, sparse(self._entries().to(torch.float32), f"({self._axes}):C")
+        return self._stored[1].with_values([self.values])
+
+    def _entries(self) -> Tensor:
+        return self.mask
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stored": None}
+
+    def extra_repr(self) -> str:
+        return f"{list(self.mask.shape)}, {self.density:.0%} kept, {self.way}"
+
+
+class PrunedConv2d(_Pruned):
+    """2-D convolution over the kept weights of a filter,
+
+        O[n,m,p,q] = bias[m] + sum over kept (m,c,r,s) of I[n, c, s_h p + d_h r - p_h, s_w q + d_w s - p_w] F[m,c,r,s]
+
+    as torch.nn.Conv2d: input [N, C, H, W] or [C, H, W], any stride, dilation, groups and zero padding, float dtypes. On
+    a CPU with a C compiler it runs as a loop nest in C, whose time is proportional to the kept weights.
+    Make it with `from_dense`. The mask and the kept values are in its state_dict. Gradients reach the kept values only.
+
+    Source: "Unified Convolution Framework", section 6 (filter-sparse convolution).
+    """
+
+    _axes = "m c r s"
+
+    def __init__(self, conv: nn.Conv2d, mask: Tensor | None = None) -> None:
+        super().__init__(conv.weight, conv.bias, mask)
+        if conv.padding_mode != "zeros":
+            raise OptionError(f"padding_mode is 'zeros', found {conv.padding_mode!r}")
+        self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
+        self.padding = _padding(conv)
+
+    @classmethod
+    def from_dense(cls, conv: nn.Conv2d, mask: Tensor | None = None) -> PrunedConv2d:
+        """The pruned form of a layer, with the same results if the mask keeps all non-zero weights.
+
+        mask: of the weight's shape, non-zero where a weight is kept; default: where it is not zero.
+        Raises DtypeError if `conv` is no Conv2d, ShapeError for a mask of another shape, OptionError for a padding mode
+        other than zeros or asymmetric "same" padding."""
+        if type(conv) is not nn.Conv2d:
+            raise DtypeError(f"a torch.nn.Conv2d is expected, found {type(conv).__name__}")
+        return cls(conv, mask)
+
+    def _entries(self) -> Tensor:
+        """The mask over all input channels: [M, C, R, S]."""
+        if self.groups == 1:
+            return self.mask
+        count, channels, *kernel = self.mask.shape
+        whole = self.mask.new_zeros(count, self.groups, channels, *kernel)
+        rows = torch.arange(count, device=whole.device)
+        whole[rows, rows // (count // self.groups)] = self.mask
+        return whole.flatten(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        channels = self.mask.shape[1] * self.groups
+        if x.dim() not in (3, 4) or x.shape[-3] != channels:
+            raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(x.shape)}")
+        if self.way == "dense":
+            options = self.bias, self.stride, self.padding, self.dilation, self.groups
+            return functional.conv2d(x, self.weight, *options)
+        images = x if x.dim() == 4 else x[None]
+        out = einsum(self._statement(images.shape[-2:]), I=images, F=self._filter())
+        out = out if self.bias is None else out + self.bias[:, None, None]
+        return out if x.dim() == 4 else out[0]
+
+    def _statement(self, sizes: torch.Size) -> str:
+        kernel = self.mask.shape[2:]
+        each = [*zip(sizes, kernel, self.stride, self.padding, self.dilation, strict=True)]
+        outputs = [(n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in each]
+        if min(outputs) < 1:
+            raise ShapeError(f"a kernel of {list(kernel)} with dilation {list(self.dilation)} exceeds {list(sizes)}")
+        at = [f"{e[2]}*{p}+{e[4]}*{r}-{e[3]}" for e, p, r in zip(each, "pq", "rs", strict=True)]
+        return f"O[n,m,p,q] = I[n,c,{at[0]},{at[1]}] * F[m,c,r,s] ; p:{outputs[0]}, q:{outputs[1]}"
+
+
+class PrunedLinear(_Pruned):
+    """y[..., m] = bias[m] + sum over kept (m, k) of W[m,k] x[..., k], as torch.nn.Linear; make it with `from_dense`."""
+
+    _axes = "m k"
+
+    @classmethod
+    def from_dense(cls, linear: nn.Linear, mask: Tensor | None = None) -> PrunedLinear:
+        """The pruned form of a layer; see PrunedConv2d.from_dense."""
+        if type(linear) is not nn.Linear:
+            raise DtypeError(f"a torch.nn.Linear is expected, found {type(linear).__name__}")
+        return cls(linear.weight, linear.bias, mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != self.mask.shape[1:]:
+            raise ShapeError(f"input is [..., {self.mask.shape[1]}], found {list(x.shape)}")
+        if self.way == "dense":
+            return functional.linear(x, self.weight, self.bias)
+        rows = x.reshape(-1, x.shape[-1])
+        # Rows are the vector index.
+        out = einsum("Y[m,b] = W[m,k] * X[k,b]", W=self._filter(), X=rows.t().contiguous()).t()
+        out = out if self.bias is None else out + self.bias
+        return out.reshape(*x.shape[:-1], -1)
+
+
+_FORMS: Mapping[type[nn.Module], type[PrunedConv2d] | type[PrunedLinear]] = {
+    nn.Conv2d: PrunedConv2d,
+    nn.Linear: PrunedLinear,
+}
+
+
+def prune_model(net: nn.Module, masks: Mapping[str, Tensor] | None = None, example: Tensor | None = None) -> nn.Module:
+    """Replace the Conv2d and Linear layers of a network by their pruned forms, in place, and return the network.
+
+    masks: by name of the layer or of its weight ("layer1.0.conv1", "layer1.0.conv1.weight"), non-zero where a weight is
+        kept; other layers stay as they are. Default: layers of which at most half of the weights are not zero.
+    example: input of the network. Every replaced layer is run on what it gets there, over its kept weights and as a
+        dense layer, and keeps the faster way (`layer.way`). Default: over the kept weights.
+    Raises OptionError for names that are no such layers; see PrunedConv2d.from_dense.
+    """
+    layers = {name: layer for name, layer in net.named_modules() if type(layer) in _FORMS}
+    if masks is None:
+        chosen: dict[str, Tensor | None] = {n: None for n, one in layers.items() if _density(one) <= _DENSITY}
+    else:
+        chosen = {name.removesuffix(".weight"): mask for name, mask in masks.items()}
+    if unknown := [name for name in chosen if name not in layers]:
+        raise OptionError(f"no Conv2d or Linear is named {', '.join(unknown)}; there are {', '.join(layers) or 'none'}")
+    if "" in chosen:
+        raise OptionError("the network is one layer: use its pruned form, for instance PrunedConv2d.from_dense")
+    made = {name: _FORMS[type(layers[name])].from_dense(layers[name], mask) for name, mask in chosen.items()}  # pyright: ignore[reportArgumentType]
+    for name, layer in made.items():
+        parent, _, own = name.rpartition(".")
+        setattr(net.get_submodule(parent), own, layer.train(layers[name].training))
+    if example is not None:
+        _choose_ways(net, [*made.values()], example)
+    return net
+
+
+def _density(layer: nn.Module) -> float:
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return int(torch.count_nonzero(weight.detach())) / max(1, weight.numel())
+
+
+def _choose_ways(net: nn.Module, layers: list[PrunedConv2d | PrunedLinear], example: Tensor) -> None:
+    """Set each layer's way to the faster one for what it gets when the network runs on the example."""
+
+    def measure(layer: nn.Module, given: tuple[Any, ...]) -> None:
+        seconds = {}
+        for way in ("dense", "sparse"):
+            layer.way = way  # pyright: ignore[reportAttributeAccessIssue]
+            seconds[way] = _seconds(lambda: layer.forward(*given))
+        layer.way = min(seconds, key=seconds.__getitem__)  # pyright: ignore[reportAttributeAccessIssue]
+
+    hooks = [layer.register_forward_pre_hook(measure) for layer in layers]
+    training = net.training
+    try:
+        with torch.no_grad():
+            net.eval()(example)
+    finally:
+        net.train(training)
+        for hook in hooks:
+            hook.remove()
+
+
+def _seconds(call: Callable[[], Tensor]) -> float:
+    """Seconds of the fastest of some calls, after one that compiles."""
+    device, found = call().device, []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def _padding(conv: nn.Conv2d) -> tuple[int, ...]:
+    """Zeros before and after each axis."""
+    if conv.padding == "valid":
+        return 0, 0
+    if conv.padding != "same":
+        return tuple(conv.padding)  # pyright: ignore[reportReturnType]
+    spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
+    if any(span % 2 for span in spans):
+        raise OptionError(f"'same' padding of a kernel of {list(conv.kernel_size)} is not symmetric")
+    return tuple(span // 2 for span in spans)

@@ -1,0 +1,145 @@
+"""Layers with pruned weights agree with dense layers of the same weights: outputs, gradients, states, refusals."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import pumice as pm
+from pumice.errors import DtypeError, OptionError, ShapeError
+
+
+def pruned(conv: nn.Module, share: float = 0.3, seed: int = 0) -> torch.Tensor:
+    """Set random weights to zero; returns the mask of those kept."""
+    mask = torch.rand(conv.weight.shape, generator=torch.Generator().manual_seed(seed)) < share
+    with torch.no_grad():
+        conv.weight.mul_(mask)
+    return mask
+
+
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 1},
+    {"kernel_size": 1, "stride": 2},
+    {"kernel_size": (1, 5), "padding": (2, 3), "dilation": (1, 2), "stride": (1, 2)},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 4, "bias": False},
+    {"kernel_size": 3, "padding": "same", "groups": 8},
+    {"kernel_size": 2, "padding": "valid"},
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS, ids=str)
+@pytest.mark.parametrize("size", [(2, 8, 17, 20), (8, 9, 7)], ids=str)
+def test_a_pruned_convolution_equals_the_dense_one(options, size):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 16, **options).double()
+    pruned(conv)
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    x = torch.randn(size, dtype=torch.float64, requires_grad=True)
+    wanted, got = conv(x), layer(x)
+    torch.testing.assert_close(got, wanted)
+    grad = torch.randn_like(wanted)
+    parameters = [x, *layer.parameters()]
+    ours = torch.autograd.grad(got, parameters, grad)
+    theirs = torch.autograd.grad(wanted, [x, *conv.parameters()], grad)
+    torch.testing.assert_close(ours[0], theirs[0])
+    torch.testing.assert_close(ours[1], theirs[1][layer.mask])
+    torch.testing.assert_close(ours[2:], theirs[2:])
+    layer.way = "dense"
+    torch.testing.assert_close(layer(x), wanted)
+    torch.testing.assert_close(torch.autograd.grad(layer(x), [layer.values], grad)[0], ours[1])
+
+
+@pytest.mark.parametrize("size", [(5, 12), (12,), (2, 3, 12)], ids=str)
+def test_a_pruned_linear_layer_equals_the_dense_one(size):
+    linear = nn.Linear(12, 7)
+    pruned(linear)
+    x = torch.randn(size)
+    layer = pm.nn.PrunedLinear.from_dense(linear)
+    torch.testing.assert_close(layer(x), linear(x))
+    layer.way = "dense"
+    torch.testing.assert_close(layer(x), linear(x))
+
+
+def test_a_mask_keeps_weights_that_are_zero():
+    conv = nn.Conv2d(2, 2, 3)
+    mask = pruned(conv)
+    with torch.no_grad():
+        conv.weight[mask.nonzero()[0].tolist()[0]] = 0
+    layer = pm.nn.PrunedConv2d.from_dense(conv, mask)
+    assert layer.values.numel() == int(mask.sum()) and layer.density == mask.float().mean()
+    torch.testing.assert_close(layer.weight, conv.weight)
+
+
+def test_a_filter_without_weights_gives_the_bias():
+    conv = nn.Conv2d(2, 3, 3)
+    layer = pm.nn.PrunedConv2d.from_dense(conv, torch.zeros_like(conv.weight))
+    torch.testing.assert_close(layer(torch.randn(1, 2, 5, 5)), layer.bias[:, None, None].expand(1, 3, 3, 3))
+
+
+def test_states_copies_and_pickles_have_the_mask_and_the_values():
+    conv = nn.Conv2d(4, 6, 3)
+    pruned(conv)
+    layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(1, 4, 6, 6)
+    wanted = layer(x)
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(other(x), wanted)
+    other = pm.nn.PrunedConv2d.from_dense(nn.Conv2d(4, 6, 3), torch.roll(layer.mask, 1, 0))
+    other(x)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other(x), wanted)
+
+
+def test_a_network_is_pruned_in_place_and_trains():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+    masks = {"2": pruned(net[2]), "4.weight": pruned(net[4])}
+    x, wanted = torch.randn(2, 3, 10, 10), None
+    wanted = net(x)
+    assert pm.prune_model(net, masks) is net
+    assert [type(layer).__name__ for layer in net] == ["Conv2d", "ReLU", "PrunedConv2d", "Flatten", "PrunedLinear"]
+    torch.testing.assert_close(net(x), wanted)
+    step = torch.optim.SGD(net.parameters(), 0.1)
+    before = net(x).square().sum()
+    before.backward()
+    step.step()
+    assert net(x).square().sum() < before
+    assert torch.equal(net[2].weight != 0, masks["2"])
+
+
+def test_layers_with_many_zeros_are_pruned_and_the_faster_way_is_measured():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).train()
+    pruned(net[2], 0.1)
+    x = torch.randn(1, 3, 12, 12)
+    statistics = net[1].running_mean.clone()
+    pm.prune_model(net, example=x)
+    assert type(net[0]) is nn.Conv2d and isinstance(net[2], pm.nn.PrunedConv2d) and net[2].way in ("sparse", "dense")
+    assert net.training and net[2].training and torch.equal(net[1].running_mean, statistics)
+    assert not net[2]._forward_pre_hooks
+
+
+def test_refusals():
+    conv = nn.Conv2d(4, 6, 3)
+    with pytest.raises(ShapeError, match=r"mask has shape \[4\], the weight \[6, 4, 3, 3\]"):
+        pm.nn.PrunedConv2d.from_dense(conv, torch.ones(4))
+    with pytest.raises(DtypeError, match=r"a torch.nn.Conv2d is expected, found Linear"):
+        pm.nn.PrunedConv2d.from_dense(nn.Linear(2, 2))
+    with pytest.raises(DtypeError, match=r"a torch.nn.Linear is expected, found Conv2d"):
+        pm.nn.PrunedLinear.from_dense(conv)
+    with pytest.raises(OptionError, match="padding_mode is 'zeros', found 'reflect'"):
+        pm.nn.PrunedConv2d.from_dense(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"))
+    with pytest.raises(OptionError, match=r"of \[2, 2\] is not symmetric"):
+        pm.nn.PrunedConv2d.from_dense(nn.Conv2d(4, 6, 2, padding="same"))
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    with pytest.raises(ShapeError, match=r"\[N, 4, H, W\] or \[4, H, W\], found \[1, 3, 8, 8\]"):
+        layer(torch.randn(1, 3, 8, 8))
+    with pytest.raises(ShapeError, match=r"a kernel of \[3, 3\] with dilation \[1, 1\] exceeds \[2, 8\]"):
+        layer(torch.randn(1, 4, 2, 8))
+    with pytest.raises(ShapeError, match=r"input is \[..., 12\], found \[2, 3\]"):
+        pm.nn.PrunedLinear.from_dense(nn.Linear(12, 2))(torch.randn(2, 3))
+    with pytest.raises(OptionError, match="no Conv2d or Linear is named 1, x; there are 0"):
+        pm.prune_model(nn.Sequential(conv, nn.ReLU()), {"1": torch.ones(1), "x": torch.ones(1)})
+    with pytest.raises(OptionError, match="the network is one layer"):
+        pm.prune_model(conv, {"": torch.ones(6, 4, 3, 3)})
