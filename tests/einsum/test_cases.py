@@ -406,7 +406,7 @@ def test_a_lowering_by_name_has_gradients():
     a, b = holes(normal(6, 5), 0.5).requires_grad_(), normal(5, 3, seed=1).requires_grad_()
 
     def run(a: Tensor, b: Tensor) -> Tensor:
-        return pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse(a, "CSR"), B=b, lowering="bagged")
+        return pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse(a, "CSR"), B=b, lowering="nest")
 
     got, wanted = (torch.autograd.grad(out.square().sum(), [a, b]) for out in (run(a, b), a @ b))
     close([got[0], got[1]], [wanted[0] * (a != 0), wanted[1]])

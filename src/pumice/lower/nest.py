@@ -2,13 +2,11 @@
 
     T[t(e) + dense] += prod_f F_f[o_f(e) + dense]         entries e sorted by t: each result is written once (a segment)
 
-1. `normalized`: axes of the target get indices of their own (p+R[e]-1 becomes t, and p is t-R[e]+1); strided axes of
-   operands become views; indices that are adjacent in every access become one.
-2. `prepared`: what index arrays contribute to addresses is one offset per entry (entries.py). An operand whose windows
-   leave it is padded with zeros.
-3. The vector index is contiguous in the target, or in all factors (then it is summed). For windows over the last one or
-   two axes of an image, lanes of a vector run over blocks of the image, so that every load is aligned: the image is
-   copied to [..., y, x, lane], with its padding. Entries are visited in blocks of the image's channels that fit L1.
+What index arrays contribute to addresses is one offset per entry and access, computed once per index array. An operand
+whose windows leave it is padded with zeros. The vector index is contiguous in the target, or in all factors (then it is
+summed). For windows over the last one or two axes of an image, lanes of a vector run over blocks of the image, so that
+every load is aligned: the image is copied to [..., y, x, lane], with its padding. Entries are visited in blocks of the
+image's channels that fit the first-level cache.
 
 Source: "Unified Convolution Framework", sections 3.2 and 4 (base variables, offsets, intervals, reorder). The lanes are
 our own.
@@ -17,9 +15,8 @@ our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,11 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from pumice.language.bind import BoundStatement
-from pumice.language.derive import fresh, names_of
-from pumice.language.nodes import Access, Affine, Index, Statement, affine, arrays_of, indices_of, substitute
+from pumice.language.nodes import Statement
 from pumice.lower import nest_c
-from pumice.lower.entries import MOST_ENTRIES, Axis, Entries, axes_of, positions_of
 from pumice.lower.nest_c import FactorAccess, Kernel, Nest
+from pumice.lower.nest_form import Axis, Entries, Form, View, normalized
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.native import compiler, l1_bytes
 
@@ -41,40 +37,6 @@ _TILE = 14  # Accumulators of a tile over an image
 _PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
-
-
-@dataclass(frozen=True)
-class View:
-    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; shape: of the
-    view, whose axes may join several of the operand's."""
-
-    name: str
-    axes: tuple[Axis, ...]
-    slices: tuple[tuple[int, int, int] | None, ...]
-    shape: tuple[int, ...]
-
-    def of(self, x: Tensor) -> Tensor:
-        """The operand's view; a copy if its axes cannot be joined otherwise."""
-        if any(self.slices):
-            x = x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
-        return x if x.shape == self.shape else x.reshape(self.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """A normalised statement: its accesses, the target's first; extents of dense indices and of positions; names of the
-    index arrays."""
-
-    views: tuple[View, ...]
-    extents: tuple[tuple[str, int], ...]
-    positions: tuple[tuple[str, int], ...]
-    arrays: tuple[str, ...]
-
-    @property
-    def reduced(self) -> list[str]:
-        """Dense indices that the target lacks."""
-        out = {name for axis in self.views[0].axes for _, name in axis.dense}
-        return [name for name, _ in self.extents if name not in out]
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
@@ -121,125 +83,17 @@ def runner(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.d
     return NestRunner(bound, form, dtype)
 
 
+def source_of(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> str:
+    """The loop nest of a statement that `refusal` accepts, and its C source; "" without entries."""
+    form = runner(bound, operands, dtype).form
+    first, *others = [operands[name] for name in form.arrays]
+    ready = prepared(first, form, torch.float64 if dtype == torch.float64 else torch.float32, *others)
+    return "" if ready is None else f"{ready.nest}\n\n{nest_c.source(ready.nest)}"
+
+
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
     return runner(bound, operands, dtype)(operands)
-
-
-# Normal form
-
-
-@lru_cache(maxsize=1024)
-def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Form | str:
-    """The form of a statement, or the reason why it has none. shapes: of the operands."""
-    statement, known = bound.statement, dict(shapes)
-    if why := _unsupported(statement, bound):
-        return why
-    positions, extents = positions_of(statement), dict(bound.extents)
-    statement = _with_target_indices(statement, extents, dict(zip(_names(statement), bound.shape, strict=True)), known)
-    factors = statement.terms[0].factors
-    accesses = [statement.target, *(f for f in factors if isinstance(f, Access))]
-    given = [bound.shape, *(known[access.name] for access in accesses[1:])]
-    views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
-    if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
-        return "the target is written through windows"
-    _join(views, extents)
-    dense = {name for view in views for axis in view.axes for _, name in axis.dense}
-    places = tuple((name, bound.extents[name]) for name in positions)
-    arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
-    if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
-        return "index arrays of different positions meet"
-    return Form(tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays)
-
-
-def _names(statement: Statement) -> list[int]:
-    return list(range(len(statement.target.indices)))
-
-
-def _unsupported(statement: Statement, bound: BoundStatement) -> str | None:
-    if statement.reduction != "sum" or len(statement.terms) != 1:
-        return "it is not a sum of one term"
-    factors = statement.terms[0].factors
-    if not factors or not all(isinstance(factor, Access) for factor in factors):
-        return "it has conditions, or no factors"
-    if not arrays_of(statement):
-        return "it has no index arrays"
-    if any(extent.start for extent in bound.ranges.values()):
-        return "a range does not start at 0"
-    return "it is empty" if 0 in bound.extents.values() or 0 in bound.shape else None
-
-
-def _with_target_indices(
-    statement: Statement, extents: dict[str, int], shape: Mapping[int, int], known: Mapping[str, tuple[int, ...]]
-) -> Statement:
-    """The statement with an index for each target axis that is written through a window: p+R[e]-1 becomes t."""
-    inside = positions_of(statement)
-    for number, axis in enumerate(statement.target.indices):
-        single = [n for n in _single(axis) if n not in inside]
-        index = next((n for n in single if _spans_axis(statement, n, extents[n], known)), None)
-        if axis.bare is None and index is not None:
-            rest = [(-c, atom) for c, atom in axis.terms if atom != Index(index)]
-            name = fresh("t", names_of(statement))
-            extents[name] = shape[number]
-            moved = affine([(1, Index(name)), *rest], -axis.constant)
-            statement = substitute(statement, {index: moved})
-    return statement
-
-
-def _single(axis: Affine) -> list[str]:
-    return [atom.name for c, atom in axis.terms if c == 1 and isinstance(atom, Index)]
-
-
-def _spans_axis(statement: Statement, index: str, extent: int, known: Mapping[str, tuple[int, ...]]) -> bool:
-    """True if a factor has an axis of this index alone: beyond the index's range, the factor is zero."""
-    return any(
-        e.bare == index and known[f.name][n] == extent
-        for f in statement.terms[0].factors
-        if isinstance(f, Access)
-        for n, e in enumerate(f.indices)
-    )
-
-
-def _view(access: Access, shape: Sequence[int], axes: Sequence[Axis], extents: Mapping[str, int]) -> View:
-    slices = tuple(_slice(axis, size, extents) for axis, size in zip(axes, shape, strict=True))
-    sizes = tuple(size if found is None else found[1] for size, found in zip(shape, slices, strict=True))
-    seen = tuple(a if s is None else Axis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True))
-    return View(access.name, seen, slices, sizes)
-
-
-def _slice(axis: Axis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
-    """(start, count, step) if the axis is a strided range within its operand."""
-    if axis.entry is not None or len(axis.dense) != 1 or axis.bare:
-        return None
-    ((step, name),) = axis.dense
-    inside = step > 0 and axis.constant >= 0 and axis.constant + step * (extents[name] - 1) < size
-    return (axis.constant, extents[name], step) if inside else None
-
-
-def _join(views: list[View], extents: dict[str, int]) -> None:
-    """Join dense indices that are adjacent in every access that has one of them."""
-    names = [axis.bare for axis in views[0].axes]
-    for first, second in zip(names, names[1:], strict=False):
-        if first and second and first != second and all(_adjacent(view, first, second) for view in views):
-            joined = f"{first}.{second}"
-            views[:] = [_joined(view, first, joined) for view in views]
-            extents[joined] = extents.pop(first) * extents.pop(second)
-            return _join(views, extents)
-    return None
-
-
-def _adjacent(view: View, first: str, second: str) -> bool:
-    uses = [(n, axis.bare) for n, axis in enumerate(view.axes) for _, name in axis.dense if name in (first, second)]
-    return not uses or ([b for _, b in uses] == [first, second] and uses[1][0] == uses[0][0] + 1)
-
-
-def _joined(view: View, first: str, joined: str) -> View:
-    at = next((n for n, axis in enumerate(view.axes) if axis.bare == first), None)
-    if at is None:
-        return view
-
-    axes = (*view.axes[:at], Axis(((1, joined),), 0, None), *view.axes[at + 2 :])
-    return replace(view, axes=axes, shape=(*view.shape[:at], math.prod(view.shape[at : at + 2]), *view.shape[at + 2 :]))
 
 
 # Layout and offsets
@@ -285,8 +139,9 @@ class Placed(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Copies of images to lanes and back. factor: the one that is copied; axes: of an image; inside: shape of the target
-    in lanes; into: (elements of an image in lanes, sizes, room), out: (sizes, room), see nest_c.move."""
+    """Copies of images to lanes, with their padding, and back. factor: the one that is copied; axes: of an image;
+    inside: shape of the target in lanes; into: (elements of an image in lanes, sizes, room); out: (sizes, room), see
+    nest_c.move."""
 
     factor: int
     axes: int
@@ -347,15 +202,20 @@ class Prepared:
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
     def _in_memory(self, number: int, x: Tensor) -> Tensor:
-        if self.nest.factors[number - 1].entries == "order":
-            return _in_order(x, self.offsets[number - 1])
-        moves, pads = self.moves, self.placed[number].pads
-        inside = moves is not None and moves.factor == number
-        if inside:
-            # `pack` pads the images itself.
-            pads = (*pads[: -moves.axes], *((0, 0),) * moves.axes)
-        x = functional.pad(x, [n for pad in reversed(pads) for n in pad]) if any(map(any, pads)) else x.contiguous()
-        return moves.pack(x) if inside else x
+        offsets, moves, pads = self.offsets[number - 1], self.moves, self.placed[number].pads
+        if self.nest.factors[number - 1].entries == "order" and offsets is not None:
+            return _in_order(x, offsets)
+        if moves is None or moves.factor != number:
+            return _padded(x, pads)
+        return moves.pack(_padded(x, pads[: -moves.axes]))
+
+
+def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
+    """x, contiguous, with zeros before and after its first axes."""
+    if not any(map(any, pads)):
+        return x.contiguous()
+    pads = (*pads, *((0, 0),) * (x.ndim - len(pads)))
+    return functional.pad(x, [n for pad in reversed(pads) for n in pad])
 
 
 @cached_per_tensor
@@ -388,7 +248,9 @@ def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
 def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
     """The nest of a form over these index arrays; None without entries."""
     entries = Entries(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
-    values = [[_entry_part(entries, axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views]
+    values = [
+        [_entry_part(entries, axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views
+    ]
     kept = entries.kept.nonzero()[:, 0]
     if not len(kept):
         return None
@@ -447,9 +309,7 @@ def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int
     return tuple(found)
 
 
-def _placed(
-    number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int
-) -> Placed:
+def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int) -> Placed:
     sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
     inner = 1
     if lanes is not None and number in (0, lanes.factor):
@@ -489,7 +349,12 @@ def _roles(
     factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
     sums = lanes is None and not along[0] and length > 1
     target = offsets[0] if not sums else (0,) * len(offsets[0])
-    return Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums), outer, inner, length
+    return (
+        Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums),
+        outer,
+        inner,
+        length,
+    )
 
 
 def _vector_index(form: Form, placed: Sequence[Placed]) -> str:
@@ -527,13 +392,25 @@ def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, 
             continue
         sizes = [extents[name or ""] for name in names]
         view = form.views[found[0]]
-        copied = math.prod(view.shape) + math.prod(target.shape)
-        if math.prod(sizes) < count or entries * math.prod(extents.values()) < _PAYS * copied:
-            continue
         steps = [view.axes[n - axes].dense[0][0] for n in range(axes)]
         spans = [_span(values[found[0]][n - axes]) for n in range(axes)]
-        return _grid(found[0], _two(sizes, 1), _two(steps, 1), _two(spans, 0), count)
+        bare = view.axes[-1].bare is not None
+        image = Image(_two(sizes, 1), _two(steps, 1), _two(spans, 0), bare)
+        lanes = _grid(found[0], image, count)
+        copied = (math.prod(view.shape) + math.prod(target.shape)) * lanes.copied
+        if math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
+            return lanes
     return None
+
+
+class Image(NamedTuple):
+    """An image along y and x: outputs, coefficients in the factor's axes, spans of the entries' parts there;
+    bare: its x axis is that of the factor."""
+
+    sizes: tuple[int, int]
+    steps: tuple[int, int]
+    spans: tuple[int, int]
+    bare: bool
 
 
 def _two(numbers: Sequence[int], default: int) -> tuple[int, int]:
@@ -554,15 +431,14 @@ def _span(entry: Tensor | None) -> int:
     return 0 if entry is None else int(entry.max() - entry.min())
 
 
-def _grid(
-    factor: int, sizes: tuple[int, int], steps: tuple[int, int], spans: tuple[int, int], count: int
-) -> Lanes:
+def _grid(factor: int, image: Image, count: int) -> Lanes:
     """The grid of blocks that needs the fewest operations, then the one that reads least."""
+    sizes, steps, spans, bare = image
     flat, best = sizes[0] == 1, dict[tuple[int, int], Lanes]()
     for across in range(1, count + 1):
         grid = (1, count) if flat else (min(sizes[0], count // across), min(sizes[1], across))
         block = [-(-n // g) for n, g in zip(sizes, grid, strict=True)]
-        whole = flat and steps[1] == 1 and not spans[1] and not sizes[1] % count
+        whole = flat and bare and not sizes[1] % count
         width = _tile_length(block[1], _TILE, whole)
         tile = _tile_length(block[0], _TILE // width), width
         numbers = [-(-b // t) for b, t in zip(block, tile, strict=True)]

@@ -54,7 +54,9 @@ class Nest:
     sums: bool = False
 
     def __str__(self) -> str:
-        where = [f"F{n}[{'e' if f.entries else ''}{', vector' if f.vector else ''}]" for n, f in enumerate(self.factors)]
+        where = [
+            f"F{n}[{'e' if f.entries else ''}{', vector' if f.vector else ''}]" for n, f in enumerate(self.factors)
+        ]
         lines = [f"parallel over {self.outer} dense loops, chunks of segments", "for block, segment s"]
         lines.append(f"  {len(self.target)} accumulators of {self.lanes} {self.real}")
         lines.append(f"  for entry e of s{f', {self.inner} dense reductions' if self.inner else ''}")
@@ -64,7 +66,6 @@ class Nest:
 _HEAD = """typedef {real} real;
 typedef long long i64;
 typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
-#define AT(slot) ((i64 *)z)[slot]
 """
 _VECTOR = "typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));\n"
 _MAIN = """static void work(void *data) {{

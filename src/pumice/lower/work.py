@@ -111,4 +111,4 @@ def nest_work(statement: Statement, bound: BoundStatement, operands: Mapping[str
         for access in accesses_of(*statement.terms)
         if access.name in operands
     )
-    return Work(2 * bound.points(indices_of(statement)), cache=reads, launches=6)
+    return Work(2 * bound.points(indices_of(statement)), cache=reads, launches=8)

@@ -192,12 +192,12 @@ def _density(layer: nn.Module) -> float:
 def _choose_ways(net: nn.Module, layers: list[PrunedConv2d | PrunedLinear], example: Tensor) -> None:
     """Set each layer's way to the faster one for what it gets when the network runs on the example."""
 
-    def measure(layer: nn.Module, given: tuple[Any, ...]) -> None:
+    def measure(layer: Any, given: tuple[Any, ...]) -> None:
         seconds = {}
         for way in ("dense", "sparse"):
-            layer.way = way  # pyright: ignore[reportAttributeAccessIssue]
+            layer.way = way
             seconds[way] = _seconds(lambda: layer.forward(*given))
-        layer.way = min(seconds, key=seconds.__getitem__)  # pyright: ignore[reportAttributeAccessIssue]
+        layer.way = min(seconds, key=seconds.__getitem__)
 
     hooks = [layer.register_forward_pre_hook(measure) for layer in layers]
     training = net.training

@@ -20,7 +20,7 @@ from pumice.language.formats import Format, parse_format
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
-from pumice.lower import plan
+from pumice.lower import nest, plan
 from pumice.ops import autograd
 from pumice.ops.operands import (
     DeclarationCheck,
@@ -349,6 +349,8 @@ def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -
     lines += ["", _work(step, bound), *_contraction(step, bound), ""]
     if source := kernels.source_of(bound, tensors):
         lines += [f"kernel, tile {kernels.tile_of(bound, tensors)}", source, ""]
+    if nest.refusal(step, bound, tensors) is None:
+        lines += ["loop nest", nest.source_of(bound, tensors, torch.float32), ""]
     return lines
 
 

@@ -1,0 +1,238 @@
+"""Statements in the form of a loop nest: dense indices, and entries, the points of all indices inside index arrays.
+
+    O[n,M[e],p,q] = I[n,C[e],p+R[e]-1,q+S[e]-1] * V[e]        entry e: M[e]; C[e], R[e]-1, S[e]-1; e
+
+Axes of the target get indices of their own (a target p+R[e]-1 becomes t, and p is t-R[e]+1); strided axes of operands
+become views; indices that are adjacent in every access become one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.language.bind import BoundStatement
+from pumice.language.derive import fresh, names_of
+from pumice.language.nodes import Access, Affine, Index, Statement, affine, arrays_of, indices_of, substitute
+
+MOST_ENTRIES = 1 << 26  # Joint points of the positions
+
+
+class Axis(NamedTuple):
+    """An axis of an access: dense indices with coefficients, and a constant or a part that depends on the entry."""
+
+    dense: tuple[tuple[int, str], ...]
+    constant: int
+    entry: Affine | None
+
+    @property
+    def bare(self) -> str | None:
+        """The only dense index, if there is nothing else."""
+        plain = self.entry is None and not self.constant and len(self.dense) == 1 and self.dense[0][0] == 1
+        return self.dense[0][1] if plain else None
+
+
+@dataclass(frozen=True)
+class View:
+    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; shape: of
+    the view, whose axes may join several of the operand's."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    slices: tuple[tuple[int, int, int] | None, ...]
+    shape: tuple[int, ...]
+
+    def of(self, x: Tensor) -> Tensor:
+        """The operand's view; a copy if its axes cannot be joined otherwise."""
+        if any(self.slices):
+            x = x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
+        return x if x.shape == self.shape else x.reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A normalised statement: its accesses, the target's first; extents of dense indices and of positions; names of the
+    index arrays."""
+
+    views: tuple[View, ...]
+    extents: tuple[tuple[str, int], ...]
+    positions: tuple[tuple[str, int], ...]
+    arrays: tuple[str, ...]
+
+    @property
+    def reduced(self) -> list[str]:
+        """Dense indices that the target lacks."""
+        out = {name for axis in self.views[0].axes for _, name in axis.dense}
+        return [name for name, _ in self.extents if name not in out]
+
+
+@lru_cache(maxsize=1024)
+def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Form | str:
+    """The form of a statement, or the reason why it has none. shapes: of the operands."""
+    statement, known = bound.statement, dict(shapes)
+    if why := _unsupported(statement, bound):
+        return why
+    positions, extents = positions_of(statement), dict(bound.extents)
+    statement = _with_target_indices(statement, extents, bound.shape, known)
+    factors = statement.terms[0].factors
+    accesses = [statement.target, *(f for f in factors if isinstance(f, Access))]
+    given = [bound.shape, *(known[access.name] for access in accesses[1:])]
+    views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
+    if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
+        return "the target is written through windows"
+    _join(views, extents)
+    dense = {name for view in views for axis in view.axes for _, name in axis.dense}
+    places = tuple((name, bound.extents[name]) for name in positions)
+    arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
+    if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
+        return "index arrays of different positions meet"
+    return Form(tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays)
+
+
+def _unsupported(statement: Statement, bound: BoundStatement) -> str | None:
+    if statement.reduction != "sum" or len(statement.terms) != 1:
+        return "it is not a sum of one term"
+    factors = statement.terms[0].factors
+    if not factors or not all(isinstance(factor, Access) for factor in factors):
+        return "it has conditions, or no factors"
+    if not arrays_of(statement):
+        return "it has no index arrays"
+    if any(extent.start for extent in bound.ranges.values()):
+        return "a range does not start at 0"
+    return "it is empty" if 0 in bound.extents.values() or 0 in bound.shape else None
+
+
+def _with_target_indices(
+    statement: Statement, extents: dict[str, int], shape: Sequence[int], known: Mapping[str, tuple[int, ...]]
+) -> Statement:
+    """The statement with an index for each target axis that is written through a window: p+R[e]-1 becomes t."""
+    inside = positions_of(statement)
+    for number, axis in enumerate(statement.target.indices):
+        single = [n for n in _single(axis) if n not in inside]
+        index = next((n for n in single if _spans_axis(statement, n, extents[n], known)), None)
+        if axis.bare is None and index is not None:
+            rest = [(-c, atom) for c, atom in axis.terms if atom != Index(index)]
+            name = fresh("t", names_of(statement))
+            extents[name] = shape[number]
+            moved = affine([(1, Index(name)), *rest], -axis.constant)
+            statement = substitute(statement, {index: moved})
+    return statement
+
+
+def _single(axis: Affine) -> list[str]:
+    return [atom.name for c, atom in axis.terms if c == 1 and isinstance(atom, Index)]
+
+
+def _spans_axis(statement: Statement, index: str, extent: int, known: Mapping[str, tuple[int, ...]]) -> bool:
+    """True if a factor has an axis of this index alone: beyond the index's range, the factor is zero."""
+    return any(
+        e.bare == index and known[f.name][n] == extent
+        for f in statement.terms[0].factors
+        if isinstance(f, Access)
+        for n, e in enumerate(f.indices)
+    )
+
+
+def _view(access: Access, shape: Sequence[int], axes: Sequence[Axis], extents: Mapping[str, int]) -> View:
+    slices = tuple(_slice(axis, size, extents) for axis, size in zip(axes, shape, strict=True))
+    sizes = tuple(size if found is None else found[1] for size, found in zip(shape, slices, strict=True))
+    seen = tuple(a if s is None else Axis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True))
+    return View(access.name, seen, slices, sizes)
+
+
+def _slice(axis: Axis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
+    """(start, count, step) if the axis is a strided range within its operand."""
+    if axis.entry is not None or len(axis.dense) != 1 or axis.bare:
+        return None
+    ((step, name),) = axis.dense
+    inside = step > 0 and axis.constant >= 0 and axis.constant + step * (extents[name] - 1) < size
+    return (axis.constant, extents[name], step) if inside else None
+
+
+def _join(views: list[View], extents: dict[str, int]) -> None:
+    """Join dense indices that are adjacent in every access that has one of them."""
+    names = [axis.bare for axis in views[0].axes]
+    for first, second in zip(names, names[1:], strict=False):
+        if first and second and first != second and all(_adjacent(view, first, second) for view in views):
+            joined = f"{first}.{second}"
+            views[:] = [_joined(view, first, joined) for view in views]
+            extents[joined] = extents.pop(first) * extents.pop(second)
+            return _join(views, extents)
+    return None
+
+
+def _adjacent(view: View, first: str, second: str) -> bool:
+    uses = [(n, axis.bare) for n, axis in enumerate(view.axes) for _, name in axis.dense if name in (first, second)]
+    return not uses or ([b for _, b in uses] == [first, second] and uses[1][0] == uses[0][0] + 1)
+
+
+def _joined(view: View, first: str, joined: str) -> View:
+    at = next((n for n, axis in enumerate(view.axes) if axis.bare == first), None)
+    if at is None:
+        return view
+
+    axes = (*view.axes[:at], Axis(((1, joined),), 0, None), *view.axes[at + 2 :])
+    return replace(view, axes=axes, shape=(*view.shape[:at], math.prod(view.shape[at : at + 2]), *view.shape[at + 2 :]))
+
+
+def axes_of(access: Access, positions: Sequence[str]) -> tuple[Axis, ...]:
+    """The axes of an access. positions: the indices inside index arrays."""
+    return tuple(_axis(expression, positions) for expression in access.indices)
+
+
+def _axis(expression: Affine, positions: Sequence[str]) -> Axis:
+    dense, entry = [], []
+    for coefficient, atom in expression.terms:
+        if isinstance(atom, Index) and atom.name not in positions:
+            dense.append((coefficient, atom.name))
+        else:
+            entry.append((coefficient, atom))
+    if entry:
+        return Axis(tuple(dense), 0, affine(entry, expression.constant))
+    return Axis(tuple(dense), expression.constant, None)
+
+
+def positions_of(statement: Statement) -> tuple[str, ...]:
+    """The indices inside the index arrays of a statement."""
+    return indices_of(*arrays_of(statement))
+
+
+class Entries:
+    """The entries of a statement's index arrays that read no negative index.
+
+    extents: of the positions, by name. Each list below has one value per joint point of the positions.
+    """
+
+    def __init__(self, extents: Mapping[str, int], arrays: Mapping[str, Tensor]) -> None:
+        self._arrays, sizes = arrays, tuple(extents.values())
+        self.count = math.prod(sizes)
+        self.kept = torch.ones(self.count, dtype=torch.bool)
+        self._positions = {
+            name: torch.arange(size).view([-1 if k == n else 1 for k in range(len(sizes))]).expand(sizes).reshape(-1)
+            for n, (name, size) in enumerate(extents.items())
+        }
+
+    def values(self, expression: Affine, extent: int | None = None) -> Tensor:
+        """int64 values of an expression. extent: entries outside of [0, extent) are not kept."""
+        total = torch.full((self.count,), expression.constant)
+        for coefficient, atom in expression.terms:
+            found = self._positions[atom.name] if isinstance(atom, Index) else self._read(atom)
+            total = total + coefficient * found
+        if extent is not None:
+            self.kept &= (total >= 0) & (total < extent)
+        return total
+
+    def _read(self, access: Access) -> Tensor:
+        array = self._arrays[access.name]
+        at = [self.values(e, size) for e, size in zip(access.indices, array.shape, strict=True)]
+        # Entries that are not kept may point anywhere.
+        at = [place.clamp(0, max(size - 1, 0)) for place, size in zip(at, array.shape, strict=True)]
+        found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1)
+        self.kept &= found >= 0
+        return found
