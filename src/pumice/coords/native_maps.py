@@ -42,22 +42,32 @@ typedef unsigned long long u64;
 typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
 enum {{ D = {dim}, NEAR = {near}, CHUNK = 1024 }};
 static const int side[D] = {{{sides}}};
-/* slots [2^(64 - shift)]: brick in each slot of the hash table, or -1. keys, cells [most]: of each of `count` bricks. */
-typedef struct {{ int *slots; i64 *keys; u64 *cells; i64 shift, count, most; }} bricks;
-static inline i64 slot_of(const int *slots, const i64 *keys, i64 shift, i64 key) {{
-    u64 mixed = (u64)key ^ (u64)key >> 32;
-    u64 at = mixed * 0x9E3779B97F4A7C15ull >> shift;
-    while (slots[at] >= 0 && keys[slots[at]] != key) at = (at + 1) & ~0ull >> shift;
+/* `first`: number of cells of all bricks before. */
+typedef struct {{ i64 key; u64 cells; i64 first; }} brick;
+/* slots [2^(64 - shift)]: brick in each slot of the hash table, 0 if none; list [most]. Brick 0 is empty, so that absent
+   bricks need no branch. */
+typedef struct {{ int *slots; brick *list; i64 shift, most, count; }} bricks;
+/* Keys 4n to 4n + 3 begin in one group of slots: neighbours along the last axis share a cache line. */
+static inline i64 slot_of(const bricks *t, i64 key) {{
+    const u64 group = (u64)key >> 2, last = ~0ull >> t->shift;
+    u64 at = (group ^ group >> 32) * 0x9E3779B97F4A7C15ull >> t->shift & ~3ull | (key & 3);
+    while ((t->list[t->slots[at]].key != key) & (t->slots[at] != 0)) at = (at + 1) & last;
     return at;
 }}
-/* Index of the brick `key`, which is added if it is new; -1 if there is no room. */
+/* Index of the brick `key`, which is added if it is new; 0 if there is no room. */
 static inline i64 brick_of(bricks *t, i64 key) {{
-    i64 at = slot_of(t->slots, t->keys, t->shift, key);
-    if (t->slots[at] < 0) {{
-        if (t->count == t->most) return -1;
-        t->keys[t->count] = key; t->cells[t->count] = 0; t->slots[at] = t->count++;
+    const i64 at = slot_of(t, key);
+    if (!t->slots[at] && t->count < t->most) {{
+        t->list[t->count] = (brick){{key, 0, 0}};
+        t->slots[at] = t->count++;
     }}
     return t->slots[at];
+}}
+/* Number the cells of all bricks; returns how many there are. */
+static i64 count_cells(bricks *t) {{
+    i64 total = 0;
+    for (brick *b = t->list; b < t->list + t->count; b++) {{ b->first = total; total += __builtin_popcountll(b->cells); }}
+    return total;
 }}
 static inline int bits_below(u64 cells, int bit) {{ return __builtin_popcountll(cells & ((1ull << bit) - 1)); }}
 static inline int inside(const int *c, const i64 *box) {{
@@ -70,57 +80,57 @@ static inline int cell_of(const int *c) {{
     for (int a = 0; a < D; a++) cell = cell << side[a] | (c[a + 1] & ((1 << side[a]) - 1));
     return cell;
 }}
-/* box: batch, low [D], high [D]; of bricks: first [D], extents [D]. status: error bits. Returns the number of bricks. */
-int build(region parallel, int threads, const int *c, const i64 *box, int *slots, i64 *keys, u64 *cells, int *first,
-    int *order, i64 *home, int *status, i64 n, i64 shift, i64 most) {{
-    bricks t = {{slots, keys, cells, shift, 0, most}};
+/* box: batch, low [D], high [D]; of bricks: first [D], extents [D]. status: error bits. Returns 0 if there is no room. */
+int build(region parallel, int threads, const int *c, const i64 *box, int *slots, brick *list, int *order, i64 *home,
+    int *status, i64 n, i64 shift, i64 most) {{
+    bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1 + 2 * D, *extent = low + D;
-    i64 last = -1, brick = -1;
+    i64 last = -1, at = 0;
+    list[0] = (brick){{-1, 0, 0}};
     for (i64 i = 0; i < n; i++, c += D + 1) {{
-        home[i] = -1;
+        home[i] = 0;
         if (!inside(c, box)) {{ *status |= {range}; continue; }}
         i64 key = c[0];
         for (int a = 0; a < D; a++) key = key * extent[a] + (c[a + 1] >> side[a]) - low[a];
-        if (key != last && (brick = brick_of(&t, key)) < 0) return -1;
+        if (key != last && !(at = brick_of(&t, key))) return 0;
         last = key;
         const int bit = cell_of(c);
-        if (cells[brick] >> bit & 1) *status |= {duplicate};
-        cells[brick] |= 1ull << bit;
-        home[i] = brick << 6 | bit;
+        if (list[at].cells >> bit & 1) *status |= {duplicate};
+        list[at].cells |= 1ull << bit;
+        home[i] = at << 6 | bit;
     }}
-    int total = 0;
-    for (i64 b = 0; b < t.count; b++) {{ first[b] = total; total += __builtin_popcountll(cells[b]); }}
-    for (i64 i = total; i <= n; i++) order[i] = 0;
+    for (i64 i = count_cells(&t); i <= n; i++) order[i] = 0;
     for (i64 i = 0; i < n; i++) {{
-        const i64 b = home[i] >> 6;
-        if (home[i] >= 0) order[first[b] + bits_below(cells[b], home[i] & 63)] = i;
+        const brick *b = list + (home[i] >> 6);
+        if (home[i]) order[b->first + bits_below(b->cells, home[i] & 63)] = i;
     }}
     return t.count;
 }}
 typedef struct {{
-    const int *c, *turn, *slots, *first, *order; const i64 *keys; const u64 *cells; const i64 *box, *near;
-    const unsigned short *taps; int *rows; i64 n, volume, around, shift, next;
+    bricks t; const int *c, *turn, *order; const i64 *box, *near; const unsigned short *taps; int *rows;
+    i64 n, volume, around, next;
 }} search;
 /* Look up the bricks around the output brick `at`. */
-static void surround(const search *s, const i64 *at, i64 batch, u64 *cells, int *first) {{
+static void surround(const search *s, const i64 *at, i64 batch, brick *near) {{
     const i64 *low = s->box + 1 + 2 * D, *extent = low + D, *step = extent + D;
+    const int within = batch >= 0 && batch < s->box[0];
+    i64 base[D];
+    u64 origin = batch;
+    for (int a = 0; a < D; a++) {{
+        base[a] = at[a] * step[a] - low[a];
+        origin = origin * extent[a] + base[a];
+    }}
     for (i64 m = 0; m < s->around; m++) {{
-        int known = batch >= 0 && batch < s->box[0];
-        u64 key = batch;
-        for (int a = 0; a < D; a++) {{
-            const i64 x = at[a] * step[a] + s->near[m * D + a] - low[a];
-            known &= x >= 0 && x < extent[a];
-            key = key * extent[a] + x;
-        }}
-        const i64 brick = known ? s->slots[slot_of(s->slots, s->keys, s->shift, key)] : -1;
-        cells[m] = brick < 0 ? 0 : s->cells[brick];
-        first[m] = brick < 0 ? 0 : s->first[brick];
+        const i64 *delta = s->near + m * (D + 1);
+        int known = within;
+        #pragma GCC unroll 4
+        for (int a = 0; a < D; a++) known &= (u64)(base[a] + delta[a]) < (u64)extent[a];
+        near[m] = s->t.list[s->t.slots[slot_of(&s->t, known ? origin + delta[D] : -1)]];
     }}
 }}
 static void work(void *data) {{
     search *s = data;
-    u64 cells[NEAR];
-    int first[NEAR];
+    brick near[NEAR];
     for (;;) {{
         const i64 begin = __atomic_fetch_add(&s->next, CHUNK, __ATOMIC_RELAXED);
         const i64 end = begin + CHUNK < s->n ? begin + CHUNK : s->n;
@@ -134,23 +144,23 @@ static void work(void *data) {{
             if (changed) {{
                 batch = c[0];
                 for (int a = 0; a < D; a++) at[a] = c[a + 1] >> side[a];
-                surround(s, at, batch, cells, first);
+                surround(s, at, batch, near);
             }}
             const unsigned short *taps = s->taps + cell_of(c) * s->volume;
             int *rows = s->rows + o * s->volume;
             for (i64 k = 0; k < s->volume; k++) {{
-                const int m = taps[k] >> 6, bit = taps[k] & 63;
-                const int row = s->order[first[m] + bits_below(cells[m], bit)];
-                rows[k] = row | -(int)(~cells[m] >> bit & 1);
+                const brick *b = near + (taps[k] >> 6);
+                const int bit = taps[k] & 63, row = s->order[b->first + bits_below(b->cells, bit)];
+                rows[k] = row | -(int)(~b->cells >> bit & 1);
             }}
         }}
     }}
 }}
-/* rows [outputs, volume]. turn: the order of the outputs, by bricks. box: as in build, then the steps [D]. */
-int neighbours(region parallel, int threads, const int *c, const int *turn, const int *slots, const i64 *keys,
-    const u64 *cells, const int *first, const int *order, const i64 *box, const i64 *near, const unsigned short *taps,
-    int *rows, i64 n, i64 volume, i64 around, i64 shift) {{
-    search s = {{c, turn, slots, first, order, keys, cells, box, near, taps, rows, n, volume, around, shift, 0}};
+/* rows [outputs, volume]. turn: the order of the outputs, by bricks. box: as in build, then the steps [D]. near [around,
+   D + 1]: bricks relative to the output's, and the differences of their keys. */
+int neighbours(region parallel, int threads, const int *c, const int *turn, int *slots, brick *list, const int *order,
+    const i64 *box, const i64 *near, const unsigned short *taps, int *rows, i64 n, i64 volume, i64 around, i64 shift) {{
+    search s = {{{{slots, list, shift, 0, 0}}, c, turn, order, box, near, taps, rows, n, volume, around, 0}};
     if (parallel && threads > 1 && n > CHUNK) parallel(work, &s, threads, 0);
     else work(&s);
     return 0;
@@ -158,14 +168,14 @@ int neighbours(region parallel, int threads, const int *c, const int *turn, cons
 static inline i64 floor_of(i64 x, i64 step) {{ return x / step - (x % step < 0); }}
 /* Bricks of the cells q + shift that rows reach: q, r = (scale * c - least) divided by step, shifts [lanes, D] those of
    residue class sum(r * radix). own: the rows' box; box: the cells', then by axis least, scale, step, radix, begin of its
-   `table`, then the position of the batch. Returns their number, total[0]: the number of cells; -1 if there is no room. */
+   `table`, then the position of the batch. Returns their number, with brick 0, and in total[0] the number of cells; 0 if there is no room. */
 int occupy(region parallel, int threads, const int *c, const i64 *own, const i64 *box, const int *shifts,
-    const int *lanes, const i64 *table, int *slots, i64 *keys, u64 *cells, i64 *total, i64 n, i64 most_lanes, i64 shift,
-    i64 most) {{
-    bricks t = {{slots, keys, cells, shift, 0, most}};
+    const int *lanes, const i64 *table, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift, i64 most) {{
+    bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1, *high = low + D, *least = high + D, *scale = least + D, *step = scale + D;
     const i64 *radix = step + D, *begin = radix + D, batch_bit = begin[D];
-    i64 last = -1, brick = -1;
+    i64 last = -1, at = 0;
+    list[0] = (brick){{-1, 0, 0}};
     for (i64 i = 0; i < n; i++, c += D + 1) {{
         if (!inside(c, own) || c[0] >= box[0]) continue;
         i64 q[D], kind = 0;
@@ -184,12 +194,12 @@ int occupy(region parallel, int threads, const int *c, const i64 *own, const i64
                 code += known ? table[begin[a] + x] : 0;
             }}
             if (!known) continue;
-            if (code >> 6 != last && (brick = brick_of(&t, code >> 6)) < 0) return -1;
+            if (code >> 6 != last && !(at = brick_of(&t, code >> 6))) return 0;
             last = code >> 6;
-            cells[brick] |= 1ull << (code & 63);
+            list[at].cells |= 1ull << (code & 63);
         }}
     }}
-    for (i64 b = total[0] = 0; b < t.count; b++) total[0] += __builtin_popcountll(cells[b]);
+    *total = count_cells(&t);
     return t.count;
 }}
 static inline i64 axis_of(i64 code, const i64 *places) {{
@@ -198,16 +208,17 @@ static inline i64 axis_of(i64 code, const i64 *places) {{
     return x;
 }}
 /* Coordinates c [total, 1 + D] of sorted bricks. places [D, 64]: position in a code of each bit, -1 past the last. */
-int decode(region parallel, int threads, const i64 *keys, const u64 *cells, const i64 *places, const i64 *bias, int *c,
+int decode(region parallel, int threads, const brick *list, const i64 *order, const i64 *places, const i64 *bias, int *c,
     i64 count, i64 batch_bit) {{
     int within[64][D];
     for (int bit = 0; bit < 64; bit++)
         for (int a = 0; a < D; a++) within[bit][a] = axis_of(bit, places + 64 * a);
-    for (i64 b = 0; b < count; b++) {{
-        const i64 code = (i64)((u64)keys[b] << 6);
+    for (i64 i = 0; i < count; i++) {{
+        const brick *b = list + order[i];
+        const i64 code = (i64)((u64)b->key << 6);
         i64 base[D];
         for (int a = 0; a < D; a++) base[a] = axis_of(code, places + 64 * a) - bias[a];
-        for (u64 left = cells[b]; left; left &= left - 1, c += D + 1) {{
+        for (u64 left = b->cells; left; left &= left - 1, c += D + 1) {{
             c[0] = code >> batch_bit;
             for (int a = 0; a < D; a++) c[a + 1] = base[a] + within[__builtin_ctzll(left)][a];
         }}
@@ -250,16 +261,14 @@ class _Table(NamedTuple):
     """A hash table of bricks: arguments of the kernels. shift: 64 - log2 of the number of slots."""
 
     slots: Tensor
-    keys: Tensor
-    cells: Tensor
+    bricks: Tensor
     shift: int
 
     @staticmethod
     def empty(bits: int) -> _Table:
-        """A table of 2**bits slots, which holds half as many bricks."""
-        most = 1 << (bits - 1)
-        keys, cells = torch.empty(2, most, dtype=torch.int64, device="cpu")
-        return _Table(torch.full((1 << bits,), -1, dtype=torch.int32, device="cpu"), keys, cells, 64 - bits)
+        """A table of 2**bits slots, which holds a quarter as many bricks."""
+        slots = torch.zeros(1 << bits, dtype=torch.int32, device="cpu")
+        return _Table(slots, torch.empty(1 << (bits - 2), 3, dtype=torch.int64, device="cpu"), 64 - bits)
 
 
 class NativeBricks:
@@ -267,24 +276,23 @@ class NativeBricks:
 
     def __init__(self, cloud: CoordBuffer) -> None:
         self._cloud, self._coords, self._count = cloud, cloud.coords.contiguous(), _valid(cloud)
-        box, bits, made = cloud.bounds, max(6, self._count.bit_length()), -1
+        box, bits, made = cloud.bounds, max(8, self._count.bit_length() + 1), 0
         lows = (low >> side for low, side in zip(box.low, _SIDES[cloud.dim], strict=True))
         self._box = (box.batch, *box.low, *box.high, *lows, *_extents(box))
+        self._order = self._coords.new_empty(self._count + 1)
         home, box = self._coords.new_empty(self._count, dtype=torch.int64), _numbers(self._box)
-        while made < 0:
+        while not made:
             self._table = table = _Table.empty(bits)
-            first, order = (self._coords.new_empty(n) for n in (len(table.keys), self._count + 1))
-            tensors = (self._coords, box, *table[:3], first, order, home, cloud.status)
-            made = self._call("build", tensors, (self._count, table.shift, len(table.keys)))
+            tensors = (self._coords, box, *table[:2], self._order, home, cloud.status)
+            made = self._call("build", tensors, (self._count, table.shift, len(table.bricks)))
             bits += 2
-        self._first, self._order = first, order
 
     def _call(self, name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> int:
         return call(library(self._cloud.dim), name, tensors, sizes)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (*self._table[:3], self._first, self._order))
+        return sum(t.nbytes for t in (*self._table[:2], self._order))
 
     def rows(self, outputs: CoordBuffer, relation: Relation) -> Tensor | None:
         """int32 [capacity, K]: the row at `stride * out + offset`, -1 if none. None: the offsets reach too far."""
@@ -296,7 +304,10 @@ class NativeBricks:
         # Rows that are missing in the order have set bits of the status.
         own = outputs.coords is self._cloud.coords and count == self._count and not int(self._cloud.status)
         turn, box = self._order if own else None, _numbers((*self._box, *relation.stride))
-        tensors = (outputs.coords.contiguous(), turn, *self._table[:3], self._first, self._order, box, *reach, rows)
+        extents = self._box[-len(relation.stride) :]
+        radix = _numbers([math.prod(extents[axis + 1 :]) for axis in range(len(extents))])
+        near = torch.cat([reach.near, (reach.near * radix).sum(1, keepdim=True)], dim=1)
+        tensors = (outputs.coords.contiguous(), turn, *self._table[:2], self._order, box, near, reach.taps, rows)
         self._call("neighbours", tensors, (count, rows.shape[1], len(reach.near), self._table.shift))
         return rows
 
@@ -355,17 +366,17 @@ def distinct_cells(cloud: CoordBuffer, moves: Moves, bounds: Bounds) -> Tensor:
     starts = (a + b for a, b in zip(layout.starts, layout.bias, strict=True))
     box = (bounds.batch, *bounds.low, *bounds.high, *moves.least, *moves.scale, *moves.step, *moves.radix, *starts, top)
     own = _numbers((cloud.bounds.batch, *cloud.bounds.low, *cloud.bounds.high))
-    total, count, made = _numbers((0,)), _valid(cloud), -1
-    bits = max(6, count.bit_length())
-    while made < 0:
+    total, count, made = _numbers((0,)), _valid(cloud), 0
+    bits = max(8, count.bit_length() + 1)
+    while not made:
         table = _Table.empty(bits)
         tensors = (cloud.coords.contiguous(), own, _numbers(box), moves.shifts, moves.lanes, layout.tables("cpu"))
-        sizes = (count, moves.shifts.shape[1], table.shift, len(table.keys))
-        made = call(library(dim), "occupy", (*tensors, *table[:3], total), sizes)
+        sizes = (count, moves.shifts.shape[1], table.shift, len(table.bricks))
+        made = call(library(dim), "occupy", (*tensors, *table[:2], total), sizes)
         bits += 2
-    keys, order = torch.sort(table.keys[:made])
+    order = torch.argsort(table.bricks[1:made, 0]) + 1
     places = _numbers([[*axis, *(-1,) * (64 - len(axis))] for axis in layout.places])
     coords = cloud.coords.new_empty(int(total), dim + 1)
-    tensors = (keys, table.cells[order], places, _numbers(layout.bias), coords)
-    call(library(dim), "decode", tensors, (made, top))
+    tensors = (table.bricks, order, places, _numbers(layout.bias), coords)
+    call(library(dim), "decode", tensors, (len(order), top))
     return coords
