@@ -114,49 +114,30 @@ static void work_gradients(void *data) {{
     }}
 }}
 typedef struct {{ const int *rows; i64 *starts; int *gather, *scatter, *taps; i64 n, chunks, volume, next; }} lists;
-static void work_counts(void *data) {{
-    lists *j = data;
-    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->chunks;) {{
-        const i64 begin = q * {chunk}, end = begin + {chunk} < j->n ? begin + {chunk} : j->n;
-        for (i64 k = 0; k < j->volume; k++) j->starts[k * (j->chunks + 1) + q] = 0;
-        for (i64 first = begin; first < end; first += {few})
-            for (i64 k = 0; k < j->volume; k++) {{
-                int count = 0;
-                for (i64 o = first; o < end && o < first + {few}; o++) count += j->rows[o * j->volume + k] >= 0;
-                j->starts[k * (j->chunks + 1) + q] += count;
-            }}
-    }}
-}}
 static void work_lists(void *data) {{
     lists *j = data;
     int in[{few} + 1], out[{few} + 1];
     for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->chunks;) {{
-        const i64 begin = q * {chunk}, end = begin + {chunk} < j->n ? begin + {chunk} : j->n;
-        for (i64 first = begin; first < end; first += {few})
+        const i64 end = (q + 1) * {chunk} < j->n ? (q + 1) * {chunk} : j->n;
+        for (i64 first = q * {chunk}; first < end; first += {few})
             for (i64 k = 0; k < j->volume; k++) {{
+                const i64 last = first + {few} < end ? first + {few} : end;
+                i64 *at = j->starts + k * (j->chunks + 1) + q;
                 int count = 0;
-                for (i64 o = first; o < end && o < first + {few}; o++) {{
+                for (i64 o = first; o < last; o++) {{
                     in[count] = j->rows[o * j->volume + k];
                     out[count] = o;
                     count += in[count] >= 0;
                 }}
-                i64 *at = j->starts + k * (j->chunks + 1) + q;
-                for (i64 e = 0; e < count; e++) {{
-                    j->gather[*at + e] = in[e];
-                    j->scatter[*at + e] = out[e];
-                    j->taps[*at + e] = k;
+                for (i64 e = 0; j->gather && e < count; e++) {{
+                    j->gather[*at + e] = in[e]; j->scatter[*at + e] = out[e]; j->taps[*at + e] = k;
                 }}
                 *at += count;
             }}
     }}
 }}
-/* rows [n, volume] -> starts [volume, chunks + 1]: numbers of pairs, 0 in the last column. */
-void count(region parallel, int threads, const int *rows, i64 *starts, i64 n, i64 chunks, i64 volume) {{
-    lists j = {{rows, starts, 0, 0, 0, n, chunks, volume, 0}};
-    run(parallel, threads, chunks, work_counts, &j);
-}}
-/* Fill the lists; starts: of each in front, and behind afterwards. */
-void fill(region parallel, int threads, const int *rows, i64 *starts, int *gather, int *scatter, int *taps, i64 n,
+/* Add to starts [volume, chunks + 1] the pairs of each list. gather, if given: fill the lists, which begin there. */
+void pairs(region parallel, int threads, const int *rows, i64 *starts, int *gather, int *scatter, int *taps, i64 n,
     i64 chunks, i64 volume) {{
     lists j = {{rows, starts, gather, scatter, taps, n, chunks, volume, 0}};
     run(parallel, threads, chunks, work_lists, &j);
@@ -251,7 +232,7 @@ class Kernels(NamedTuple):
     library: CDLL
     lanes: int
 
-    def call(self, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+    def call(self, name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run a kernel on torch's threads. tensors: contiguous float32 features and index arrays of PairLists."""
         call(self.library, name, tensors, sizes)
 
@@ -301,12 +282,12 @@ def lists_of_rows(run: Kernels, rows: Tensor) -> tuple[PairLists, Tensor]:
     chunks = -(-count // _CHUNK)
     sizes = (count, chunks, taps)
     numbers = rows.new_zeros(taps, chunks + 1, dtype=torch.int64)
-    run.call("count", (rows, numbers), sizes)
-    ends = numbers.flatten().cumsum(0)
-    starts = ends.view_as(numbers) - numbers
-    arrays = [rows.new_empty(int(ends[-1]) if len(ends) else 0) for _ in range(3)]
-    run.call("fill", (rows, starts.clone(), *arrays), sizes)
-    return PairLists(arrays[0], arrays[1], starts, torch.cat([starts[:, 0], starts[-1:, -1]])), arrays[2]
+    run.call("pairs", (rows, numbers, None, None, None), sizes)
+    ends = functional.pad(numbers.sum(1).cumsum(0), (1, 0))
+    starts = numbers.flatten().cumsum(0).view_as(numbers) - numbers
+    gather, scatter, listed = (rows.new_empty(int(ends[-1])) for _ in range(3))
+    run.call("pairs", (rows, starts.clone(), gather, scatter, listed), sizes)
+    return PairLists(gather, scatter, starts, ends), listed
 
 
 @cached_per_tensor
