@@ -100,7 +100,8 @@ int build(region parallel, int threads, const int *c, const i64 *box, int *slots
         home[i] = at << 6 | bit;
     }}
     for (i64 i = count_cells(&t); i <= n; i++) order[i] = 0;
-    for (i64 i = 0; i < n; i++) {{
+    /* Backwards: of duplicates the first row is found. */
+    for (i64 i = n - 1; i >= 0; i--) {{
         const brick *b = list + (home[i] >> 6);
         if (home[i]) order[b->first + bits_below(b->cells, home[i] & 63)] = i;
     }}
