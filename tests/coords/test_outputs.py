@@ -9,7 +9,15 @@ from clouds import outputs as wanted
 
 from pumice.coords import Bounds, Geometry, Relation, kernel_map
 from pumice.coords.buffer import OVERFLOW
-from pumice.coords.outputs import NativeOutputs, SortedOutputs, TorchOutputs, codes_fit, make_outputs, max_outputs, site_of
+from pumice.coords.outputs import (
+    NativeOutputs,
+    SortedOutputs,
+    TorchOutputs,
+    codes_fit,
+    make_outputs,
+    max_outputs,
+    site_of,
+)
 from pumice.errors import CoordinateError
 from pumice.runtime import native
 

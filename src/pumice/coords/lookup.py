@@ -1,7 +1,8 @@
 """Neighbour search: structures that find the rows of coordinates.
 
 Hash tables, dense grids and bitmaps are built and queried by Triton kernels, bricks by C kernels on a CPU; sorted keys,
-in plain torch on any device, are the fallback. All structures find the same rows; of duplicates, which are reported as errors, any row."""
+in plain torch on any device, are the fallback. All structures find the same rows; of duplicates, which are reported as
+errors, any row."""
 
 from __future__ import annotations
 
@@ -523,8 +524,8 @@ def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup
 
 
 def default(cloud: CoordBuffer) -> MapSchedule:
-    """The schedule of the cheapest available structure by the cost model; without Triton bricks or, without a C compiler,
-    sorted keys."""
+    """The schedule of the cheapest available structure by the cost model. Without Triton: bricks, or sorted keys if there
+    is no C compiler."""
     estimates = costs(cloud.capacity, cloud.bounds.cells)
     for name in sorted(estimates, key=estimates.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))

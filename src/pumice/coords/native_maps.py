@@ -44,8 +44,8 @@ enum {{ D = {dim}, NEAR = {near}, CHUNK = 1024 }};
 static const int side[D] = {{{sides}}};
 /* `first`: number of cells of all bricks before. */
 typedef struct {{ i64 key; u64 cells; i64 first; }} brick;
-/* slots [2^(64 - shift)]: brick in each slot of the hash table, 0 if none; list [most]. Brick 0 is empty, so that absent
-   bricks need no branch. */
+/* slots [2^(64 - shift)]: brick in each slot of the hash table, 0 if none. list [most]: the bricks; brick 0 is empty,
+   so that absent bricks need no branch. */
 typedef struct {{ int *slots; brick *list; i64 shift, most, count; }} bricks;
 /* Keys 4n to 4n + 3 begin in one group of slots: neighbours along the last axis share a cache line. */
 static inline i64 slot_of(const bricks *t, i64 key) {{
@@ -66,7 +66,10 @@ static inline i64 brick_of(bricks *t, i64 key) {{
 /* Number the cells of all bricks; returns how many there are. */
 static i64 count_cells(bricks *t) {{
     i64 total = 0;
-    for (brick *b = t->list; b < t->list + t->count; b++) {{ b->first = total; total += __builtin_popcountll(b->cells); }}
+    for (brick *b = t->list; b < t->list + t->count; b++) {{
+        b->first = total;
+        total += __builtin_popcountll(b->cells);
+    }}
     return total;
 }}
 static inline int bits_below(u64 cells, int bit) {{ return __builtin_popcountll(cells & ((1ull << bit) - 1)); }}
@@ -80,22 +83,22 @@ static inline int cell_of(const int *c) {{
     for (int a = 0; a < D; a++) cell = cell << side[a] | (c[a + 1] & ((1 << side[a]) - 1));
     return cell;
 }}
-/* box: batch, low [D], high [D]; of bricks: first [D], extents [D]. status: error bits. Returns 0 if there is no room. */
+/* box: batch, low [D], high [D]; of bricks: first [D], extents [D]. errors: status bits. Returns 0 without room. */
 int build(region parallel, int threads, const int *c, const i64 *box, int *slots, brick *list, int *order, i64 *home,
-    int *status, i64 n, i64 shift, i64 most) {{
+    int *errors, i64 n, i64 shift, i64 most) {{
     bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1 + 2 * D, *extent = low + D;
     i64 last = -1, at = 0;
     list[0] = (brick){{-1, 0, 0}};
     for (i64 i = 0; i < n; i++, c += D + 1) {{
         home[i] = 0;
-        if (!inside(c, box)) {{ *status |= {range}; continue; }}
+        if (!inside(c, box)) {{ *errors |= {range}; continue; }}
         i64 key = c[0];
         for (int a = 0; a < D; a++) key = key * extent[a] + (c[a + 1] >> side[a]) - low[a];
         if (key != last && !(at = brick_of(&t, key))) return 0;
         last = key;
         const int bit = cell_of(c);
-        if (list[at].cells >> bit & 1) *status |= {duplicate};
+        if (list[at].cells >> bit & 1) *errors |= {duplicate};
         list[at].cells |= 1ull << bit;
         home[i] = at << 6 | bit;
     }}
@@ -157,8 +160,8 @@ static void work(void *data) {{
         }}
     }}
 }}
-/* rows [outputs, volume]. turn: the order of the outputs, by bricks. box: as in build, then the steps [D]. near [around,
-   D + 1]: bricks relative to the output's, and the differences of their keys. */
+/* rows [outputs, volume]. turn: the order of the outputs, by bricks. box: as in build, then the steps [D].
+   near [around, D + 1]: bricks relative to the output's, and the differences of their keys. */
 int neighbours(region parallel, int threads, const int *c, const int *turn, int *slots, brick *list, const int *order,
     const i64 *box, const i64 *near, const unsigned short *taps, int *rows, i64 n, i64 volume, i64 around, i64 shift) {{
     search s = {{{{slots, list, shift, 0, 0}}, c, turn, order, box, near, taps, rows, n, volume, around, 0}};
@@ -167,11 +170,12 @@ int neighbours(region parallel, int threads, const int *c, const int *turn, int 
     return 0;
 }}
 static inline i64 floor_of(i64 x, i64 step) {{ return x / step - (x % step < 0); }}
-/* Bricks of the cells q + shift that rows reach: q, r = (scale * c - least) divided by step, shifts [lanes, D] those of
-   residue class sum(r * radix). own: the rows' box; box: the cells', then by axis least, scale, step, radix, begin of its
-   `table`, then the position of the batch. Returns their number, with brick 0, and in total[0] the number of cells; 0 if there is no room. */
+/* Bricks of the cells that rows reach by `Moves`. own: the rows' box; box: the cells', then by axis least, scale, step,
+   radix and the begin of its `table` of codes, then the position of the batch in a code. Returns the number of bricks,
+   with brick 0, or 0 without room; total: the number of cells. */
 int occupy(region parallel, int threads, const int *c, const i64 *own, const i64 *box, const int *shifts,
-    const int *lanes, const i64 *table, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift, i64 most) {{
+    const int *lanes, const i64 *table, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift,
+    i64 most) {{
     bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1, *high = low + D, *least = high + D, *scale = least + D, *step = scale + D;
     const i64 *radix = step + D, *begin = radix + D, batch_bit = begin[D];
@@ -209,8 +213,8 @@ static inline i64 axis_of(i64 code, const i64 *places) {{
     return x;
 }}
 /* Coordinates c [total, 1 + D] of sorted bricks. places [D, 64]: position in a code of each bit, -1 past the last. */
-int decode(region parallel, int threads, const brick *list, const i64 *order, const i64 *places, const i64 *bias, int *c,
-    i64 count, i64 batch_bit) {{
+int decode(region parallel, int threads, const brick *list, const i64 *order, const i64 *places, const i64 *bias,
+    int *c, i64 count, i64 batch_bit) {{
     int within[64][D];
     for (int bit = 0; bit < 64; bit++)
         for (int a = 0; a < D; a++) within[bit][a] = axis_of(bit, places + 64 * a);
@@ -240,6 +244,12 @@ def library(dim: int) -> CDLL | str:
         return found.library(_SOURCE.format(range=RANGE, duplicate=DUPLICATE, **sizes))
     except (NativeUnavailableError, OSError) as error:
         return str(error)
+
+
+def _run(dim: int, name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> int:
+    if isinstance(found := library(dim), str):
+        raise NativeUnavailableError(found)
+    return call(found, name, tensors, sizes)
 
 
 def refusal(coords: Tensor, bounds: Bounds) -> str | None:
@@ -280,16 +290,14 @@ class NativeBricks:
         box, bits, made = cloud.bounds, max(8, self._count.bit_length() + 1), 0
         lows = (low >> side for low, side in zip(box.low, _SIDES[cloud.dim], strict=True))
         self._box = (box.batch, *box.low, *box.high, *lows, *_extents(box))
-        self._order = self._coords.new_empty(self._count + 1)
+        self._order, errors = self._coords.new_empty(self._count + 1), self._coords.new_zeros(1)
         home, box = self._coords.new_empty(self._count, dtype=torch.int64), _numbers(self._box)
         while not made:
             self._table = table = _Table.empty(bits)
-            tensors = (self._coords, box, *table[:2], self._order, home, cloud.status)
-            made = self._call("build", tensors, (self._count, table.shift, len(table.bricks)))
+            tensors = (self._coords, box, *table[:2], self._order, home, errors)
+            made = _run(cloud.dim, "build", tensors, (self._count, table.shift, len(table.bricks)))
             bits += 2
-
-    def _call(self, name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> int:
-        return call(library(self._cloud.dim), name, tensors, sizes)
+        cloud.status.bitwise_or_(errors)
 
     @property
     def nbytes(self) -> int:
@@ -309,7 +317,7 @@ class NativeBricks:
         radix = _numbers([math.prod(extents[axis + 1 :]) for axis in range(len(extents))])
         near = torch.cat([reach.near, (reach.near * radix).sum(1, keepdim=True)], dim=1)
         tensors = (outputs.coords.contiguous(), turn, *self._table[:2], self._order, box, near, reach.taps, rows)
-        self._call("neighbours", tensors, (count, rows.shape[1], len(reach.near), self._table.shift))
+        _run(outputs.dim, "neighbours", tensors, (count, rows.shape[1], len(reach.near), self._table.shift))
         return rows
 
 
@@ -373,11 +381,11 @@ def distinct_cells(cloud: CoordBuffer, moves: Moves, bounds: Bounds) -> Tensor:
         table = _Table.empty(bits)
         tensors = (cloud.coords.contiguous(), own, _numbers(box), moves.shifts, moves.lanes, layout.tables("cpu"))
         sizes = (count, moves.shifts.shape[1], table.shift, len(table.bricks))
-        made = call(library(dim), "occupy", (*tensors, *table[:2], total), sizes)
+        made = _run(dim, "occupy", (*tensors, *table[:2], total), sizes)
         bits += 2
     order = torch.argsort(table.bricks[1:made, 0]) + 1
     places = _numbers([[*axis, *(-1,) * (64 - len(axis))] for axis in layout.places])
     coords = cloud.coords.new_empty(int(total), dim + 1)
     tensors = (table.bricks, order, places, _numbers(layout.bias), coords)
-    call(library(dim), "decode", tensors, (len(order), top))
+    _run(dim, "decode", tensors, (len(order), top))
     return coords

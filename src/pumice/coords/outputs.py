@@ -1,7 +1,7 @@
 """Output coordinates of a relation: distinct candidates within bounds, in (batch, Morton) order, and their count.
 
-Equivalent implementations: bricks (Triton kernels), sorted codes (plain torch without host synchronisation), bricks in C
-on a CPU, and a fallback for any box (plain torch with host synchronisation)."""
+Equivalent implementations: bricks (Triton kernels), sorted codes (plain torch without host synchronisation), bricks
+in C on a CPU, and a fallback for any box (plain torch with host synchronisation)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def make_outputs(
     if inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return TorchOutputs(inputs, relation, site)
     if not has_triton(inputs.coords):
-        return (NativeOutputs if NativeOutputs.available(inputs, relation, site) else TorchOutputs)(inputs, relation, site)
+        way = NativeOutputs if NativeOutputs.available(inputs, relation, site) else TorchOutputs
+        return way(inputs, relation, site)
     fused = schedule is None or schedule.fused
     if fused and bricks.refusal(inputs.coords, site.bounds, Stencil.of_neighbours(relation)) is None:
         return BrickOutputs(inputs, relation, site)
@@ -231,8 +232,8 @@ def _moves(reach: Stencil) -> Moves | None:
     if math.prod(reach.steps) * reach.lanes > bricks.KINDS:
         return None
     taps = bricks.residue_lists(reach, device)
-    radix = tuple(math.prod(reach.steps[axis + 1 :]) for axis in range(len(reach.steps)))
-    return Moves(reach.lowest_offset, ones, reach.steps, radix, taps[..., 1:].contiguous(), (taps[..., 0] >= 0).sum(1).int())
+    radix, lanes = (math.prod(reach.steps[axis + 1 :]) for axis in range(len(reach.steps))), (taps[..., 0] >= 0).sum(1)
+    return Moves(reach.lowest_offset, ones, reach.steps, tuple(radix), taps[..., 1:].contiguous(), lanes.int())
 
 
 Outputs = BrickOutputs | SortedOutputs | TorchOutputs

@@ -162,7 +162,8 @@ def source(lanes: int, registers: int) -> str:
     for width in widths:
         rows = min(14, (registers - 2 - width) // width)
         text += [_products(rows, width, lanes), _gradients(rows, width, lanes)]
-    sizes = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK, "few": _FEW, "lanes": lanes}
+    sizes = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK}
+    sizes |= {"few": _FEW, "lanes": lanes}
     products = _calls("products", "j, w, in, to, count, at", widths)
     gradients = _calls("gradients", "j, y, j->gather + p, j->scatter + p, count, first, rows, at", widths)
     text.append(_TAIL.format(call_products=products, call_gradients=gradients, **sizes))
