@@ -524,8 +524,8 @@ def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup
 
 
 def default(cloud: CoordBuffer) -> MapSchedule:
-    """The schedule of the cheapest available structure by the cost model. Without Triton: bricks, or sorted keys if there
-    is no C compiler."""
+    """The schedule of the cheapest available structure by the cost model. Without Triton: bricks, or sorted keys if
+    there is no C compiler."""
     estimates = costs(cloud.capacity, cloud.bounds.cells)
     for name in sorted(estimates, key=estimates.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))

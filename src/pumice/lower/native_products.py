@@ -74,15 +74,17 @@ static void gradients_{width}(const job *j, float *y, const int *in, const int *
     if (r < rows) gradient_{width}(j, y + r * j->n, in, to, count, first + r, rows - r, at, 0);
 }}
 """
-_TAIL = """static void work_products(void *data) {{
+_TAIL = """/* Blocks of columns of nearly equal width. */
+static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
+static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
+static void work_products(void *data) {{
     job *j = data;
-    const i64 n = j->n, blocks = (n + {columns} - 1) / {columns};
+    const i64 n = j->n, blocks = blocks_of(n), width = width_of(n);
     for (;;) {{
         i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         if (q >= j->chunks * blocks) return;
         const i64 first = q / blocks * {chunk}, last = first + {chunk} < j->rows ? first + {chunk} : j->rows;
-        i64 at = q % blocks * {columns};
-        const i64 left = n - at < {columns} ? (n - at) / {lanes} : {columns} / {lanes};
+        const i64 at = q % blocks * width * {lanes}, rest = (n - at) / {lanes}, left = rest < width ? rest : width;
         for (i64 o = first; o < last; o++)
             for (i64 e = at; e < at + left * {lanes}; e++) j->y[o * n + e] = 0;
         for (i64 k = 0; k < j->taps; k++) {{
@@ -97,7 +99,7 @@ _TAIL = """static void work_products(void *data) {{
 }}
 static void work_gradients(void *data) {{
     job *j = data;
-    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab};
+    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab}, width = width_of(n);
     for (;;) {{
         i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         if (q >= j->taps * slabs) return;
@@ -106,8 +108,8 @@ static void work_gradients(void *data) {{
         for (i64 e = 0; e < rows * n; e++) y[e] = 0;
         for (i64 p = j->starts[k]; p < j->starts[k + 1]; p += {block}) {{
             const i64 left_pairs = j->starts[k + 1] - p, count = left_pairs < {block} ? left_pairs : {block};
-            for (i64 at = 0; at < n; at += {columns}) {{
-                const i64 left = (n - at) / {lanes};
+            for (i64 at = 0; at < n; at += width * {lanes}) {{
+                const i64 rest = (n - at) / {lanes}, left = rest < width ? rest : width;
                 {call_gradients}
             }}
         }}
@@ -145,7 +147,7 @@ void pairs(region parallel, int threads, const int *rows, i64 *starts, int *gath
 void products(region parallel, int threads, const float *x, const float *w, float *y, const int *gather,
     const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 c, i64 n) {{
     job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, c, n, 0}};
-    run(parallel, threads, chunks * ((n + {columns} - 1) / {columns}), work_products, &j);
+    run(parallel, threads, chunks * blocks_of(n), work_products, &j);
 }}
 void gradients(region parallel, int threads, const float *x, const float *g, float *dw, const int *gather,
     const int *scatter, const i64 *starts, i64 taps, i64 c, i64 n) {{
