@@ -171,16 +171,24 @@ int neighbours(region parallel, int threads, const int *c, const int *turn, int 
 }}
 static inline i64 floor_of(i64 x, i64 step) {{ return x / step - (x % step < 0); }}
 /* Bricks of the cells that rows reach by `Moves`. own: the rows' box; box: the cells', then by axis least, scale, step,
-   radix and the begin of its `table` of codes, then the position of the batch in a code. Returns the number of bricks,
-   with brick 0, or 0 without room; total: the number of cells. */
+   radix and the place of 0 in its codes, then the position of the batch in a code. places [D, 64]: position in a code of
+   each bit of an axis, -1 past the last. codes: memory for the codes of each value of each axis. Returns the number of
+   bricks, with brick 0, or 0 without room; total: the number of cells. */
 int occupy(region parallel, int threads, const int *c, const i64 *own, const i64 *box, const int *shifts,
-    const int *lanes, const i64 *table, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift,
+    const int *lanes, const i64 *places, i64 *codes, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift,
     i64 most) {{
     bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1, *high = low + D, *least = high + D, *scale = least + D, *step = scale + D;
     const i64 *radix = step + D, *begin = radix + D, batch_bit = begin[D];
     i64 last = -1, at = 0;
     list[0] = (brick){{-1, 0, 0}};
+    i64 *of = codes;
+    for (int a = 0; a < D; a++, places += 64) {{
+        i64 count = of[0] = 0;
+        while (places[count] >= 0) count++;
+        for (i64 v = 1; v < 1ll << count; v++) of[v] = of[v & (v - 1)] | 1ll << places[__builtin_ctzll(v)];
+        of += 1ll << count;
+    }}
     for (i64 i = 0; i < n; i++, c += D + 1) {{
         if (!inside(c, own) || c[0] >= box[0]) continue;
         i64 q[D], kind = 0;
@@ -196,7 +204,7 @@ int occupy(region parallel, int threads, const int *c, const i64 *own, const i64
             for (int a = 0; a < D; a++) {{
                 const i64 x = q[a] + moved[a];
                 known &= x >= low[a] && x <= high[a];
-                code += known ? table[begin[a] + x] : 0;
+                code += known ? codes[begin[a] + x] : 0;
             }}
             if (!known) continue;
             if (code >> 6 != last && !(at = brick_of(&t, code >> 6))) return 0;
@@ -212,7 +220,7 @@ static inline i64 axis_of(i64 code, const i64 *places) {{
     for (int i = 0; places[i] >= 0; i++) x |= (code >> places[i] & 1) << i;
     return x;
 }}
-/* Coordinates c [total, 1 + D] of sorted bricks. places [D, 64]: position in a code of each bit, -1 past the last. */
+/* Coordinates c [total, 1 + D] of bricks in this order. */
 int decode(region parallel, int threads, const brick *list, const i64 *order, const i64 *places, const i64 *bias,
     int *c, i64 count, i64 batch_bit) {{
     int within[64][D];
@@ -375,16 +383,17 @@ def distinct_cells(cloud: CoordBuffer, moves: Moves, bounds: Bounds) -> Tensor:
     starts = (a + b for a, b in zip(layout.starts, layout.bias, strict=True))
     box = (bounds.batch, *bounds.low, *bounds.high, *moves.least, *moves.scale, *moves.step, *moves.radix, *starts, top)
     own = _numbers((cloud.bounds.batch, *cloud.bounds.low, *cloud.bounds.high))
+    places = _numbers([[*axis, *(-1,) * (64 - len(axis))] for axis in layout.places])
+    codes = places.new_empty(sum(1 << len(axis) for axis in layout.places))
     total, count, made = _numbers((0,)), _valid(cloud), 0
     bits = max(8, count.bit_length() + 1)
     while not made:
         table = _Table.empty(bits)
-        tensors = (cloud.coords.contiguous(), own, _numbers(box), moves.shifts, moves.lanes, layout.tables("cpu"))
+        tensors = (cloud.coords.contiguous(), own, _numbers(box), moves.shifts, moves.lanes, places, codes)
         sizes = (count, moves.shifts.shape[1], table.shift, len(table.bricks))
         made = _run(dim, "occupy", (*tensors, *table[:2], total), sizes)
         bits += 2
     order = torch.argsort(table.bricks[1:made, 0]) + 1
-    places = _numbers([[*axis, *(-1,) * (64 - len(axis))] for axis in layout.places])
     coords = cloud.coords.new_empty(int(total), dim + 1)
     tensors = (table.bricks, order, places, _numbers(layout.bias), coords)
     _run(dim, "decode", tensors, (len(order), top))

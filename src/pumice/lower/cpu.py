@@ -471,8 +471,9 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
 def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
     """The arrays of the form "pairs" of a map, with all that `run_gathered` derives from them, by C kernels; None if
     these do not run."""
-    run = native_products.kernels()
-    if run is None or found.device.type != "cpu" or found.buffered is not None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or found.device.type != "cpu" or found.buffered is not None:
+        return None
+    if (run := native_products.kernels()) is None:
         return None
     lists, taps = native_products.lists_of_rows(run, found.rows())
     # Aliases: cached results must not hold the tensors that they are cached for.
