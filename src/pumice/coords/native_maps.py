@@ -171,12 +171,12 @@ int neighbours(region parallel, int threads, const int *c, const int *turn, int 
 }}
 static inline i64 floor_of(i64 x, i64 step) {{ return x / step - (x % step < 0); }}
 /* Bricks of the cells that rows reach by `Moves`. own: the rows' box; box: the cells', then by axis least, scale, step,
-   radix and the place of 0 in its codes, then the position of the batch in a code. places [D, 64]: position in a code of
-   each bit of an axis, -1 past the last. codes: memory for the codes of each value of each axis. Returns the number of
-   bricks, with brick 0, or 0 without room; total: the number of cells. */
+   radix and the place of 0 in its codes, then the position of the batch in a code. places [D, 64]: position in a code
+   of each bit of an axis, -1 past the last. codes: memory for the codes of each value of each axis. Returns the number
+   of bricks, with brick 0, or 0 without room; total: the number of cells. */
 int occupy(region parallel, int threads, const int *c, const i64 *own, const i64 *box, const int *shifts,
-    const int *lanes, const i64 *places, i64 *codes, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes, i64 shift,
-    i64 most) {{
+    const int *lanes, const i64 *places, i64 *codes, int *slots, brick *list, i64 *total, i64 n, i64 most_lanes,
+    i64 shift, i64 most) {{
     bricks t = {{slots, list, shift, most, 1}};
     const i64 *low = box + 1, *high = low + D, *least = high + D, *scale = least + D, *step = scale + D;
     const i64 *radix = step + D, *begin = radix + D, batch_bit = begin[D];
