@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import weakref
 
 import pytest
 import torch
@@ -67,6 +68,27 @@ def test_results_do_not_depend_on_the_number_of_threads(cloud):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RELATIONS)
+def test_lists_of_a_neighbour_table_are_those_of_its_pairs(cloud, name):
+    whole, _ = kernel_map(cloud, RELATIONS[name])
+    for found in (whole, whole.transpose()):
+        lists, taps = native_products.lists_of_rows(native_products.kernels(), found.rows())
+        want = lists_of(found.pairs(), found.num_outputs)
+        assert all(torch.equal(one, other) for one, other in zip(lists, want, strict=True))
+        assert torch.equal(taps.long(), found.taps())
+
+
+@needs_compiler
+def test_lists_do_not_keep_the_arrays_that_they_are_made_of():
+    outputs, inputs, sizes = torch.arange(9).int(), torch.arange(9).int(), torch.tensor([4, 5])
+    kept = native_products.pair_lists(outputs, inputs, sizes, 9)
+    assert native_products.pair_lists(outputs, inputs, sizes, 9) is kept
+    gone = weakref.ref(outputs)
+    del outputs
+    assert gone() is None
 
 
 @needs_compiler
