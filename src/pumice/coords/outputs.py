@@ -226,9 +226,10 @@ def _moves(reach: Stencil) -> Moves | None:
         return None
     if reach.form == "times" or not reach.offsets:
         shifts = offset_table(reach.offsets, device).view(1, -1, len(reach.steps))
-        return Moves(none, reach.steps, ones, none, shifts, torch.tensor([shifts.shape[1]], dtype=torch.int32))
+        return Moves(none, reach.steps, ones, none, shifts, shifts.new_tensor([shifts.shape[1]]))
     if reach.form == "floor":
-        return Moves(none, ones, reach.steps, none, torch.zeros(1, 1, len(reach.steps)).int(), torch.ones(1).int())
+        still = torch.zeros(1, 1, len(reach.steps), dtype=torch.int32, device=device)
+        return Moves(none, ones, reach.steps, none, still, still.new_ones(1))
     if math.prod(reach.steps) * reach.lanes > bricks.KINDS:
         return None
     taps = bricks.residue_lists(reach, device)
