@@ -9,8 +9,9 @@ import torch
 from windows import RELATIONS
 
 import pumice as pm
-from pumice.coords import Geometry, Pairs, kernel_map
+from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
 from pumice.lower import native_products, reference
+from pumice.ops.conv import conv_features
 from pumice.runtime import native
 from pumice.runtime.native import Compiler, NativeUnavailableError
 from pumice.testing import random_cloud
@@ -79,6 +80,15 @@ def test_lists_of_a_neighbour_table_are_those_of_its_pairs(cloud, name):
         want = lists_of(found.pairs(), found.num_outputs)
         assert all(torch.equal(one, other) for one, other in zip(lists, want, strict=True))
         assert torch.equal(taps.long(), found.taps())
+
+
+@needs_compiler
+def test_rows_of_a_table_beyond_the_inputs_are_not_read():
+    """As in a table from a file; they are ignored, as without a compiler."""
+    rows = torch.full((5, 27), -1, dtype=torch.int32)
+    rows[2, 3] = 10**8
+    found = KernelMap.from_rows(Relation.of(3, 3), rows, 5)
+    assert not conv_features(torch.ones(5, 4), torch.ones(6, 27, 4), found, 5).any()
 
 
 @needs_compiler

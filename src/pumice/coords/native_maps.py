@@ -306,6 +306,8 @@ class NativeBricks:
             made = _run(cloud.dim, "build", tensors, (self._count, table.shift, len(table.bricks)))
             bits += 2
         cloud.status.bitwise_or_(errors)
+        # Otherwise rows are missing in the order.
+        self._whole = not int(errors)
 
     @property
     def nbytes(self) -> int:
@@ -318,8 +320,7 @@ class NativeBricks:
             return None
         rows, count = self._coords.new_empty(outputs.capacity, len(relation.offsets)), _valid(outputs)
         rows[count:] = -1
-        # Rows that are missing in the order have set bits of the status.
-        own = outputs.coords is self._cloud.coords and count == self._count and not int(self._cloud.status)
+        own = self._whole and outputs.coords is self._cloud.coords and count == self._count
         turn, box = self._order if own else None, _numbers((*self._box, *relation.stride))
         extents = self._box[-len(relation.stride) :]
         radix = _numbers([math.prod(extents[axis + 1 :]) for axis in range(len(extents))])

@@ -475,13 +475,14 @@ def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
         return None
     if (run := native_products.kernels()) is None:
         return None
-    lists, taps = native_products.lists_of_rows(run, found.rows())
+    lists, taps = native_products.lists_of_rows(run, rows := found.rows())
     # Aliases: cached results must not hold the tensors that they are cached for.
     outputs, inputs = lists.scatter.detach(), lists.gather.detach()
     sizes = lists.ends.diff()
-    native_products.pair_lists.keep(lists, outputs, inputs, sizes, found.num_outputs)
+    native_products.pair_lists.keep(lists, outputs, inputs, sizes, len(rows))
     _tap_sizes.keep(sizes, taps, found.volume)
-    for array, extent in ((outputs, found.num_outputs), (inputs, found.num_inputs), (taps, found.volume)):
+    # Inputs are what the table holds, and are checked on first use.
+    for array, extent in ((outputs, len(rows)), (taps, found.volume)):
         _in_bounds.keep(True, array, extent)
     return {"o": outputs, "k": taps, "i": inputs}
 
