@@ -484,8 +484,10 @@ def at(address: int, dtype: torch.dtype, shape, strides) -> tuple[torch.Tensor, 
     if 0 in shape:
         return torch.empty(shape, dtype=dtype), (address, 0)
     count = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    whole = torch.frombuffer(memory, dtype=dtype, count=count)
+    # Not by an array of ctypes: its type, one per size, stays for a while after it.
+    view, writable = ctypes.pythonapi.PyMemoryView_FromMemory, 0x200
+    view.restype, view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+    whole = torch.frombuffer(view(address, count * dtype.itemsize, writable), dtype=dtype, count=count)
     return whole.as_strided(shape, strides), (address, count * dtype.itemsize)
 
 

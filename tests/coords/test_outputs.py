@@ -9,11 +9,20 @@ from clouds import outputs as wanted
 
 from pumice.coords import Bounds, Geometry, Relation, kernel_map
 from pumice.coords.buffer import OVERFLOW
-from pumice.coords.outputs import SortedOutputs, TorchOutputs, codes_fit, make_outputs, max_outputs, site_of
+from pumice.coords.outputs import (
+    NativeOutputs,
+    SortedOutputs,
+    TorchOutputs,
+    codes_fit,
+    make_outputs,
+    max_outputs,
+    site_of,
+)
 from pumice.errors import CoordinateError
+from pumice.runtime import native
 
 DIMS = pytest.mark.parametrize("dim", [1, 2, 3, 4])
-WAYS = (TorchOutputs, SortedOutputs)
+WAYS = (TorchOutputs, SortedOutputs, *([] if isinstance(native.compiler(), str) else [NativeOutputs]))
 """How outputs are found without kernels; test_maps of the kernels adds the third."""
 
 SCENES = {

@@ -8,14 +8,27 @@ from clouds import INT32, SIDES, NoWaits, Scene, asked, astray, buffered, fresh,
 from clouds import neighbours as wanted
 
 import pumice as pm
-from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, lookup
+from pumice.coords import Bounds, CoordBuffer, Geometry, MapSchedule, Relation, kernel_map, lookup, native_maps
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, check, read
-from pumice.coords.lookup import STRUCTURES, Rates, SortedKeys, costs, default, lookup_of, mask_words, mask_words_torch
+from pumice.coords.lookup import (
+    STRUCTURES,
+    NativeTable,
+    Rates,
+    SortedKeys,
+    costs,
+    default,
+    lookup_of,
+    mask_words,
+    mask_words_torch,
+)
 from pumice.errors import CoordinateError, OptionError
+from pumice.runtime import native
 from pumice.testing import assert_close, random_cloud
 
 SORTED = MapSchedule("sorted")
 DIMS = pytest.mark.parametrize("dim", [1, 2, 3, 4])
+needs_compiler = pytest.mark.skipif(isinstance(native.compiler(), str), reason=f"{native.compiler()}")
+KINDS = pytest.mark.parametrize("kind", [SortedKeys, pytest.param(NativeTable, marks=needs_compiler)])
 
 SCENES = {
     "plain": Scene(),
@@ -35,33 +48,44 @@ def scene(name, dim):
     return replace(SCENES[name], dim=dim, side=SIDES[dim])
 
 
-# Sorted keys
+def held(kind, cloud):
+    """The structure over a cloud; skips if it does not hold it."""
+    if (why := kind.refusal(cloud, SORTED)) is not None:
+        pytest.skip(why)
+    return kind(cloud, SORTED)
 
 
+# Structures without Triton
+
+
+@KINDS
 @DIMS
 @pytest.mark.parametrize("name", SCENES)
-def test_neighbours_are_those_of_a_dictionary(name, dim):
+def test_neighbours_are_those_of_a_dictionary(name, dim, kind):
     cloud = scene(name, dim).cloud()
+    structure = held(kind, cloud)
     for label, relation in lookups(dim).items():
         outputs = asked(cloud, relation.stride)
-        found = SortedKeys(cloud, SORTED).neighbours(outputs, relation)
+        found = structure.neighbours(outputs, relation)
         assert found.rows.dtype == torch.int32
         assert torch.equal(found.rows, wanted(cloud, outputs, relation)), label
     assert int(cloud.status) == 0
 
 
+@KINDS
 @DIMS
-def test_one_structure_serves_reaches_of_all_sizes(dim):
-    """Its box grows with the relation asked for."""
+def test_one_structure_serves_reaches_of_all_sizes(dim, kind):
+    """The box of sorted keys grows with the relation asked for; bricks leave a stride that spans many to these."""
     cloud = scene("plain", dim).cloud()
-    lookup = SortedKeys(cloud, SORTED)
-    for relation in (*lookups(dim).values(), Relation.of(dim, 3, dilation=50), Relation.of(dim, 1)):
+    lookup, long = held(kind, cloud), Relation.of(dim, 3, stride=1100, padding=1)
+    for relation in (*lookups(dim).values(), Relation.of(dim, 3, dilation=50), Relation.of(dim, 1), long):
         outputs = asked(cloud, relation.stride)
         assert torch.equal(lookup.neighbours(outputs, relation).rows, wanted(cloud, outputs, relation))
 
 
+@KINDS
 @DIMS
-def test_neighbours_do_not_wrap_around_int32(dim):
+def test_neighbours_do_not_wrap_around_int32(dim, kind):
     """Cells past either end of int32 are not those at the other."""
     ends = torch.tensor([[0, *(INT32[0],) * dim], [0, *(INT32[1],) * dim], [0, *(0,) * dim]], dtype=torch.int32)
     cloud = buffered(ends, 2)
@@ -70,7 +94,7 @@ def test_neighbours_do_not_wrap_around_int32(dim):
         Relation.of(dim, 3, stride=2, padding=1),
         Relation.of(dim, 3, dilation=2**30),
     ):
-        assert torch.equal(SortedKeys(cloud, SORTED).neighbours(cloud, relation).rows, wanted(cloud, cloud, relation))
+        assert torch.equal(held(kind, cloud).neighbours(cloud, relation).rows, wanted(cloud, cloud, relation))
 
 
 def test_a_box_is_wide_where_its_cells_pass_63_bits():
@@ -79,46 +103,51 @@ def test_a_box_is_wide_where_its_cells_pass_63_bits():
     assert kinds == {"plain": "_Narrow", "wide": "_Wide"}
 
 
+@KINDS
 @pytest.mark.parametrize("name", ["plain", "wide"])
 @DIMS
-def test_of_equal_coordinates_the_first_row_is_found(name, dim):
+def test_of_equal_coordinates_the_first_row_is_found(name, dim, kind):
     coords = scene(name, dim).coords()
     twice = buffered(torch.cat([coords, coords[7:19].flip(0), coords[9:12]]), 4)
-    lookup = SortedKeys(twice, SORTED)
+    lookup = held(kind, twice)
     for relation in (Relation.of(dim, 1), Relation.of(dim, 3, dilation=2)):
         assert torch.equal(lookup.neighbours(twice, relation).rows, wanted(twice, twice, relation))
     assert int(twice.status) == DUPLICATE
 
 
+@KINDS
 @pytest.mark.parametrize("name", ["plain", "wide", "full buffer"])
 @DIMS
-def test_dead_rows_are_no_duplicates(name, dim):
+def test_dead_rows_are_no_duplicates(name, dim, kind):
     """The rows past the count repeat the living."""
     cloud = scene(name, dim).cloud()
-    SortedKeys(cloud, SORTED)
+    held(kind, cloud)
     assert int(cloud.status) == 0
 
 
+@KINDS
 @DIMS
 @pytest.mark.parametrize("where", ["batch", "negative batch", "below", "above"])
-def test_coordinates_outside_their_box_are_reported(where, dim):
+def test_coordinates_outside_their_box_are_reported(where, dim, kind):
     coords, bounds = astray(dim, where)
     cloud = buffered(coords, 3, bounds)
-    SortedKeys(cloud, SORTED)
+    held(kind, cloud).neighbours(cloud, Relation.of(dim, 3))
     assert int(cloud.status) & RANGE
 
 
-def test_of_coordinates_outside_and_duplicates_those_outside_are_told():
+@KINDS
+def test_of_coordinates_outside_and_duplicates_those_outside_are_told(kind):
     cloud = CoordBuffer.of(torch.tensor([[0, 1, 1], [0, 0, 13]], dtype=torch.int32), Bounds((0, 0), (3, 9), 1))
-    SortedKeys(cloud, SORTED)
+    held(kind, cloud)
     with pytest.raises(CoordinateError, match="outside"):
         cloud.read()
 
 
-def test_a_status_word_keeps_what_it_says():
+@KINDS
+def test_a_status_word_keeps_what_it_says(kind):
     cloud = scene("plain", 3).cloud()
     cloud.status.fill_(OVERFLOW)
-    SortedKeys(cloud, SORTED)
+    held(kind, cloud)
     assert int(cloud.status) == OVERFLOW
 
 
@@ -268,7 +297,8 @@ def test_wrong_schedules_are_refused(wrong):
         MapSchedule(**wrong)
 
 
-def test_structures_of_kernels_are_refused_without_kernels():
+def test_structures_of_kernels_are_refused_without_kernels(monkeypatch):
+    monkeypatch.setattr(native_maps, "library", lambda dim: "kernels do not run here")
     cloud = scene("plain", 3).cloud()
     for name in set(STRUCTURES) - {"sorted"}:
         with pytest.raises(OptionError, match=f"structure='{name}' is not available: kernels do not run here"):

@@ -2,14 +2,16 @@
 
 import itertools
 import os
+import weakref
 
 import pytest
 import torch
 from windows import RELATIONS
 
 import pumice as pm
-from pumice.coords import Geometry, Pairs, kernel_map
+from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
 from pumice.lower import native_products, reference
+from pumice.ops.conv import conv_features
 from pumice.runtime import native
 from pumice.runtime.native import Compiler, NativeUnavailableError
 from pumice.testing import random_cloud
@@ -67,6 +69,36 @@ def test_results_do_not_depend_on_the_number_of_threads(cloud):
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", RELATIONS)
+def test_lists_of_a_neighbour_table_are_those_of_its_pairs(cloud, name):
+    whole, _ = kernel_map(cloud, RELATIONS[name])
+    for found in (whole, whole.transpose()):
+        lists, taps = native_products.lists_of_rows(native_products.kernels(), found.rows())
+        want = lists_of(found.pairs(), found.num_outputs)
+        assert all(torch.equal(one, other) for one, other in zip(lists, want, strict=True))
+        assert torch.equal(taps.long(), found.taps())
+
+
+@needs_compiler
+def test_rows_of_a_table_beyond_the_inputs_are_not_read():
+    """As in a table from a file; they are ignored, as without a compiler."""
+    rows = torch.full((5, 27), -1, dtype=torch.int32)
+    rows[2, 3] = 10**8
+    found = KernelMap.from_rows(Relation.of(3, 3), rows, 5)
+    assert not conv_features(torch.ones(5, 4), torch.ones(6, 27, 4), found, 5).any()
+
+
+@needs_compiler
+def test_lists_do_not_keep_the_arrays_that_they_are_made_of():
+    outputs, inputs, sizes = torch.arange(9).int(), torch.arange(9).int(), torch.tensor([4, 5])
+    kept = native_products.pair_lists(outputs, inputs, sizes, 9)
+    assert native_products.pair_lists(outputs, inputs, sizes, 9) is kept
+    gone = weakref.ref(outputs)
+    del outputs
+    assert gone() is None
 
 
 @needs_compiler
@@ -130,7 +162,8 @@ def test_layers_run_them_where_there_is_a_compiler_and_torch_elsewhere(monkeypat
         net = torch.nn.Sequential(pm.nn.Conv3d(5, 16, 3), pm.nn.Conv3d(16, 7, 3, stride=2, padding=1))
         results.append(trained(net, pm.SparseTensor(torch.randn(400, 5), coords)))
         # Two layers; the input of the first needs no gradient.
-        assert sorted(runs) == ["gradients"] * 2 * available + ["products"] * 3 * available
+        kernels = ["gradients"] * 2 + ["pairs"] * 4 + ["products"] * 3
+        assert sorted(runs) == kernels * available
         runs.clear()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -124,7 +124,9 @@ class KeySpace:
         key = coords[:, 0].long() * math.prod(self.extents)
         for axis, (radix, factor) in enumerate(zip(self.radix, scale, strict=True)):
             key += coords[:, axis + 1].long() * (factor * radix)
-        return key - sum(a * r for a, r in zip(self.bounds.low, self.radix, strict=True))
+        # Far from 0 terms may exceed int64 and wrap around; their sum does not.
+        least = sum(a * r for a, r in zip(self.bounds.low, self.radix, strict=True))
+        return key - ((least + 2**63) % 2**64 - 2**63)
 
     def step(self, offset: Sequence[int]) -> int:
         return sum(o * r for o, r in zip(offset, self.radix, strict=True))

@@ -96,7 +96,7 @@ def _by_rest(reach: Stencil) -> dict[int, list[int]]:
 
 
 @cached_device_constant(256)
-def _taps(reach: Stencil, device: torch.device) -> Tensor:
+def residue_lists(reach: Stencil, device: torch.device) -> Tensor:
     """int32 table of the offsets for kernels. "over": [prod(steps), lanes, 1+D], per residue class a list of (offset
     index, addend to the quotient along each axis), -1 past the end. Other forms: [K, D], the offsets."""
     if reach.form != "over":
@@ -245,7 +245,7 @@ class _BrickCall:
     def __call__(self, name: str, tensors: Sequence[Tensor], numbers: Sequence[int], more: dict[str, Any]) -> None:
         cloud, reach, device = self.cloud, self.reach, self.cloud.device
         lanes = lanes_of(reach.lanes)
-        given = (_taps(reach, device), self.space.layout.tables(device))
+        given = (residue_lists(reach, device), self.space.layout.tables(device))
         steps = {f"S{axis}": step for axis, step in enumerate(padded(reach.steps, 1))}
         constants = {"D": cloud.dim, "PER": reach.lanes, **steps, "FORM": reach.form}
         constants |= {"LOW": self.space.low, "ROWS": rows_of(lanes), "LANES": lanes, **more}

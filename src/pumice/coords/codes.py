@@ -18,7 +18,7 @@ from pumice.runtime.launch import cached_device_constant, to_device_async
 Places = tuple[tuple[int, ...], ...]
 
 WORD_BITS = 63  # Bits of a code word: an int64 without its sign
-_TABLE_ENTRIES = 2**22
+TABLE_ENTRIES = 2**22
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class CodeLayout:
 
         Cached: do not modify. Raises CoordinateError for an axis of more than 22 bits or a code of more than 63."""
         longest = max(map(len, self.places))
-        if 1 << longest > _TABLE_ENTRIES:
-            raise CoordinateError(f"an axis has a table of {1 << longest} entries, at most {_TABLE_ENTRIES} fit")
+        if 1 << longest > TABLE_ENTRIES:
+            raise CoordinateError(f"an axis has a table of {1 << longest} entries, at most {TABLE_ENTRIES} fit")
         if self.bits > WORD_BITS:
             raise CoordinateError(f"the code has {self.bits} bits, a word holds {WORD_BITS}")
         return _tables(self.places, torch.device(device))

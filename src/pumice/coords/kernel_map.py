@@ -294,7 +294,7 @@ def _pairs(found: KernelMap) -> Pairs:
         found.keep("taps", taps)
         return Pairs(*lists)
     if found.device.type == "cpu":
-        met = found.table.t()
+        met = found.table.t().contiguous()
         hits = met >= 0
         return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
     if found.buffered is not None:

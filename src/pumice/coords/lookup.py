@@ -1,7 +1,8 @@
 """Neighbour search: structures that find the rows of coordinates.
 
-Hash tables, dense grids and bitmaps are built and queried by Triton kernels; sorted keys, in plain torch on any device,
-are the fallback. All structures find the same rows; of duplicates, which are reported as errors, any row."""
+Hash tables, dense grids and bitmaps are built and queried by Triton kernels, bricks by C kernels on a CPU; sorted keys,
+in plain torch on any device, are the fallback. All structures find the same rows; of duplicates, which are reported as
+errors, any row."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pumice.coords import native_maps
 from pumice.coords.box import INT32_MAX, Bounds, KeySpace
 from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer, offset_table, set_status
+from pumice.coords.native_maps import NativeBricks
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError, OptionError
 from pumice.runtime.launch import has_triton, kernel, triton_unavailable_reason
@@ -125,7 +128,8 @@ class MapSchedule:
     """Options of a neighbour search.
 
     structure: "hash" (open addressing), "grid" (an int32 per cell of the box), "bitmap" (a bit per cell with popcount
-        ranks), "sorted" (bisection of sorted keys; no kernel, any device).
+        ranks), "bricks" (a hash table of bricks of 64 cells, in C on a CPU), "sorted" (bisection of sorted keys; no
+        kernel, any device).
     load: maximum load factor of a hash table. cells: maximum cells of a grid; 16 times as many for a bitmap.
     mirrored: query half of a submanifold map's offsets and write each hit twice.
     fused: find output coordinates by brick kernels, without candidates in memory; False: by sorting these.
@@ -469,14 +473,38 @@ def _runs(steps: Sequence[int]) -> list[list[int]]:
     return runs
 
 
+class NativeTable:
+    """Bricks in C, on a CPU (coords.native_maps)."""
+
+    def __init__(self, cloud: CoordBuffer, schedule: MapSchedule) -> None:
+        self._cloud, self._schedule = cloud, schedule
+        self._bricks = NativeBricks(cloud)
+
+    @staticmethod
+    def refusal(cloud: CoordBuffer, schedule: MapSchedule) -> str | None:
+        return native_maps.refusal(cloud.coords, cloud.bounds)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bricks.nbytes
+
+    def neighbours(self, outputs: CoordBuffer, relation: Relation) -> Neighbours:
+        """See Lookup. Offsets that reach too many bricks are searched in sorted keys."""
+        rows = self._bricks.rows(outputs, relation)
+        if rows is None:
+            return SortedKeys(self._cloud, self._schedule).neighbours(outputs, relation)
+        return Neighbours(rows, None)
+
+
 # Choice of the structure
-Lookup = Table | SortedKeys
+Lookup = Table | SortedKeys | NativeTable
 """A search structure from coordinates to the rows of a buffer. neighbours(outputs, relation): the row at
 `stride * out + offset` for every output and kernel offset; nbytes: device memory in use."""
 
 
-STRUCTURES: Mapping[str, type[SortedKeys | HashTable | DenseGrid | Bitmap]] = {
+STRUCTURES: Mapping[str, type[SortedKeys | NativeTable | HashTable | DenseGrid | Bitmap]] = {
     "sorted": SortedKeys,
+    "bricks": NativeTable,
     "hash": HashTable,
     "grid": DenseGrid,
     "bitmap": Bitmap,
@@ -496,13 +524,14 @@ def lookup_of(cloud: CoordBuffer, schedule: MapSchedule | None = None) -> Lookup
 
 
 def default(cloud: CoordBuffer) -> MapSchedule:
-    """The schedule of the cheapest available structure by the cost model; sorted keys without kernels."""
+    """The schedule of the cheapest available structure by the cost model. Without Triton: bricks, or sorted keys if
+    there is no C compiler."""
     estimates = costs(cloud.capacity, cloud.bounds.cells)
     for name in sorted(estimates, key=estimates.__getitem__):
         schedule = MapSchedule(name, mirrored=name == "hash" and mirrors(cloud.capacity))
         if STRUCTURES[name].refusal(cloud, schedule) is None:
             return schedule
-    return MapSchedule("sorted")
+    return MapSchedule("bricks" if NativeTable.refusal(cloud, MapSchedule()) is None else "sorted")
 
 
 def explain(cloud: CoordBuffer) -> str:

@@ -1,26 +1,27 @@
 """Output coordinates of a relation: distinct candidates within bounds, in (batch, Morton) order, and their count.
 
-Three equivalent implementations: bricks (Triton kernels), sorted codes (plain torch without host synchronisation) and a
-fallback for any box (plain torch with host synchronisation)."""
+Equivalent implementations: bricks (Triton kernels), sorted codes (plain torch without host synchronisation), bricks
+in C on a CPU, and a fallback for any box (plain torch with host synchronisation)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from pumice.coords import bricks
+from pumice.coords import bricks, native_maps
 from pumice.coords.box import INT32_MAX, Bounds
 from pumice.coords.bricks import Bricks, BrickSpace, Stencil
 from pumice.coords.buffer import OVERFLOW, CoordBuffer, offset_table, read, set_status
-from pumice.coords.codes import interleave, morton_unique
+from pumice.coords.codes import TABLE_ENTRIES, CodeLayout, interleave, morton_unique
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec
 from pumice.coords.lookup import MapSchedule
+from pumice.coords.native_maps import Moves
 from pumice.coords.relation import Relation
 from pumice.errors import CoordinateError
 from pumice.runtime.launch import cached_device_constant, has_triton, to_device_async
@@ -33,8 +34,11 @@ def make_outputs(
 ) -> Outputs:
     """The outputs of a relation on coordinates with metadata `site`, by the fastest available implementation."""
     site = site_of(site, relation)
-    if not has_triton(inputs.coords) or inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
+    if inputs.capacity == 0 or 0 in (site.spatial_shape or ()):
         return TorchOutputs(inputs, relation, site)
+    if not has_triton(inputs.coords):
+        way = NativeOutputs if NativeOutputs.available(inputs, relation, site) else TorchOutputs
+        return way(inputs, relation, site)
     fused = schedule is None or schedule.fused
     if fused and bricks.refusal(inputs.coords, site.bounds, Stencil.of_neighbours(relation)) is None:
         return BrickOutputs(inputs, relation, site)
@@ -168,16 +172,17 @@ class TorchOutputs:
     """Outputs in plain torch with host synchronisation: the fallback for any box."""
 
     def __init__(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> None:
-        # Inputs outside the box are dropped, as in the other implementations.
-        coords = (
-            inputs.coords
-            if inputs.exact
-            else inputs.coords[inputs.valid_mask() & inputs.bounds.contains(inputs.coords)]
-        )
-        self._coords = distinct_outputs(coords, inputs.bounds, relation, site)
+        self._coords = self._distinct(inputs, relation, site)
         self._site, self._inputs = site, inputs
         if len(self._coords) > INT32_MAX:
             raise CoordinateError(f"{len(self._coords)} output voxels; indices hold at most {INT32_MAX}")
+
+    def _distinct(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> Tensor:
+        coords = inputs.coords
+        if not inputs.exact:
+            # Inputs outside the box are dropped, as in the other implementations.
+            coords = coords[inputs.valid_mask() & inputs.bounds.contains(coords)]
+        return distinct_outputs(coords, inputs.bounds, relation, site)
 
     @property
     def count(self) -> Tensor:
@@ -194,6 +199,42 @@ class TorchOutputs:
 
     def table(self, capacity: int) -> Tensor | None:
         return None
+
+
+class NativeOutputs(TorchOutputs):
+    """As TorchOutputs, in C."""
+
+    def _distinct(self, inputs: CoordBuffer, relation: Relation, site: GridSpec) -> Tensor:
+        moves = _moves(Stencil.of_outputs(relation))
+        assert moves is not None
+        return native_maps.distinct_cells(inputs, moves, site.bounds)
+
+    @staticmethod
+    def available(inputs: CoordBuffer, relation: Relation, site: GridSpec) -> bool:
+        """True if C kernels find these outputs. site: metadata of the outputs."""
+        if not codes_fit(site.bounds) or native_maps.refusal(inputs.coords, inputs.bounds) is not None:
+            return False
+        longest = max(map(len, CodeLayout.of(site.bounds).places))
+        return 1 << longest <= TABLE_ENTRIES and _moves(Stencil.of_outputs(relation)) is not None
+
+
+@lru_cache(maxsize=256)
+def _moves(reach: Stencil) -> Moves | None:
+    """The moves of a stencil; None if there are too many to tabulate."""
+    none, ones, device = (0,) * len(reach.steps), (1,) * len(reach.steps), torch.device("cpu")
+    if max(map(abs, (*reach.steps, *(o for offset in reach.offsets for o in offset))), default=0) > INT32_MAX:
+        return None
+    if reach.form == "times" or not reach.offsets:
+        shifts = offset_table(reach.offsets, device).view(1, -1, len(reach.steps))
+        return Moves(none, reach.steps, ones, none, shifts, shifts.new_tensor([shifts.shape[1]]))
+    if reach.form == "floor":
+        still = torch.zeros(1, 1, len(reach.steps), dtype=torch.int32, device=device)
+        return Moves(none, ones, reach.steps, none, still, still.new_ones(1))
+    if math.prod(reach.steps) * reach.lanes > bricks.KINDS:
+        return None
+    taps = bricks.residue_lists(reach, device)
+    radix, lanes = (math.prod(reach.steps[axis + 1 :]) for axis in range(len(reach.steps))), (taps[..., 0] >= 0).sum(1)
+    return Moves(reach.lowest_offset, ones, reach.steps, tuple(radix), taps[..., 1:].contiguous(), lanes.int())
 
 
 Outputs = BrickOutputs | SortedOutputs | TorchOutputs

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from pumice.coords import Pairs
+from pumice.coords import KernelMap, Pairs
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, arrays_of, indices_of
 from pumice.lower import graph, native_products, reference
@@ -460,6 +460,25 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
         prepared = _prepared_pairs(pairs, len(y), len(x), (x.shape[1], y.shape[1]))
         flat = weight_gradient(x, y, prepared, groups)  # [G*N, K, C]
     return _restored(flat, (*match.group, *match.outer, "", *match.inner), bound)
+
+
+def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
+    """The arrays of the form "pairs" of a map, with all that `run_gathered` derives from them, by C kernels; None if
+    these do not run."""
+    if torch.compiler.is_compiling() or found.device.type != "cpu" or found.buffered is not None:
+        return None
+    if (run := native_products.kernels()) is None:
+        return None
+    lists, taps = native_products.lists_of_rows(run, rows := found.rows())
+    # Aliases: cached results must not hold the tensors that they are cached for.
+    outputs, inputs = lists.scatter.detach(), lists.gather.detach()
+    sizes = lists.ends.diff()
+    native_products.pair_lists.keep(lists, outputs, inputs, sizes, len(rows))
+    _tap_sizes.keep(sizes, taps, found.volume)
+    # Inputs are what the table holds, and are checked on first use.
+    for array, extent in ((outputs, len(rows)), (taps, found.volume)):
+        _in_bounds.keep(True, array, extent)
+    return {"o": outputs, "k": taps, "i": inputs}
 
 
 @cached_per_tensor

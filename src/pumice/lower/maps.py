@@ -32,7 +32,7 @@ from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_
 from pumice.coords.tracing import relation_fields
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
-from pumice.lower import maps
+from pumice.lower import cpu, maps
 from pumice.lower.segments import SegmentArgs, SegmentRule
 from pumice.lower.tile_family import INT32_LIMIT
 from pumice.runtime.cache import PERSISTENT, BoundedCache, intern_key
@@ -94,6 +94,8 @@ def _stored(text: str, parts: int = 1) -> StorageForm:
 
 
 def _pairs(found: KernelMap) -> Sequence[Arrays]:
+    if (listed := cpu.listed(found)) is not None:
+        return [listed]
     inputs, outputs, _ = found.pairs()
     return [{"o": outputs, "k": found.taps(), "i": inputs}]
 

@@ -10,7 +10,7 @@ any number of threads. The plain twin is reference.py.
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int, c_int64, c_void_p
+from ctypes import CDLL
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,10 +20,11 @@ from torch.nn import functional
 
 from pumice.coords import Pairs
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import NativeUnavailableError, compiler, parallel_region
+from pumice.runtime.native import NativeUnavailableError, call, compiler
 
 _CHUNK = 1024  # Outputs per chunk
 _BLOCK = 128  # Pairs per block of the gradient
+_FEW = 256  # Rows of a neighbour table that are listed at once, offset by offset: they stay in the cache
 _SLAB = 64  # Rows of dw[k] per task of the gradient
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEAD = """typedef float v __attribute__((vector_size({bytes}), aligned(4), may_alias));
@@ -33,7 +34,7 @@ typedef struct {{
     const float *x, *w; float *y; const int *gather, *scatter; const i64 *starts;
     i64 rows, chunks, taps, c, n, next;
 }} job;
-static void start(region parallel, int threads, i64 tasks, void (*work)(void *), job *j) {{
+static void run(region parallel, int threads, i64 tasks, void (*work)(void *), void *j) {{
     if (parallel && threads > 1 && tasks > 1) parallel(work, j, threads < tasks ? threads : tasks, 0);
     else work(j);
 }}
@@ -73,15 +74,17 @@ static void gradients_{width}(const job *j, float *y, const int *in, const int *
     if (r < rows) gradient_{width}(j, y + r * j->n, in, to, count, first + r, rows - r, at, 0);
 }}
 """
-_TAIL = """static void work_products(void *data) {{
+_TAIL = """/* Blocks of columns of nearly equal width. */
+static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
+static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
+static void work_products(void *data) {{
     job *j = data;
-    const i64 n = j->n, blocks = (n + {columns} - 1) / {columns};
+    const i64 n = j->n, blocks = blocks_of(n), width = width_of(n);
     for (;;) {{
         i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         if (q >= j->chunks * blocks) return;
         const i64 first = q / blocks * {chunk}, last = first + {chunk} < j->rows ? first + {chunk} : j->rows;
-        i64 at = q % blocks * {columns};
-        const i64 left = n - at < {columns} ? (n - at) / {lanes} : {columns} / {lanes};
+        const i64 at = q % blocks * width * {lanes}, rest = (n - at) / {lanes}, left = rest < width ? rest : width;
         for (i64 o = first; o < last; o++)
             for (i64 e = at; e < at + left * {lanes}; e++) j->y[o * n + e] = 0;
         for (i64 k = 0; k < j->taps; k++) {{
@@ -96,7 +99,7 @@ _TAIL = """static void work_products(void *data) {{
 }}
 static void work_gradients(void *data) {{
     job *j = data;
-    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab};
+    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab}, width = width_of(n);
     for (;;) {{
         i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         if (q >= j->taps * slabs) return;
@@ -105,22 +108,51 @@ static void work_gradients(void *data) {{
         for (i64 e = 0; e < rows * n; e++) y[e] = 0;
         for (i64 p = j->starts[k]; p < j->starts[k + 1]; p += {block}) {{
             const i64 left_pairs = j->starts[k + 1] - p, count = left_pairs < {block} ? left_pairs : {block};
-            for (i64 at = 0; at < n; at += {columns}) {{
-                const i64 left = (n - at) / {lanes};
+            for (i64 at = 0; at < n; at += width * {lanes}) {{
+                const i64 rest = (n - at) / {lanes}, left = rest < width ? rest : width;
                 {call_gradients}
             }}
         }}
     }}
 }}
+typedef struct {{ const int *rows; i64 *starts; int *gather, *scatter, *taps; i64 n, chunks, volume, next; }} lists;
+static void work_lists(void *data) {{
+    lists *j = data;
+    int in[{few} + 1], out[{few} + 1];
+    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->chunks;) {{
+        const i64 end = (q + 1) * {chunk} < j->n ? (q + 1) * {chunk} : j->n;
+        for (i64 first = q * {chunk}; first < end; first += {few})
+            for (i64 k = 0; k < j->volume; k++) {{
+                const i64 last = first + {few} < end ? first + {few} : end;
+                i64 *at = j->starts + k * (j->chunks + 1) + q;
+                int count = 0;
+                for (i64 o = first; o < last; o++) {{
+                    in[count] = j->rows[o * j->volume + k];
+                    out[count] = o;
+                    count += in[count] >= 0;
+                }}
+                for (i64 e = 0; j->gather && e < count; e++) {{
+                    j->gather[*at + e] = in[e]; j->scatter[*at + e] = out[e]; j->taps[*at + e] = k;
+                }}
+                *at += count;
+            }}
+    }}
+}}
+/* Add to starts [volume, chunks + 1] the pairs of each list. gather, if given: fill the lists, which begin there. */
+void pairs(region parallel, int threads, const int *rows, i64 *starts, int *gather, int *scatter, int *taps, i64 n,
+    i64 chunks, i64 volume) {{
+    lists j = {{rows, starts, gather, scatter, taps, n, chunks, volume, 0}};
+    run(parallel, threads, chunks, work_lists, &j);
+}}
 void products(region parallel, int threads, const float *x, const float *w, float *y, const int *gather,
     const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 c, i64 n) {{
     job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, c, n, 0}};
-    start(parallel, threads, chunks * ((n + {columns} - 1) / {columns}), work_products, &j);
+    run(parallel, threads, chunks * blocks_of(n), work_products, &j);
 }}
 void gradients(region parallel, int threads, const float *x, const float *g, float *dw, const int *gather,
     const int *scatter, const i64 *starts, i64 taps, i64 c, i64 n) {{
     job j = {{x, g, dw, gather, scatter, starts, 0, 0, taps, c, n, 0}};
-    start(parallel, threads, taps * ((c + {slab} - 1) / {slab}), work_gradients, &j);
+    run(parallel, threads, taps * ((c + {slab} - 1) / {slab}), work_gradients, &j);
 }}
 """
 
@@ -132,7 +164,8 @@ def source(lanes: int, registers: int) -> str:
     for width in widths:
         rows = min(14, (registers - 2 - width) // width)
         text += [_products(rows, width, lanes), _gradients(rows, width, lanes)]
-    sizes = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK, "lanes": lanes}
+    sizes = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK}
+    sizes |= {"few": _FEW, "lanes": lanes}
     products = _calls("products", "j, w, in, to, count, at", widths)
     gradients = _calls("gradients", "j, y, j->gather + p, j->scatter + p, count, first, rows, at", widths)
     text.append(_TAIL.format(call_products=products, call_gradients=gradients, **sizes))
@@ -202,11 +235,9 @@ class Kernels(NamedTuple):
     library: CDLL
     lanes: int
 
-    def call(self, name: str, tensors: tuple[Tensor, ...], sizes: tuple[int, ...]) -> None:
+    def call(self, name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
         """Run a kernel on torch's threads. tensors: contiguous float32 features and index arrays of PairLists."""
-        addresses = [c_void_p(t.data_ptr()) for t in tensors]
-        threads = c_int(torch.get_num_threads())
-        getattr(self.library, name)(c_void_p(parallel_region()), threads, *addresses, *map(c_int64, sizes))
+        call(self.library, name, tensors, sizes)
 
     def padded(self, x: Tensor) -> Tensor:
         """float32 x, contiguous, with columns of zeros up to whole vectors."""
@@ -248,6 +279,20 @@ def gradients(run: Kernels, x: Tensor, grad: Tensor, lists: PairLists) -> Tensor
     return dw[..., : grad.shape[1]].permute(2, 0, 1).contiguous()
 
 
+def lists_of_rows(run: Kernels, rows: Tensor) -> tuple[PairLists, Tensor]:
+    """The lists of a neighbour table int32 [N, K] (-1: none), and int32 [P]: the kernel offset of each pair."""
+    rows, (count, taps) = rows.contiguous(), rows.shape
+    chunks = -(-count // _CHUNK)
+    sizes = (count, chunks, taps)
+    numbers = rows.new_zeros(taps, chunks + 1, dtype=torch.int64)
+    run.call("pairs", (rows, numbers, None, None, None), sizes)
+    ends = functional.pad(numbers.sum(1).cumsum(0), (1, 0))
+    starts = numbers.flatten().cumsum(0).view_as(numbers) - numbers
+    gather, scatter, listed = (rows.new_empty(int(ends[-1])) for _ in range(3))
+    run.call("pairs", (rows, starts.clone(), gather, scatter, listed), sizes)
+    return PairLists(gather, scatter, starts, ends), listed
+
+
 @cached_per_tensor
 def pair_lists(outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int) -> PairLists:
     """The lists of Pairs(inputs, outputs, sizes) to `rows` output rows."""
@@ -259,5 +304,6 @@ def pair_lists(outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int) -> Pai
     bounds = torch.arange(-(-rows // _CHUNK) + 1).mul_(_CHUNK).clamp_(max=rows)
     starts = torch.searchsorted(keys, torch.arange(taps)[:, None] * rows + bounds)
     ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    gather, scatter = pairs.inputs.int().contiguous(), pairs.outputs.int().contiguous()
+    # Aliases: cached results must not hold the tensors that they are cached for.
+    gather, scatter = (t.int().contiguous().detach() for t in (pairs.inputs, pairs.outputs))
     return PairLists(gather, scatter, starts.contiguous(), ends)

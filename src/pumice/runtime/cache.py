@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,27 +60,23 @@ class PersistentBuffers:
 PERSISTENT = PersistentBuffers()
 
 
-def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
+class cached_per_tensor(Generic[Given, Found]):  # noqa: N801 (a decorator)
     """Cache find(tensor, *args) for each tensor and hashable args, until the tensor is freed or written to. Not cached
-    for inference tensors, which have no version counter, and for fake tensors."""
-    known: dict[int, tuple[weakref.ref[Tensor], int, dict[Hashable, Any]]] = {}
+    for inference tensors, which have no version counter, and for fake tensors. Results must not hold the tensor."""
 
-    @wraps(find)
-    def remembered(tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+    def __init__(self, find: Callable[Concatenate[Tensor, Given], Found]) -> None:
+        self._find, self._known = find, dict[int, tuple[weakref.ref[Tensor], int, dict[Hashable, Any]]]()
+        update_wrapper(self, find)
+
+    def __call__(self, tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_inference():
-            return find(tensor, *args, **kwargs)
-        key = id(tensor)
-        entry = known.get(key)
-        if entry is None or entry[0]() is not tensor or entry[1] != tensor._version:
-            entry = (weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, {})
-            known[key] = entry
-        results = entry[2]
-        query = tuple(map(_key, (*args, *sorted(kwargs.items()))))
+            return self._find(tensor, *args, **kwargs)
+        results, query = self._results(tensor), tuple(map(_key, (*args, *sorted(kwargs.items()))))
         if query in results:
             return results[query]
         # Cached tensors must be usable under autograd later.
         with outside_inference_mode(), torch.no_grad():
-            found = find(tensor, *args, **kwargs)
+            found = self._find(tensor, *args, **kwargs)
         # Results of a capture have no values until the graph runs.
         if tensor in PERSISTENT or not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(results) >= _MOST:
@@ -88,7 +84,17 @@ def cached_per_tensor(find: Callable[Concatenate[Tensor, Given], Found]) -> Call
             results[query] = found
         return found
 
-    return remembered
+    def keep(self, found: Found, tensor: Tensor, *args: Hashable) -> None:
+        """Cache a result for (tensor, *args) that is known already."""
+        self._results(tensor)[tuple(map(_key, args))] = found
+
+    def _results(self, tensor: Tensor) -> dict[Hashable, Any]:
+        key, known = id(tensor), self._known
+        entry = known.get(key)
+        if entry is None or entry[0]() is not tensor or entry[1] != tensor._version:
+            entry = (weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, {})
+            known[key] = entry
+        return entry[2]
 
 
 def _key(value: Any) -> Hashable:

@@ -138,3 +138,12 @@ def parallel_region() -> int:
         except (OSError, AttributeError):
             continue
     return 0
+
+
+def call(library: ctypes.CDLL, name: str, tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> int:
+    """Run name(parallel_region(), threads, addresses..., sizes...) on torch's threads. tensors: contiguous, of the
+    dtypes that the kernel reads; None: a null pointer."""
+    addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
+    threads = ctypes.c_int(torch.get_num_threads())
+    region = ctypes.c_void_p(parallel_region())
+    return getattr(library, name)(region, threads, *addresses, *map(ctypes.c_int64, sizes))
