@@ -1,9 +1,12 @@
 """Parser of statements, with one method for each rule of the grammar.
 
-    text    := access op sum [';' decl ((';' | ',') decl)*]        op := '=' | '+=' | 'max=' | 'min=' | 'mean='
+    text    := access op right [';' decl ((';' | ',') decl)*]      op := '=' | '+=' | 'max=' | 'min=' | 'mean='
+    right   := sum | ('max' | 'min' | 'mean') '(' names ',' sum ')'         the function of max=, min= or mean=
     sum     := product (('+' | '-') product)*
     product := factor ('*' factor)*                                products of sums are multiplied out
     factor  := '-' factor | NUMBER | access | '(' sum ')' | 'exists' '(' access ')' | 'equal' '(' access ',' sum ')'
+               | 'sum' '(' names ',' sum ')'
+    names   := NAME (',' NAME)*                                    indices
     access  := NAME ['[' affine (',' affine)* ']']
     affine  := sums and products as above, of integers, indices and accesses, at most one non-integer per product
     decl    := NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
@@ -17,18 +20,33 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from pumice.language.accesses import AccessReader, Token, Use, count_axes, quote, where
-from pumice.language.nodes import FACTS, Equal, Exists, Factor, Range, Statement, Term, accesses_of, indices_of
+from pumice.language.nodes import (
+    FACTS,
+    REDUCTIONS,
+    Access,
+    Equal,
+    Exists,
+    Factor,
+    Range,
+    Statement,
+    Term,
+    accesses_of,
+    default_sums,
+    free_indices,
+    indices_of,
+)
 
 MOST_TERMS = 1000  # terms of a sum when multiplied out
 MOST_SIZE = 20_000  # tokens of a sum when multiplied out
 
 
 class _Product(NamedTuple):
-    """A term while it is read. size: its length in tokens."""
+    """A term while it is read. size: its length in tokens; summed: the indices of `sum(...)` around its factors."""
 
     coefficient: float
     factors: tuple[Factor, ...] = ()
     size: int = 1
+    summed: tuple[str, ...] = ()
 
 
 _ONE = [_Product(1)]
@@ -50,7 +68,10 @@ class _Parser(AccessReader):
             self.unexpected("the target, such as C[i]")
         target = self.access(self.take(), written=True)
         reduction, accumulate = self.operator()
-        terms = _terms(self.sum())
+        start = self.now.start
+        named, products = self.right(reduction)
+        terms = _terms(products)
+        summed = self.summed(target, products, named, reduction, start)
         declared = self.declarations()
         if self.now.kind != "end":
             self.unexpected("an operator, `;` or the end of the text")
@@ -60,7 +81,7 @@ class _Parser(AccessReader):
         ranges = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, Range))
         shapes = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, tuple))
         facts = tuple((name, fact) for name, fact in declared if fact)
-        return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, self.text)
+        return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, summed, self.text)
 
     def operator(self) -> tuple[str, bool]:
         """(reduction, True if the target's old value is included)."""
@@ -73,6 +94,60 @@ class _Parser(AccessReader):
             self.unexpected(f"`=` after `{reduction}`")
         self.take()
         return reduction, False
+
+    def right(self, reduction: str) -> tuple[tuple[str, ...], list[_Product]]:
+        """(the indices that `max(...)` around the right side of max= names, the right side)."""
+        if reduction == "sum" or self.now.text != reduction or self.tokens[self.at + 1].kind != "(":
+            return (), self.sum()
+        self.take()
+        return self.named(reduction)
+
+    def named(self, function: str) -> tuple[tuple[str, ...], list[_Product]]:
+        """Read `(i, j, sum)` after the name of a function."""
+        opened, names = self.open(), list[str]()
+        while self.now.kind == "name" and self.tokens[self.at + 1].kind == ",":
+            token = self.take()
+            if token.text in self.integers or token.text in names:
+                self.fail(f"expected the indices of {function}(...), each once, found {quote(token.text)}", token.start)
+            self.use(token.text, None, token.start)
+            names.append(token.text)
+            self.take()
+        if not names:
+            self.unexpected(f"an index and `,`, as in {function}(i, A[i])")
+        found = self.sum()
+        self.close(opened, "an operator or ")
+        for product in found:
+            if missing := [name for name in names if name not in indices_of(*product.factors)]:
+                self.fail(f"{quote(missing[0])} does not occur in a term of this {function}(...)", opened.start)
+        return tuple(names), found
+
+    def summed(
+        self, target: Access, products: list[_Product], named: tuple[str, ...], reduction: str, start: int
+    ) -> tuple[str, ...]:
+        """The indices summed within a max, min or mean; fails where the text leaves them open."""
+        terms = _terms(products)
+        sums = dict.fromkeys(name for product in products for name in product.summed)
+        free = free_indices(target, terms)
+        if wrong := [name for name in (*sums, *named) if name not in free]:
+            self.fail(f"{quote(wrong[0])} is an index of the target, over which nothing is reduced", start)
+        if reduction == "sum":
+            return ()
+        left = [p for p in products if set(sums) & set(indices_of(*p.factors)) - set(p.summed)]
+        if left or set(sums) & set(named):
+            self.fail("an index of sum(...) is used outside it; rename one of them", start)
+        if named:
+            return tuple(name for name in free if name not in named)
+        if sums:
+            return tuple(sums)
+        summed, unclear = default_sums(target, terms)
+        if unclear:
+            names = ", ".join(unclear)
+            self.fail(
+                f"{names}: summed before the {reduction}, or part of it? Write sum({names}, ...) or "
+                f"{reduction}({names}, ...) around the terms",
+                start,
+            )
+        return summed
 
     def sum(self) -> list[_Product]:
         start = self.now.start
@@ -90,7 +165,7 @@ class _Parser(AccessReader):
         while True:
             sign = self.sign()
             inner = self.factor()
-            if len(inner) == 1:
+            if len(inner) == 1 and not inner[0].summed:
                 coefficient = self.times(coefficient, sign * inner[0].coefficient, start)
                 factors += inner[0].factors
                 size += inner[0].size
@@ -114,7 +189,14 @@ class _Parser(AccessReader):
             return right
         size = len(right) * sum(product.size for product in left) + len(left) * sum(product.size for product in right)
         self.bounded(len(left) * len(right), size, place)
-        return [_Product(self.times(c, d, place), f + g, m + n) for c, f, m in left for d, g, n in right]
+        return [self.multiplied(a, b, place) for a in left for b in right]
+
+    def multiplied(self, a: _Product, b: _Product, place: int) -> _Product:
+        for one, other in ((a, b), (b, a)):
+            if twice := set(one.summed).intersection(indices_of(*other.factors) if one.summed else ()):
+                self.fail(f"{quote(min(twice))} is used inside and outside of sum(...); rename one of them", place)
+        coefficient = self.times(a.coefficient, b.coefficient, place)
+        return _Product(coefficient, a.factors + b.factors, a.size + b.size, a.summed + b.summed)
 
     def bounded(self, terms: int, size: int, place: int) -> None:
         if terms > MOST_TERMS:
@@ -139,9 +221,14 @@ class _Parser(AccessReader):
         return [_Product(1, (self.access(token),), self.at - at)]
 
     def function(self, name: Token) -> list[_Product]:
-        """Read `exists(access)` or `equal(access, sum)` after its name."""
+        """Read `exists(access)`, `equal(access, sum)` or `sum(names, sum)` after its name."""
+        if name.text == "sum":
+            names, found = self.named("sum")
+            return [product._replace(summed=product.summed + names) for product in found]
+        if name.text in REDUCTIONS:
+            self.fail(f"{name.text}(...) is the whole right side of {name.text}=; use two statements", name.start)
         if name.text not in ("exists", "equal"):
-            self.fail(f"{quote(name.text)} is not a function of the language; use exists or equal", name.start)
+            self.fail(f"{quote(name.text)} is not a function of the language; use exists, equal or sum", name.start)
         opened, at = self.open(), self.at
         usage = "exists(A[i])" if name.text == "exists" else "equal(A[i], B[i])"
         if self.now.kind != "name":
@@ -156,6 +243,8 @@ class _Parser(AccessReader):
         self.take()
         inner = self.sum()
         self.close(opened, "an operator or ")
+        if any(product.summed for product in inner):
+            self.fail("equal(...) compares values at one point; it holds no sum(...)", name.start)
         return [_Product(1, (Equal(access, _terms(inner)),), size + sum(product.size for product in inner))]
 
     def declarations(self) -> dict[tuple[str, str], object]:

@@ -37,6 +37,7 @@ from pumice.ops.operands import (
     value_names_of,
 )
 from pumice.runtime.cache import BoundedCache
+from pumice.schedule.predict import Device
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -325,8 +326,8 @@ def _option(
     tensors = plan.arrays(operands, names, text, option)
     lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us"]
     lines += [*_held(operands, names, option), "", *_steps(option.steps, {})]
-    for step in option.steps:
-        lines += _ways(step, tensors, shape)
+    for step in plan.placed(option.steps, tensors, shape):
+        lines += _ways(step, plan.device_of(operands))
     return lines
 
 
@@ -339,16 +340,14 @@ def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> lis
     return [f"  {name}: {_count(size)}B in the arrays that are read" for name, size in held.items()]
 
 
-def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> list[str]:
+def _ways(step: plan.PlacedStep, device: Device) -> list[str]:
     """Cost (or refusal) of each lowering of a step, its work and index roles, and the source of its kernel."""
-    lines = [f"lowerings of {step}"]
-    device = plan.device_of(list(tensors.values()))
-    for name, cost, why in plan.step_options(step, tensors, shape, device, ""):
+    lines = [f"lowerings of {step.statement}"]
+    for name, cost, why in plan.step_options(step, device, ""):
         lines.append(f"  {name:10} {why if cost == math.inf else f'{1e6 * cost:.1f} us'}")
-    bound = plan.step_bound(step, tensors, shape)
-    lines += ["", _work(step, bound), *_contraction(step, bound), ""]
-    if source := kernels.source_of(bound, tensors):
-        lines += [f"kernel, tile {kernels.tile_of(bound, tensors)}", source, ""]
+    lines += ["", _work(step.statement, step.bound), *_contraction(step.statement, step.bound), ""]
+    if source := kernels.source_of(step.bound, step.tensors):
+        lines += [f"kernel, tile {kernels.tile_of(step.bound, step.tensors)}", source, ""]
     return lines
 
 
