@@ -1,9 +1,9 @@
 """Max, min and mean of sums, as statements without nested reductions.
 
-    C[D[e],o] max= sum(i, X[S[e],i] * W[R[e],i,o])                    becomes
-    C_sum[e,o] = X[S[e],i] * W[R[e],i,o]
-    C_at[e] max= exists(X[S[e],0]) * exists(W[R[e],0,0]) + -1         0, or -1 where the sum has no point
-    C[D[e],o] max= C_sum[e+C_at[e],o]
+C[D[e],o] max= sum(i, X[S[e],i] * W[R[e],i,o])                    becomes
+C_sum[e,o] = X[S[e],i] * W[R[e],i,o]
+C_at[e] max= exists(X[S[e],0]) * exists(W[R[e],0,0]) + -1         0, or -1 where the sum has no point
+C[D[e],o] max= C_sum[e+C_at[e],o]
 """
 
 from __future__ import annotations

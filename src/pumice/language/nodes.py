@@ -291,14 +291,13 @@ def free_indices(target: Access, terms: tuple[Term, ...]) -> tuple[str, ...]:
 def default_sums(target: Access, terms: tuple[Term, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(indices summed within a max, min or mean whose text names none, those for which that is ambiguous).
 
-    Where the target scatters, the reduction acts over its indices, and an index that several factors share, as the
-    channels of a matrix product, is summed. Elsewhere it acts over all indices that are not in the target; these must
-    be a single one, or none of them shared.
+    Where several points write to one target entry, the reduction acts over these, and an index that several factors
+    share, as the channels of a matrix product, is summed. Elsewhere it acts over all indices that the target lacks;
+    these must be a single one, or none of them shared.
     """
     free = free_indices(target, terms)
     shared = [name for name in free if all(_is_shared(name, term) for term in terms if name in indices_of(term))]
-    bare = [expression.bare for expression in target.indices]
-    if None in bare or len(set(bare)) < len(bare):
+    if any(expression.arrays or len(expression.terms) > 1 for expression in target.indices):
         return tuple(shared), tuple(name for name in free if name not in shared)
     return (), free if shared and len(free) > 1 else ()
 

@@ -117,8 +117,9 @@ class _Parser(AccessReader):
         found = self.sum()
         self.close(opened, "an operator or ")
         for product in found:
-            if missing := [name for name in names if name not in indices_of(*product.factors)]:
-                self.fail(f"{quote(missing[0])} does not occur in a term of this {function}(...)", opened.start)
+            missing = [name for name in names if name not in indices_of(*product.factors)]
+            if function == "sum" and missing:
+                self.fail(f"{quote(missing[0])} does not occur in a term of this sum(...)", opened.start)
         return tuple(names), found
 
     def summed(
@@ -129,7 +130,7 @@ class _Parser(AccessReader):
         sums = dict.fromkeys(name for product in products for name in product.summed)
         free = free_indices(target, terms)
         if wrong := [name for name in (*sums, *named) if name not in free]:
-            self.fail(f"{quote(wrong[0])} is an index of the target, over which nothing is reduced", start)
+            self.fail(f"{quote(wrong[0])} is not reduced: it is an index of the target, or in no term", start)
         if reduction == "sum":
             return ()
         left = [p for p in products if set(sums) & set(indices_of(*p.factors)) - set(p.summed)]

@@ -260,7 +260,9 @@ def _gradients_of_steps(
     if before and last is not None:
         # Compared with the recomputed results of the steps before, so recomputed as well.
         last = final.result()
-    grads = _gradients(final, grad, last, [*needed, *(x.dtype.is_floating_point for x in final.operands[len(needed) :])])
+    grads = _gradients(
+        final, grad, last, [*needed, *(x.dtype.is_floating_point for x in final.operands[len(needed) :])]
+    )
     for call in reversed(before):
         upstream = grads.pop()
         if upstream is not None:

@@ -234,9 +234,11 @@ def _probed(text: str) -> Statement:
     try:
         return _parsed(text, ())
     except StatementError:
-        # Names with axes or declarations are not integers.
+        # Names with axes or declarations are not integers, nor are the indices of sum(i, ...).
         bare = re.sub(r"#[^\n]*", "", text)
         names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"\b([^\W\d]\w*)\s*[\[:]", bare))
+        for listed in re.findall(r"\b(?:sum|max|min|mean)\s*\(((?:\s*[^\W\d]\w*\s*,)+)", bare):
+            names -= set(re.findall(r"[^\W\d]\w*", listed))
         for value in (1, 1 << 30):
             with suppress(StatementError):
                 return parse(text, dict.fromkeys(names, value))
