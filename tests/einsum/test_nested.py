@@ -1,5 +1,7 @@
 """Max, min and mean of sums: one-line R-GCN, random statements against the oracle, gradients, and what is refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ EDGES, NODES, RELATIONS = 12, 5, 3
 RGCN = "Out[dst[e],o] {}= X[src[e],i] * W[rel[e],i,o] ; Out:[5,_]"
 
 
-def graph(seed: int = 0) -> dict[str, torch.Tensor]:
+def graph(seed: int = 0) -> dict[str, Any]:
     """A graph with relations: the fourth edge comes from nowhere, the last node has no edge."""
     chance = np.random.default_rng(seed)
     ends = {"src": chance.integers(NODES, size=EDGES), "dst": chance.integers(NODES - 1, size=EDGES)}
@@ -24,7 +26,7 @@ def graph(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(x) for name, x in (ends | values).items()}
 
 
-def aggregated(g: dict[str, torch.Tensor], operator: str) -> torch.Tensor:
+def aggregated(g: dict[str, Any], operator: str) -> torch.Tensor:
     """R-GCN edge by edge: the messages are matrix products, and whole messages are joined."""
     rows = [torch.zeros(4, dtype=torch.float64)] * NODES
     for node in range(NODES):
