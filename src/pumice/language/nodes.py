@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+EVERY = ":"  # on an axis: all positions of a level
+
 FACTS = ("sorted", "distinct", "onto")  # properties of index arrays that a statement may declare
 
 REDUCTIONS = ("sum", "max", "min", "mean")  # of the values that belong to one target entry
@@ -170,6 +172,10 @@ class Statement(_Hashed):
 
     accumulate: the target's old value is included (always for "+="; for max= and min= if the target is an operand).
     summed: indices that are summed before a max, min or mean is taken.
+    positions: (index of the target, operand whose positions it runs over); only such a statement has axes `:`.
+    pattern: the operand whose pattern the target has; "" for a dense target.
+    fused: (operand, number of indices on each of its axes), for operands read with groups `(n,p)` of indices; the
+        accesses, and the text of a statement, have an axis for each index.
     ranges: declared (index, range). shapes: declared (operand, extents), None for undeclared extents. facts: declared
         (index array, fact): "sorted" (non-decreasing), "distinct" (no value but -1 occurs twice), "onto" (every
         position of the axis that the array addresses occurs).
@@ -185,6 +191,9 @@ class Statement(_Hashed):
     shapes: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     summed: tuple[str, ...] = ()
+    positions: tuple[tuple[str, str], ...] = ()
+    pattern: str = ""
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
     text: str = field(default="", compare=False, repr=False)
 
     @property
@@ -200,6 +209,8 @@ class Statement(_Hashed):
         declarations = [f"{name}:{extent}" for name, extent in self.ranges]
         declarations += [f"{name}:[{','.join('_' if n is None else str(n) for n in s)}]" for name, s in self.shapes]
         declarations += [f"{name}:{fact}" for name, fact in self.facts]
+        declarations += [f"{name}:pos({operand})" for name, operand in self.positions]
+        declarations += [f"{self.target.name}:pattern({self.pattern})"] if self.pattern else []
         tail = f" ; {', '.join(declarations)}" if declarations else ""
         return f"{self.target} {self.operator} {self._right()}{tail}"
 

@@ -7,9 +7,10 @@
     factor  := '-' factor | NUMBER | access | '(' sum ')' | 'exists' '(' access ')' | 'equal' '(' access ',' sum ')'
                | 'sum' '(' names ',' sum ')'
     names   := NAME (',' NAME)*                                    indices
-    access  := NAME ['[' affine (',' affine)* ']']
+    access  := NAME ['[' axis (',' axis)* ']']
+    axis    := affine | ':' | '(' NAME (',' NAME)+ ')'             all positions of a level; indices fused to one axis
     affine  := sums and products as above, of integers, indices and accesses, at most one non-integer per product
-    decl    := NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
+    decl    := NAME ':' 'pos' '(' NAME ')' | NAME ':' 'pattern' '(' NAME ')' | NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
 
 In `affine` and `decl` the name of a passed integer stands for its value. `#` starts a comment; white space is free.
 """
@@ -17,10 +18,12 @@ In `affine` and `decl` the name of a passed integer stands for its value. `#` st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from pumice.language.accesses import AccessReader, Token, Use, count_axes, quote, where
 from pumice.language.nodes import (
+    EVERY,
     FACTS,
     REDUCTIONS,
     Access,
@@ -35,6 +38,8 @@ from pumice.language.nodes import (
     free_indices,
     indices_of,
 )
+
+OPERAND_FACTS = ("pos", "pattern")  # of an index, of the target
 
 MOST_TERMS = 1000  # terms of a sum when multiplied out
 MOST_SIZE = 20_000  # tokens of a sum when multiplied out
@@ -80,8 +85,28 @@ class _Parser(AccessReader):
             declared = {key: value for key, value in declared.items() if key[0] in left}
         ranges = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, Range))
         shapes = tuple((name, value) for (name, _), value in declared.items() if isinstance(value, tuple))
-        facts = tuple((name, fact) for name, fact in declared if fact)
-        return Statement(target, terms, reduction, accumulate, ranges, shapes, facts, summed, self.text)
+        facts = tuple((name, fact) for name, fact in declared if fact in FACTS)
+        positions = tuple((name, str(value)) for (name, fact), value in declared.items() if fact == "pos")
+        pattern = next((str(value) for (_, fact), value in declared.items() if fact == "pattern"), "")
+        found = Statement(target, terms, reduction, accumulate, ranges, shapes, facts, summed, positions, pattern)
+        self.check_positions(found, start)
+        return replace(found, fused=tuple(self.fused.items()), text=self.text)
+
+    def check_positions(self, found: Statement, start: int) -> None:
+        """Fail unless the target of positions has no other axes, and `:` stands in operands with a position only."""
+        placed = [operand for _, operand in found.positions]
+        for access in accesses_of(found):
+            if access.name not in placed and EVERY in indices_of(access):
+                self.fail(f"`:` in {access}: declare a position of its levels, `i:pos({access.name})`", start)
+        if not found.positions:
+            return
+        names = [expression.bare for expression in found.target.indices]
+        factors = [str(getattr(f, "name", f)) for term in found.terms for f in term.factors]
+        own = sorted(name for name, _ in found.positions)
+        if sorted(map(str, names)) != own or set(own) & set(indices_of(*found.terms)) or found.operator != "=":
+            self.fail(f"{found.target} {found.operator}: the axes of a target of positions are their indices", start)
+        if len(found.terms) != 1 or sorted(factors) != sorted(placed) or found.terms[0].coefficient != 1:
+            self.fail("a statement of positions is one product of operands, each with a position", start)
 
     def operator(self) -> tuple[str, bool]:
         """(reduction, True if the target's old value is included)."""
@@ -256,11 +281,12 @@ class _Parser(AccessReader):
             self.take()
             token = self.now
             use = self.declared()
-            fact = self.now.text if self.now.text in FACTS else ""
+            fact = self.now.text if self.now.text in (*FACTS, *OPERAND_FACTS) else ""
             if (token.text, fact) in places:
                 first = where(self.text, places[token.text, fact])
                 self.fail(f"{quote(token.text)} is declared twice, first at {first}", token.start)
-            read = self.fact if fact else self.shape if self.now.kind == "[" else self.range
+            known = self.of_operand if fact in OPERAND_FACTS else self.fact
+            read = known if fact else self.shape if self.now.kind == "[" else self.range
             found[token.text, fact] = read(token.text, use)
             places[token.text, fact] = token.start
         return found
@@ -282,6 +308,21 @@ class _Parser(AccessReader):
         if not use.axes or name == self.target:
             self.fail(f"{quote(self.now.text)} applies to index arrays; {quote(name)} is not one")
         return self.take().text
+
+    def of_operand(self, name: str, use: Use) -> str:
+        """Read `pos(A)` or `pattern(A)`; returns A."""
+        token = self.take()
+        if token.text == "pos" and use.axes is not None or token.text == "pattern" and name != self.target:
+            kind = "an index of the target" if token.text == "pos" else "the target"
+            self.fail(f"{token.text}(...) is declared of {kind}; {quote(name)} is not one", token.start)
+        if self.now.kind != "(":
+            self.unexpected(f"`(` and an operand, as in {token.text}(A)")
+        opened = self.open()
+        operand = self.take()
+        if operand.text == self.target or not (known := self.uses.get(operand.text)) or not known.axes:
+            self.fail(f"{token.text}(...) names an operand of the right side, found {quote(operand.text)}", operand.start)
+        self.close(opened, "")
+        return operand.text
 
     def range(self, name: str, use: Use) -> Range:
         if use.axes is not None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,11 +17,14 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError, Stat
 from pumice.language.bind import BoundStatement
 from pumice.language.contraction import contraction_roles
 from pumice.language.formats import Format, parse_format
+from pumice.language.groups import Groups
+from pumice.language.meet import StoredAxes, joins
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.lower import kernel as kernels
 from pumice.lower import plan
 from pumice.ops import autograd
+from pumice.ops.join import joined_einsum
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
@@ -31,11 +34,13 @@ from pumice.ops.operands import (
     checks_of,
     facts_of,
     flatten_operands,
+    flatten_used,
     one_dtype,
     problem_of,
     validate_operands,
     value_names_of,
 )
+from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
 
@@ -75,8 +80,7 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Convolution Framework" (UCF) for affine ones and level formats.
     """
     if torch.compiler.is_compiling():
-        tensors, names = _traced(text, operands)
-        result = autograd.einsum(tensors, names, text, None, lowering)
+        result = _traced(text, operands, lowering)
     else:
         result = _compiled(text, lowering)(**operands)
     return result if out is None else _written(out, result)
@@ -88,12 +92,47 @@ def _compiled(text: str, lowering: str) -> Einsum:
     return _cached_einsum(text, lowering) if known else compile_einsum(text, lowering=lowering)
 
 
-def _traced(text: str, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
-    """Flattened operands while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
+def _traced(text: str, operands: Mapping[str, Operand], lowering: str) -> Tensor:
+    """A call while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
+    if _GROUP.search(text):
+        return _without_groups(text, operands, lambda text, operands: _traced(text, operands, lowering))
     operands = {n: as_constant(x) if type(x) in (int, float) else x for n, x in operands.items()}
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
-    return flatten_operands(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
+    ready = one_dtype(dict(operands), {name for name in values if name in operands})
+    stored = tuple((name, str(x.format)) for name, x in ready.items() if isinstance(x, Sparse))
+    _check_traced(text, integers, stored)
+    tensors, names = flatten_operands(ready, constants)
+    return autograd.einsum(tensors, names, text, None, lowering)
+
+
+def _without_groups(
+    text: str, operands: Mapping[str, Operand], call: Callable[[str, dict[str, Operand]], Tensor | Sparse]
+) -> Any:
+    """The result of a statement with groups of indices, by a call of the one without, on reshaped operands."""
+    groups = _groups(text, tuple((name, x) for name, x in operands.items() if type(x) is int))
+    grouped = dict(groups.axes)
+    for name in grouped:
+        if name in operands and not isinstance(operands[name], Tensor):
+            raise OptionError(f"{name} has a group of indices: expected a dense tensor, found a {type(operands[name])}")
+    shapes = {name: tuple(x.shape) for name, x in operands.items() if isinstance(x, Tensor | Sparse)}
+    for name, axes in groups.axes:
+        if name in shapes and len(shapes[name]) != len(axes):
+            raise ShapeError(f"{name} is read with {len(axes)} axes, found shape {list(shapes[name])}")
+    extents = groups.extents(shapes)
+    given = dict(operands)
+    for name in grouped:
+        if isinstance(x := operands.get(name), Tensor):
+            given[name] = x.reshape(groups.shape(name, x.shape, extents))
+    result = call(groups.text, given)
+    if (target := groups.text.partition("[")[0]) not in grouped:
+        return result
+    if isinstance(result, Sparse):
+        raise OptionError(f"the target {target} has a group of indices and a pattern; expected one of them")
+    sizes, shape = iter(result.shape), []
+    for names in grouped[target]:
+        shape.append(math.prod([next(sizes) for _ in names or " "]))
+    return result.reshape(shape)
 
 
 @lru_cache(maxsize=256)
@@ -122,13 +161,13 @@ class Einsum:
         # The cache is not pickled.
         return Einsum, (self.text, self.formats, self.lowering)
 
-    def __call__(self, /, **operands: Operand) -> Tensor:
+    def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
-            return autograd.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
+            return _traced(self.text, operands, self.lowering)
         tensors, facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
-            return autograd.einsum(*self._flatten_operands(operands, facts), self.text, None, self.lowering)
+            return self._first_call(operands, facts)
         for check in seen.checks:
             check.check(operands)
         if not autograd.is_plain_call(tensors):
@@ -136,6 +175,17 @@ class Einsum:
         if seen.plan is None:
             seen.plan = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
         return plan.execute_plan(seen.plan, tensors)
+
+    def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
+        if _GROUP.search(self.text):
+            return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
+        statement, ready, constants = self._validated(operands)
+        if joins(statement, _coordinate_axes(ready)):
+            for check in checks_of(statement, ready):
+                check.check(ready)
+            return joined_einsum(statement, ready, self.lowering)
+        tensors, names = self._flatten_operands(operands, facts)
+        return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
@@ -161,22 +211,24 @@ class Einsum:
         self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
     ) -> tuple[list[Tensor], str]:
         """Check, convert and flatten the operands; a call whose operands need no conversion is cached."""
+        statement, ready, constants = self._validated(operands)
+        checks = checks_of(statement, ready)
+        for check in checks:
+            check.check(ready)
+        tensors, names, dense = flatten_used(self.text, ready, constants)
+        if facts is not None and not dense and all(ready[name] is x for name, x in operands.items()):
+            self._checked_calls.keep(facts, _CheckedCall(names, checks))
+        return tensors, names
+
+    def _validated(
+        self, operands: Mapping[str, Operand]
+    ) -> tuple[Statement, dict[str, Any], tuple[tuple[str, int], ...]]:
+        """(the statement, the checked and converted operands, the integers that the text needs)."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
-        ready = validate_operands(statement, operands, dict(self.formats))
-        constants = _numbers(self.text, integers)[1]
-        tensors, names = flatten_operands(ready, constants)
-        checks = checks_of(statement, ready)
-        for check in checks:
-            check.check(ready)
-        dense = _used_dense(self.text, names)
-        if dense:
-            return flatten_operands({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
-        if facts is not None and all(ready[name] is x for name, x in operands.items()):
-            self._checked_calls.keep(facts, _CheckedCall(names, checks))
-        return tensors, names
+        return statement, validate_operands(statement, operands, dict(self.formats)), _numbers(self.text, integers)[1]
 
 
 @dataclass(eq=False)
@@ -263,17 +315,38 @@ def _bare_names(formats: Mapping[str, str]) -> str:
     return "|".join(tokens)
 
 
-def _used_dense(text: str, names: str) -> set[str]:
-    """The sparse operands that this statement uses in dense form."""
-    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
-    return set(plan.rewritten(text, names, forms).dense) if forms else set()
-
-
 @_constant
 def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """The operands used as values, and the integer operands needed to parse the text."""
     values = value_names_of(_parsed(text, integers))
     return values, tuple((n, x) for n, x in integers if n not in values or _needed(text, integers, n))
+
+
+_GROUP = re.compile(r"[\[,]\s*\(\s*[^\W\d]\w*\s*,")  # of indices: A[(n,p),m]
+
+
+@_constant
+@lru_cache(maxsize=256)
+def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> Groups:
+    return Groups.of(_parsed(text, integers))
+
+
+@_constant
+def _check_traced(
+    text: str, integers: tuple[tuple[str, int], ...], formats: tuple[tuple[str, str], ...]
+) -> None:
+    """Raise OptionError for a statement that joins sparse operands: what meets depends on values."""
+    axes = {name: StoredAxes.of(parse_format(form)).coordinates for name, form in formats if "@" not in form}
+    if joins(_parsed(text, integers), axes):
+        raise OptionError(
+            f"`{text}` finds the entries of sparse operands that meet, whose number depends on their coordinates: "
+            "expected outside torch.compile, as positions (i:pos(A)) for a statement inside"
+        )
+
+
+def _coordinate_axes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The axes of each sparse operand that have coordinates."""
+    return {name: StoredAxes.of(x.format).coordinates for name, x in operands.items() if isinstance(x, Sparse)}
 
 
 def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool:

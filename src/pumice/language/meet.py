@@ -1,0 +1,259 @@
+"""Statements in which entries of several sparse operands meet, as a join and a statement over what it finds.
+
+    O[n,p,q,m] = Mask[n,p,q] * I[n,p+r,q+s,c] * F[r,s,c,m]              with Mask and I sparse becomes
+
+    for each e: entries of Mask and I, and n, p, q, r, s, that satisfy all coordinates                 (the join)
+    O[O_at[e],m] = Mask_values[Mask_at[e]] * I_values[I_at[e],c] * F[F_at[e],c,m]
+
+X_at[e] is the position of an entry of a sparse operand, or of a dense one on those of its axes whose indices the join
+finds, taken as one axis. Cf. the two phases of a map-based convolution in "Unified Convolution Framework", 4.2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from pumice.errors import OptionError, ShapeError
+from pumice.language.derive import fresh, names_of
+from pumice.language.formats import Format, layout
+from pumice.language.nodes import (
+    EVERY,
+    Access,
+    Affine,
+    Factor,
+    Index,
+    Statement,
+    Term,
+    accesses_of,
+    affine,
+    index,
+    indices_of,
+    substitute,
+)
+
+
+@dataclass(frozen=True)
+class StoredAxes:
+    """Axes of a sparse operand: those whose coordinates an entry has, and the dense axes of its value, as stored."""
+
+    coordinates: tuple[int, ...]
+    dense: tuple[int, ...]
+
+    @staticmethod
+    def of(format: Format) -> StoredAxes:
+        """The axes in a format without groups and blocks."""
+        found = enumerate(layout(format).coordinates)
+        coordinates = tuple(number for number, c in found if c.array is not None)
+        dense = (format.axes.index(name) for name in layout(format).values if name in format.axes)
+        return StoredAxes(coordinates, tuple(number for number in dense if number not in coordinates))
+
+
+def joins(statement: Statement, sparse: Mapping[str, Sequence[int]]) -> bool:
+    """True if the statement takes a join. sparse: the axes of each sparse operand that have coordinates."""
+    return bool(statement.positions or statement.pattern) or any(meets(term, sparse) for term in statement.terms)
+
+
+def meets(term: Term, sparse: Mapping[str, Sequence[int]]) -> bool:
+    """True if two sparse factors have an index in common among those of their coordinates."""
+    read = [
+        set(indices_of(*(factor.indices[axis] for axis in sparse[factor.name])))
+        for factor in term.factors
+        if isinstance(factor, Access) and factor.name in sparse
+    ]
+    return any(one & other for one, other in combinations(read, 2))
+
+
+def refusal(statement: Statement, term: Term, sparse: Mapping[str, StoredAxes]) -> OptionError | None:
+    """The reason why a term cannot be joined, or None."""
+    text = f"`{statement.text or statement}`"
+    if statement.reduction != "sum":
+        return OptionError(f"{text}: entries of sparse operands meet under {statement.operator}; pass all but one dense")
+    for access in accesses_of(term):
+        factor = access in term.factors
+        if access.name in sparse and not factor:
+            return OptionError(f"{text}: {access} is sparse and meets others, but is not a factor; pass it dense")
+        arrays = factor and access.name in sparse and any(access.indices[n].arrays for n in sparse[access.name].coordinates)
+        if arrays:
+            return OptionError(f"{text}: {access} is sparse, meets others and has an index array; pass it dense")
+    return None
+
+
+@dataclass(frozen=True)
+class Flattened:
+    """An axis of positions in the dense operand `name`: `axes` of it taken as one, indexed by `indices`."""
+
+    name: str
+    axes: tuple[int, ...]
+    indices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """The statement over the result of a join.
+
+    statement: its operands are index arrays of the join, values of sparse operands, dense operands, of which some are
+        flattened; facts: it has none yet.
+    arrays: by name of an index array, the index whose values it holds, the place of the sparse factor whose entries, or
+        the positions in a dense operand.
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
+    pattern: place of the factor whose pattern the target has.
+    """
+
+    statement: Statement
+    arrays: Mapping[str, str | int | Flattened]
+    values: Mapping[str, str]
+    flattened: Mapping[str, Flattened]
+    target: Flattened | None
+    pattern: int | None
+
+    def order(self) -> str | None:
+        """The index array by which entries are best sorted: that of a dense factor, a weight, else of the target."""
+        dense = [f for f in self.statement.terms[0].factors if isinstance(f, Access) and f.name not in self.values]
+        for access in (*dense, self.statement.target):
+            found = [array.name for e in access.indices for array in e.arrays if array.name in self.arrays]
+            if found:
+                return found[0]
+        return None
+
+
+def aggregation(statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> Aggregation:
+    """The second statement of one that joins, with one term. patterns: sparse operands without values."""
+    return _Builder(statement, sparse, patterns).built()
+
+
+class _Builder:
+    """Collects the operands of an aggregation."""
+
+    def __init__(self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> None:
+        self.statement, self.sparse, self.patterns = statement, sparse, patterns
+        self.taken = list(names_of(statement))
+        self.entry = self.name("e")
+        self.bound = bound_indices(statement.terms[0], sparse)
+        self.arrays: dict[str, str | int | Flattened] = {}
+        self.values: dict[str, str] = {}
+        self.flattened: dict[str, Flattened] = {}
+        self.place: int | None = None
+
+    def name(self, wanted: str) -> str:
+        found = fresh(wanted, self.taken)
+        self.taken.append(found)
+        return found
+
+    def built(self) -> Aggregation:
+        target, flat = self.target()
+        factors = [self.factor(place, f) for place, f in enumerate(self.statement.terms[0].factors)]
+        term = Term(tuple(f for f in factors if f is not None), self.statement.terms[0].coefficient)
+        left = indices_of(target, term)
+        names = {access.name for access in accesses_of(target, term)}
+        new = Statement(
+            target,
+            (term,),
+            ranges=tuple(r for r in self.statement.ranges if r[0] in left),
+            facts=tuple(fact for fact in self.statement.facts if fact[0] in names),
+        )
+        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.place)
+
+    def at(self, label: str, source: str | int | Flattened) -> Affine:
+        """The value of an index array at the entry."""
+        known = next((name for name, other in self.arrays.items() if other == source), None)
+        name = known or self.name(f"{label}_at")
+        self.arrays[name] = source
+        return affine([(1, Access(name, (index(self.entry),)))])
+
+    def replaced(self, node: Factor | Affine) -> Factor | Affine:
+        inside = [name for name in indices_of(node) if name in self.bound]
+        return substitute(node, {name: self.at(name, name) for name in inside}) if inside else node
+
+    def factor(self, place: int, factor: Factor) -> Factor | None:
+        if not isinstance(factor, Access):
+            return self.replaced(factor)
+        if factor.name not in self.sparse:
+            flat = self.flat(factor)
+            if flat is None:
+                return self.replaced(factor)
+            name = self.name(f"{factor.name}_flat")
+            self.flattened[name] = flat
+            return Access(name, self.beside(factor, flat, self.at(factor.name, flat)))
+        at, stored = self.at(factor.name, place), self.sparse[factor.name]
+        if factor.name in self.patterns:
+            return None
+        name = next((n for n, operand in self.values.items() if operand == factor.name), None)
+        name = name or self.name(f"{factor.name}_values")
+        self.values[name] = factor.name
+        return Access(name, (at, *(self.replaced(factor.indices[n]) for n in stored.dense)))
+
+    def flat(self, access: Access) -> Flattened | None:
+        """The axes of a dense operand whose indices are bound, if there are several, all bare and different."""
+        axes = tuple(n for n, e in enumerate(access.indices) if set(indices_of(e)) & set(self.bound))
+        names = tuple(access.indices[n].bare or "" for n in axes)
+        return Flattened(access.name, axes, names) if len(set(names) - {""}) == len(axes) > 1 else None
+
+    def beside(self, access: Access, flat: Flattened, position: Affine) -> tuple[Affine, ...]:
+        return (position, *(self.replaced(e) for n, e in enumerate(access.indices) if n not in flat.axes))
+
+    def target(self) -> tuple[Access, Flattened | None]:
+        target, pattern = self.statement.target, self.statement.pattern
+        if pattern:
+            place, count = self.pattern()
+            self.place = place
+            rest = tuple(self.replaced(e) for e in target.indices[count:])
+            return Access(target.name, (self.at(pattern, place), *rest)), None
+        flat = self.flat(target)
+        if flat is None:
+            return Access(target.name, tuple(self.replaced(e) for e in target.indices)), None
+        return Access(target.name, self.beside(target, flat, self.at(target.name, flat))), flat
+
+    def pattern(self) -> tuple[int, int]:
+        """(place of the factor whose pattern the target has, number of its coordinates)."""
+        statement, name = self.statement, self.statement.pattern
+        if name not in self.sparse:
+            raise OptionError(f"{statement.target.name} has the pattern of {name}, which is expected to be sparse")
+        found = [(place, f) for place, f in enumerate(statement.terms[0].factors) if getattr(f, "name", "") == name]
+        axes = self.sparse[name].coordinates
+        for place, factor in found:
+            read = [factor.indices[n] for n in axes]
+            rest = [e.bare for e in statement.target.indices[len(axes) :]]
+            fits = axes == tuple(range(len(axes))) and list(statement.target.indices[: len(axes)]) == read
+            if fits and len(set(rest) - {None, *self.bound}) == len(rest):
+                return place, len(axes)
+        raise ShapeError(
+            f"{statement.target} has the pattern of {name}: its axes are expected to be the stored ones of {name}, "
+            f"and then indices that are in no coordinate; found {name} as {', '.join(str(f) for _, f in found)}"
+        )
+
+
+def bound_indices(term: Term, sparse: Mapping[str, StoredAxes]) -> tuple[str, ...]:
+    """The indices in coordinates of sparse factors."""
+    factors = [f for f in term.factors if isinstance(f, Access) and f.name in sparse]
+    return indices_of(*(f.indices[n] for f in factors for n in sparse[f.name].coordinates))
+
+
+def position_axes(access: Access, sparse: Mapping[str, StoredAxes]) -> tuple[int, ...]:
+    """The axes over which a position of this access runs: all but `:`. Raises ShapeError if they have no position."""
+    every = tuple(n for n, e in enumerate(access.indices) if indices_of(e) == (EVERY,))
+    axes = tuple(n for n in range(len(access.indices)) if n not in every)
+    stored = sparse.get(access.name)
+    if stored is not None and axes != stored.coordinates:
+        wanted = ",".join(":" if n in stored.dense else str(e) for n, e in enumerate(access.indices))
+        raise ShapeError(f"a position of {access.name} is that of an entry: expected {access.name}[{wanted}], found {access}")
+    leading = axes == tuple(range(len(axes)))
+    if stored is None and not (axes and leading and all(access.indices[n].bare for n in axes)):
+        raise ShapeError(f"a position of a dense operand is that of its first axes, as in A[r,s,:]; found {access}")
+    return axes
+
+
+def sized(statement: Statement) -> Statement:
+    """The statement of positions without its target and with an index for each `:`, to find the ranges of the others."""
+    taken = list(names_of(statement))
+    factors = []
+    for access in (f for f in statement.terms[0].factors if isinstance(f, Access)):
+        expressions = []
+        for expression in access.indices:
+            if expression.terms and expression.terms[0][1] == Index(EVERY):
+                taken.append(fresh("every", taken))
+                expression = index(taken[-1])
+            expressions.append(expression)
+        factors.append(replace(access, indices=tuple(expressions)))
+    return replace(statement, target=Access(statement.target.name), terms=(Term(tuple(factors)),), positions=())
