@@ -48,23 +48,20 @@ class Groups:
                     found[left[0]] = shapes[operand][axis] // max(1, known)
         for operand, axis, names in members:
             self._check(found, names, f"axis {axis} of {operand}", shapes[operand][axis])
-        for operand, axes in self.axes:
-            for names in axes if operand not in shapes else ():
-                self._check(found, names, operand, None)
         return found
 
-    def _check(self, found: Mapping[str, int], names: Sequence[str], where: str, extent: int | None) -> None:
+    def _check(self, found: Mapping[str, int], names: Sequence[str], where: str, extent: int) -> None:
         if left := [name for name in names if name not in found]:
             hint = f"declare it, for instance `; {left[0]}:10`"
             raise ShapeError(f"{', '.join(left)} in the group ({','.join(names)}) on {where} has no size; {hint}")
         product = math.prod(found[name] for name in names)
-        if extent is not None and product != extent:
+        if product != extent:
             sizes = " * ".join(f"{name} {found[name]}" for name in names)
-            raise ShapeError(f"{where} has extent {extent}, expected {product}: the group ({','.join(names)}) has {sizes}")
+            raise ShapeError(
+                f"{where} has extent {extent}, expected {product}: the group ({','.join(names)}) has {sizes}"
+            )
 
-    def shape(self, operand: str, shape: Sequence[int] | None, extents: Mapping[str, int]) -> list[int]:
-        """The shape of an operand with an axis for each index; with shape None, one axis for each group."""
+    def shape(self, operand: str, shape: Sequence[int], extents: Mapping[str, int]) -> list[int]:
+        """The shape of an operand with an axis for each index."""
         axes = dict(self.axes)[operand]
-        if shape is None:
-            return [math.prod(extents[name] for name in names) for names in axes]
         return [n for axis, names in enumerate(axes) for n in ([extents[x] for x in names] if names else [shape[axis]])]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import TypeVar
 
 from pumice.errors import OptionError, ShapeError
 from pumice.language.derive import fresh, names_of
@@ -28,10 +29,14 @@ from pumice.language.nodes import (
     Term,
     accesses_of,
     affine,
+    arrays_of,
     index,
     indices_of,
     substitute,
 )
+from pumice.language.rewrite import single_terms
+
+Node = TypeVar("Node", bound=Factor | Affine)
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,37 @@ def meets(term: Term, sparse: Mapping[str, Sequence[int]]) -> bool:
 
 def refusal(statement: Statement, term: Term, sparse: Mapping[str, StoredAxes]) -> OptionError | None:
     """The reason why a term cannot be joined, or None."""
-    text = f"`{statement.text or statement}`"
+    text = f"`{statement.text or statement}`: entries of sparse operands meet"
     if statement.reduction != "sum":
-        return OptionError(f"{text}: entries of sparse operands meet under {statement.operator}; pass all but one dense")
-    for access in accesses_of(term):
-        factor = access in term.factors
-        if access.name in sparse and not factor:
-            return OptionError(f"{text}: {access} is sparse and meets others, but is not a factor; pass it dense")
-        arrays = factor and access.name in sparse and any(access.indices[n].arrays for n in sparse[access.name].coordinates)
-        if arrays:
-            return OptionError(f"{text}: {access} is sparse, meets others and has an index array; pass it dense")
+        return OptionError(f"{text} under {statement.operator}, expected under = or +=; pass all but one of them dense")
+    inside = (*arrays_of(term), *accesses_of(*(f for f in term.factors if not isinstance(f, Access))))
+    for access in inside:
+        if access.name in sparse:
+            return OptionError(f"{text}, and {access} is not a factor of the product; pass {access.name} dense")
     return None
+
+
+def check_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> None:
+    """Raise where a join cannot use operands stored so."""
+    coordinates = {name: axes.coordinates for name, axes in sparse.items()}
+    for term in statement.terms:
+        if meets(term, coordinates) and (reason := refusal(statement, term, sparse)) is not None:
+            raise reason
+        for factor in term.factors if statement.positions else ():
+            if isinstance(factor, Access) and factor.name in sparse:
+                position_axes(factor, sparse)
+    if statement.pattern in sparse:
+        aggregation(statement, sparse, ())
+
+
+def steps_of_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> list[Statement]:
+    """The statements over the result of a join, and those of terms that need none."""
+    coordinates = {name: axes.coordinates for name, axes in sparse.items()}
+    steps = single_terms(statement)
+    return [
+        aggregation(step, sparse, ()).statement if statement.pattern or meets(step.terms[0], coordinates) else step
+        for step in steps
+    ]
 
 
 @dataclass(frozen=True)
@@ -162,7 +187,7 @@ class _Builder:
         self.arrays[name] = source
         return affine([(1, Access(name, (index(self.entry),)))])
 
-    def replaced(self, node: Factor | Affine) -> Factor | Affine:
+    def replaced(self, node: Node) -> Node:
         inside = [name for name in indices_of(node) if name in self.bound]
         return substitute(node, {name: self.at(name, name) for name in inside}) if inside else node
 
@@ -210,7 +235,8 @@ class _Builder:
         statement, name = self.statement, self.statement.pattern
         if name not in self.sparse:
             raise OptionError(f"{statement.target.name} has the pattern of {name}, which is expected to be sparse")
-        found = [(place, f) for place, f in enumerate(statement.terms[0].factors) if getattr(f, "name", "") == name]
+        factors = enumerate(statement.terms[0].factors)
+        found = [(place, f) for place, f in factors if isinstance(f, Access) and f.name == name]
         axes = self.sparse[name].coordinates
         for place, factor in found:
             read = [factor.indices[n] for n in axes]
@@ -236,8 +262,9 @@ def position_axes(access: Access, sparse: Mapping[str, StoredAxes]) -> tuple[int
     axes = tuple(n for n in range(len(access.indices)) if n not in every)
     stored = sparse.get(access.name)
     if stored is not None and axes != stored.coordinates:
-        wanted = ",".join(":" if n in stored.dense else str(e) for n, e in enumerate(access.indices))
-        raise ShapeError(f"a position of {access.name} is that of an entry: expected {access.name}[{wanted}], found {access}")
+        shown = [":" if n in stored.dense else str(e).replace(EVERY, "_") for n, e in enumerate(access.indices)]
+        expected = f"expected {access.name}[{','.join(shown)}], found {access}"
+        raise ShapeError(f"a position of {access.name} is that of a stored entry: {expected}")
     leading = axes == tuple(range(len(axes)))
     if stored is None and not (axes and leading and all(access.indices[n].bare for n in axes)):
         raise ShapeError(f"a position of a dense operand is that of its first axes, as in A[r,s,:]; found {access}")
@@ -245,7 +272,7 @@ def position_axes(access: Access, sparse: Mapping[str, StoredAxes]) -> tuple[int
 
 
 def sized(statement: Statement) -> Statement:
-    """The statement of positions without its target and with an index for each `:`, to find the ranges of the others."""
+    """The statement of positions without its target and with an index for each `:`, to be bound."""
     taken = list(names_of(statement))
     factors = []
     for access in (f for f in statement.terms[0].factors if isinstance(f, Access)):

@@ -10,7 +10,8 @@
     access  := NAME ['[' axis (',' axis)* ']']
     axis    := affine | ':' | '(' NAME (',' NAME)+ ')'             all positions of a level; indices fused to one axis
     affine  := sums and products as above, of integers, indices and accesses, at most one non-integer per product
-    decl    := NAME ':' 'pos' '(' NAME ')' | NAME ':' 'pattern' '(' NAME ')' | NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
+    decl    := NAME ':' 'pos' '(' NAME ')' | NAME ':' 'pattern' '(' NAME ')'
+               | NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
 
 In `affine` and `decl` the name of a passed integer stands for its value. `#` starts a comment; white space is free.
 """
@@ -98,6 +99,8 @@ class _Parser(AccessReader):
         for access in accesses_of(found):
             if access.name not in placed and EVERY in indices_of(access):
                 self.fail(f"`:` in {access}: declare a position of its levels, `i:pos({access.name})`", start)
+        if found.pattern and (len(found.terms) != 1 or found.operator != "="):
+            self.fail(f"the right side of {found.target} with a pattern is one product, after `=`", start)
         if not found.positions:
             return
         names = [expression.bare for expression in found.target.indices]
@@ -320,7 +323,9 @@ class _Parser(AccessReader):
         opened = self.open()
         operand = self.take()
         if operand.text == self.target or not (known := self.uses.get(operand.text)) or not known.axes:
-            self.fail(f"{token.text}(...) names an operand of the right side, found {quote(operand.text)}", operand.start)
+            self.fail(
+                f"{token.text}(...) names an operand of the right side, found {quote(operand.text)}", operand.start
+            )
         self.close(opened, "")
         return operand.text
 

@@ -18,9 +18,10 @@ from pumice.language.bind import BoundStatement
 from pumice.language.contraction import contraction_roles
 from pumice.language.formats import Format, parse_format
 from pumice.language.groups import Groups
-from pumice.language.meet import StoredAxes, joins
+from pumice.language.meet import StoredAxes, check_join, joins, steps_of_join
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
+from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import plan
 from pumice.ops import autograd
@@ -99,9 +100,8 @@ def _traced(text: str, operands: Mapping[str, Operand], lowering: str) -> Tensor
     operands = {n: as_constant(x) if type(x) in (int, float) else x for n, x in operands.items()}
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
+    _check_traced(text, integers, tuple((name, str(x.format)) for name, x in operands.items() if isinstance(x, Sparse)))
     ready = one_dtype(dict(operands), {name for name in values if name in operands})
-    stored = tuple((name, str(x.format)) for name, x in ready.items() if isinstance(x, Sparse))
-    _check_traced(text, integers, stored)
     tensors, names = flatten_operands(ready, constants)
     return autograd.einsum(tensors, names, text, None, lowering)
 
@@ -189,8 +189,18 @@ class Einsum:
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
+        if _GROUP.search(self.text):
+            plain = _groups(self.text, tuple((name, x) for name, x in operands.items() if type(x) is int)).text
+            return f"statement\n  {self.text}\n\nwithout groups of indices\n  {plain}\n"
         if not operands:
-            return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
+            formats = {name: parse_format(form) for name, form in self.formats}
+            return _join_told(self.text, (), formats) or explanation(
+                [], _bare_names(dict(self.formats)), self.text, self.lowering
+            )
+        _, ready, constants = self._validated(operands)
+        formats = {name: x.format for name, x in ready.items() if isinstance(x, Sparse)}
+        if told := _join_told(self.text, constants, formats):
+            return told
         tensors, names = self._flatten_operands(operands)
         return explanation(tensors, names, self.text, self.lowering)
 
@@ -212,6 +222,8 @@ class Einsum:
     ) -> tuple[list[Tensor], str]:
         """Check, convert and flatten the operands; a call whose operands need no conversion is cached."""
         statement, ready, constants = self._validated(operands)
+        if joins(statement, _coordinate_axes(ready)):
+            raise OptionError("nothing to tune: the statement joins sparse operands, see explain()")
         checks = checks_of(statement, ready)
         for check in checks:
             check.check(ready)
@@ -252,14 +264,17 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
     formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call. Kernels
     are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the statement,
     its steps over storage arrays, the costs of the lowerings, and the kernel source.
-    Raises StatementError if the text is invalid for all values of its integers, and OptionError for a format of the
-    target or of a name that the statement does not read.
+    Raises StatementError if the text is invalid for all values of its integers; OptionError for a format of the target,
+    of an index array, or of a name that the statement does not read, and where these formats cannot be used; ShapeError
+    for a format with another number of axes.
     """
     if not isinstance(text, str):
         raise DtypeError(f"a statement is text, found {type(text).__name__}")
     _check_lowering(lowering)
+    if not isinstance(formats or {}, Mapping):
+        raise OptionError(f"formats are a mapping from names of operands, found {type(formats).__name__}")
     known = tuple(sorted((name, str(parse_format(f))) for name, f in (formats or {}).items()))
-    _check_text(text, tuple(name for name, _ in known))
+    _check_text(text, known)
     return Einsum(text, known, lowering)
 
 
@@ -270,15 +285,38 @@ def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
 
 @_constant
-def _check_text(text: str, formats: tuple[str, ...]) -> None:
-    """Raise if the text is invalid, or if there are formats of the target or of names that it does not read."""
+def _check_text(text: str, formats: tuple[tuple[str, str], ...]) -> None:
+    """Raise if the text is invalid, or if formats are not of operands that it reads, do not fit or cannot be used."""
     statement = _probed(text)
     read = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
-    for name in formats:
+    arrays = {array.name for array in arrays_of(*statement.terms, statement.target)}
+    known = {name: parse_format(form) for name, form in formats}
+    for name in known:
         if name == statement.target.name:
-            raise OptionError(f"the target {name} is a dense tensor, found a format of it")
+            hint = f"expected its pattern in the text, as `; {name}:pattern(A)`"
+            raise OptionError(f"the target {name} is a dense tensor, found a format of it; {hint}")
         if name not in read:
             raise OptionError(f"found a format of {name}, but `{text}` reads {', '.join(sorted(read)) or 'nothing'}")
+        if name in arrays:
+            raise OptionError(
+                f"{name} is an index array: expected a dense tensor, found the format {str(known[name])!r}"
+            )
+    for access in accesses_of(*statement.terms):
+        if access.name in known and len(access.indices) != known[access.name].ndim:
+            form = known[access.name]
+            have = f"`{access}` has {len(access.indices)}, format {str(form)!r} has {form.ndim}"
+            raise ShapeError(f"an access and the format are expected to have the same number of axes: {have}")
+    with suppress(StatementError):
+        _check_use(_parsed(text, ()), known)
+
+
+def _check_use(statement: Statement, formats: Mapping[str, Format]) -> None:
+    """Raise where the statement cannot use operands in these formats."""
+    if statement.positions or joins(statement, {name: StoredAxes.of(f).coordinates for name, f in formats.items()}):
+        check_join(statement, {name: StoredAxes.of(f) for name, f in formats.items()})
+        return
+    parts = {name: len(f.grouped.sizes) if f.grouped else 1 for name, f in formats.items()}
+    lower_statement(statement, {name: plan.StorageForm.of(f, max(1, parts[name])) for name, f in formats.items()})
 
 
 def _probed(text: str) -> Statement:
@@ -286,11 +324,13 @@ def _probed(text: str) -> Statement:
     try:
         return _parsed(text, ())
     except StatementError:
-        # Names with axes or declarations are not integers, nor are the indices of sum(i, ...).
+        # Names with axes or declarations are not integers, nor are the indices of sum(i, ...) and of groups.
         bare = re.sub(r"#[^\n]*", "", text)
         names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"\b([^\W\d]\w*)\s*[\[:]", bare))
         for listed in re.findall(r"\b(?:sum|max|min|mean)\s*\(((?:\s*[^\W\d]\w*\s*,)+)", bare):
             names -= set(re.findall(r"[^\W\d]\w*", listed))
+        for group in re.findall(r"[\[,]\s*\(((?:\s*[^\W\d]\w*\s*,)+\s*[^\W\d]\w*)\s*\)", bare):
+            names -= set(re.findall(r"[^\W\d]\w*", group))
         for value in (1, 1 << 30):
             with suppress(StatementError):
                 return parse(text, dict.fromkeys(names, value))
@@ -326,17 +366,14 @@ _GROUP = re.compile(r"[\[,]\s*\(\s*[^\W\d]\w*\s*,")  # of indices: A[(n,p),m]
 
 
 @_constant
-@lru_cache(maxsize=256)
 def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> Groups:
     return Groups.of(_parsed(text, integers))
 
 
 @_constant
-def _check_traced(
-    text: str, integers: tuple[tuple[str, int], ...], formats: tuple[tuple[str, str], ...]
-) -> None:
+def _check_traced(text: str, integers: tuple[tuple[str, int], ...], formats: tuple[tuple[str, str], ...]) -> None:
     """Raise OptionError for a statement that joins sparse operands: what meets depends on values."""
-    axes = {name: StoredAxes.of(parse_format(form)).coordinates for name, form in formats if "@" not in form}
+    axes = {name: StoredAxes.of(parse_format(form)).coordinates for name, form in formats}
     if joins(_parsed(text, integers), axes):
         raise OptionError(
             f"`{text}` finds the entries of sparse operands that meet, whose number depends on their coordinates: "
@@ -381,9 +418,21 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     bound = plan.sizes(text, names, [t.shape for t in operands], None)
     ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())
     lines += ["sizes", f"  {ranges}", f"  {statement.target.name} {list(bound.shape)}", ""]
+    text = plan.with_lost_ranges(text, names, bound)
     found = plan.options(operands, names, text, bound.shape, lowering.partition("/")[0])
     for option in sorted(found, key=lambda o: o.cost):
         lines += _option(option, operands, names, text, bound.shape)
+    return "\n".join(lines)
+
+
+def _join_told(text: str, integers: tuple[tuple[str, int], ...], formats: Mapping[str, Format]) -> str:
+    """A statement that joins sparse operands, the join and the statements over it, as text; "" for any other."""
+    statement, axes = _parsed(text, integers), {name: StoredAxes.of(f) for name, f in formats.items()}
+    if not joins(statement, {name: found.coordinates for name, found in axes.items()}):
+        return ""
+    lines = ["statement", f"  {statement}", "", f"join of the entries of {', '.join(axes)}"]
+    if not statement.positions:
+        lines += ["", "steps over its result", *(f"  {step}" for step in steps_of_join(statement, axes))]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ of its points, or solved for in each entry found, whichever makes fewer rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,30 +41,48 @@ from pumice.ops.sparse import Sparse
 MOST_ROWS = 1 << 26
 """Rows of a join at which it is refused: half a GiB for each index."""
 
+_NOWHERE = -(1 << 62)  # a position outside every operand
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of a join. indices: by index, its value in each row; entries: by place of a factor, the entry's position."""
+    """Rows of a join. indices: by index, its value in each row; entries: by place of a factor, the entry's position;
+    arrays: index arrays, by name."""
 
     count: int
     device: torch.device
     indices: Mapping[str, Tensor]
     entries: Mapping[int, Tensor]
+    arrays: Mapping[str, Tensor]
 
-    def taken(self, rows: Tensor, **more: Any) -> Rows:
+    def taken(self, rows: Tensor) -> Rows:
         """The rows at these numbers, or where the mask is True."""
         indices = {name: x[rows] for name, x in self.indices.items()}
         entries = {place: x[rows] for place, x in self.entries.items()}
         count = len(rows) if rows.dtype != torch.bool else int(rows.sum())
-        return Rows(count, self.device, indices, entries)
+        return Rows(count, self.device, indices, entries, self.arrays)
 
-    def value(self, expression: Affine, names: Sequence[str] | None = None) -> Tensor:
-        """constant + the terms of these indices (default: all) in each row."""
+    def value(self, expression: Affine) -> Tensor:
+        """The constant and the terms that are known in each row; _NOWHERE if an index array holds nothing there."""
         total = torch.full((self.count,), expression.constant, dtype=torch.int64, device=self.device)
+        there = torch.ones_like(total, dtype=torch.bool)
         for coefficient, atom in expression.terms:
-            if isinstance(atom, Index) and (names is None or atom.name in names):
-                total += coefficient * self.indices[atom.name]
-        return total
+            if set(indices_of(atom)) <= self.indices.keys():
+                value = self.indices[atom.name] if isinstance(atom, Index) else self.read(atom)
+                total += coefficient * value
+                there &= value >= 0
+        return torch.where(there, total, _NOWHERE)
+
+    def read(self, access: Access) -> Tensor:
+        """The values of an index array in each row, -1 outside it."""
+        array, there = self.arrays[access.name], torch.ones(self.count, dtype=torch.bool, device=self.device)
+        positions = []
+        for expression, extent in zip(access.indices, array.shape, strict=True):
+            positions.append(self.value(expression))
+            there &= (positions[-1] >= 0) & (positions[-1] < extent)
+        if not array.numel():
+            return torch.full_like(positions[0], -1)
+        return torch.where(there, array[tuple(torch.where(there, p, 0) for p in positions)].long(), -1)
 
     def with_points(self, name: str, points: Range) -> Rows:
         """Each row at every point of an index."""
@@ -93,10 +111,15 @@ class Side:
         bare = {e.bare for e in self.expressions}
         return tuple(name for name in indices_of(*self.expressions) if name not in known and name not in bare)
 
+    def solvable(self, known: Mapping[str, Any]) -> Callable[[Affine], bool]:
+        """Whether a coordinate gives all unknown indices of an expression: at most one, and not within an array."""
+        unknown = set(self.unknown(known))
+        return lambda e: len(unknown.intersection(indices_of(e))) <= (not unknown.intersection(indices_of(*e.arrays)))
 
-def join(sides: Sequence[Side], ranges: Mapping[str, Range], device: torch.device) -> Rows:
-    """The rows of a join. Raises OptionError if they are too many."""
-    rows, left = Rows(1, device, {}, {}), list(sides)
+
+def join(sides: Sequence[Side], ranges: Mapping[str, Range], arrays: Mapping[str, Tensor]) -> Rows:
+    """The rows of a join. arrays: the index arrays that coordinates read. Raises OptionError if they are too many."""
+    rows, left = Rows(1, sides[0].coordinates[0].device, {}, {}, arrays), list(sides)
     while left:
         side = min(left, key=lambda s: (len(s.unknown(rows.indices)), s.entries if len(left) == len(sides) else 0))
         left.remove(side)
@@ -139,10 +162,9 @@ class _Search:
 
     @staticmethod
     def of(rows: Rows, side: Side) -> _Search | None:
-        """None if a coordinate leaves several indices open."""
+        """None if a coordinate does not give all indices of its expression."""
         known = [n for n, e in enumerate(side.expressions) if set(indices_of(e)) <= rows.indices.keys()]
-        open_ = side.unknown(rows.indices)
-        if any(len(set(indices_of(e)).intersection(open_)) > 1 for e in side.expressions):
+        if not all(map(side.solvable(rows.indices), side.expressions)):
             return None
         there = torch.ones(rows.count, dtype=torch.bool, device=rows.device)
         wanted = torch.zeros(rows.count, dtype=torch.int64, device=rows.device)
@@ -172,8 +194,10 @@ def _solved(rows: Rows, side: Side, known: Mapping[str, Any], ranges: Mapping[st
     for expression, coordinates in sorted(every, key=lambda each: each[0].bare is None):
         if set(indices_of(expression)) <= known.keys():
             continue
-        rest = coordinates[rows.entries[side.place]].long() - rows.value(expression, [*rows.indices])
-        left = [(c, atom.name) for c, atom in expression.terms if isinstance(atom, Index) and atom.name not in rows.indices]
+        rest = coordinates[rows.entries[side.place]].long() - rows.value(expression)
+        left = [
+            (c, atom.name) for c, atom in expression.terms if isinstance(atom, Index) and atom.name not in rows.indices
+        ]
         if not left:
             rows = rows.taken(rest == 0)
             continue
@@ -187,7 +211,8 @@ def _solved(rows: Rows, side: Side, known: Mapping[str, Any], ranges: Mapping[st
 # Statements
 def stored(operands: Mapping[str, Any]) -> dict[str, Any]:
     """The operands, sparse ones in formats that give each entry its coordinates, or dense if all their levels are."""
-    return {name: _entrywise(x) if isinstance(x, Sparse) else x for name, x in operands.items()}
+    found = {name: _entrywise(x) if isinstance(x, Sparse) else x for name, x in operands.items()}
+    return {name: x for name, x in found.items() if not isinstance(x, int)}
 
 
 def _entrywise(x: Sparse) -> Sparse | Tensor:
@@ -199,7 +224,7 @@ def _entrywise(x: Sparse) -> Sparse | Tensor:
 
 
 def joined_einsum(statement: Statement, operands: Mapping[str, Any], lowering: str) -> Tensor | Sparse:
-    """Evaluate a statement that meet.joins() on validated operands; a Sparse if the target has a pattern or positions."""
+    """Evaluate a statement that takes a join; a Sparse if the target has a pattern or positions."""
     operands = stored(operands)
     if statement.positions:
         return _retrieved(statement, operands)
@@ -223,16 +248,12 @@ def _term(step: Statement, operands: Mapping[str, Any], bound: BoundStatement, l
     if (reason := refusal(step, step.terms[0], sparse)) is not None:
         raise reason
     found = aggregation(step, sparse, [name for name in sparse if operands[name].parts[0].values is None])
-    rows = join(_sides(step, operands, sparse), bound.ranges, _device(operands))
+    rows = join(_sides(step, operands, sparse), bound.ranges, operands)
     return _aggregated(found, operands, bound, rows, lowering)
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
     return {name: StoredAxes.of(x.format) for name, x in operands.items() if isinstance(x, Sparse)}
-
-
-def _device(operands: Mapping[str, Any]) -> torch.device:
-    return next(x.device for x in operands.values() if isinstance(x, Sparse))
 
 
 def _sides(step: Statement, operands: Mapping[str, Any], sparse: Mapping[str, StoredAxes]) -> list[Side]:
@@ -326,7 +347,7 @@ def _retrieved(statement: Statement, operands: Mapping[str, Any]) -> Sparse:
     if (reason := refusal(statement, statement.terms[0], sparse)) is not None:
         raise reason
     bound = bind(sized(statement), {name: tuple(x.shape) for name, x in operands.items()})
-    rows = join(_sides(statement, operands, sparse), bound.ranges, _device(operands))
+    rows = join(_sides(statement, operands, sparse), bound.ranges, operands)
     found, extents = dict[str, Tensor](), dict[str, int]()
     for place, factor in enumerate(statement.terms[0].factors):
         assert isinstance(factor, Access)
