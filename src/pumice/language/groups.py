@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from pumice.errors import ShapeError
 from pumice.language.nodes import Statement, accesses_of
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(NamedTuple):
     """text: the statement without groups. axes: by operand with groups, the indices on each of its axes, () on one that
     holds another expression. ranges: declared ends of ranges. places: (index, operand, axis) where an index is alone on
     an axis of an operand without groups."""
@@ -44,7 +44,7 @@ class Groups:
             for operand, axis, names in members:
                 left = [name for name in names if name not in found]
                 if len(left) == 1:
-                    known = math.prod(found[name] for name in names if name != left[0])
+                    known = math.prod([found[name] for name in names if name != left[0]])
                     found[left[0]] = shapes[operand][axis] // max(1, known)
         for operand, axis, names in members:
             self._check(found, names, f"axis {axis} of {operand}", shapes[operand][axis])
@@ -54,7 +54,7 @@ class Groups:
         if left := [name for name in names if name not in found]:
             hint = f"declare it, for instance `; {left[0]}:10`"
             raise ShapeError(f"{', '.join(left)} in the group ({','.join(names)}) on {where} has no size; {hint}")
-        product = math.prod(found[name] for name in names)
+        product = math.prod([found[name] for name in names])
         if product != extent:
             sizes = " * ".join(f"{name} {found[name]}" for name in names)
             raise ShapeError(

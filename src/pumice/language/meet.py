@@ -123,7 +123,7 @@ class Aggregation:
     arrays: by name of an index array, the index whose values it holds, the place of the sparse factor whose entries, or
         the positions in a dense operand.
     values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
-    pattern: place of the factor whose pattern the target has.
+    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
@@ -131,7 +131,7 @@ class Aggregation:
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
     target: Flattened | None
-    pattern: int | None
+    scale: str
 
     def order(self) -> str | None:
         """The index array by which entries are best sorted: that of a dense factor, a weight, else of the target."""
@@ -159,7 +159,8 @@ class _Builder:
         self.arrays: dict[str, str | int | Flattened] = {}
         self.values: dict[str, str] = {}
         self.flattened: dict[str, Flattened] = {}
-        self.place: int | None = None
+        self.pattern = pattern_place(statement, sparse) if statement.pattern else None
+        self.scale = ""
 
     def name(self, wanted: str) -> str:
         found = fresh(wanted, self.taken)
@@ -178,7 +179,7 @@ class _Builder:
             ranges=tuple(r for r in self.statement.ranges if r[0] in left),
             facts=tuple(fact for fact in self.statement.facts if fact[0] in names),
         )
-        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.place)
+        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.scale)
 
     def at(self, label: str, source: str | int | Flattened) -> Affine:
         """The value of an index array at the entry."""
@@ -205,6 +206,9 @@ class _Builder:
         if factor.name in self.patterns:
             return None
         name = next((n for n, operand in self.values.items() if operand == factor.name), None)
+        if place == self.pattern and not stored.dense:
+            self.scale = factor.name
+            return None
         name = name or self.name(f"{factor.name}_values")
         self.values[name] = factor.name
         return Access(name, (at, *(self.replaced(factor.indices[n]) for n in stored.dense)))
@@ -221,33 +225,44 @@ class _Builder:
     def target(self) -> tuple[Access, Flattened | None]:
         target, pattern = self.statement.target, self.statement.pattern
         if pattern:
-            place, count = self.pattern()
-            self.place = place
-            rest = tuple(self.replaced(e) for e in target.indices[count:])
-            return Access(target.name, (self.at(pattern, place), *rest)), None
+            axes = self.sparse[pattern].coordinates
+            rest = tuple(self.replaced(e) for e in target.indices[len(axes) :])
+            return Access(target.name, (self.at(pattern, pattern_place(self.statement, self.sparse)), *rest)), None
         flat = self.flat(target)
         if flat is None:
             return Access(target.name, tuple(self.replaced(e) for e in target.indices)), None
         return Access(target.name, self.beside(target, flat, self.at(target.name, flat))), flat
 
-    def pattern(self) -> tuple[int, int]:
-        """(place of the factor whose pattern the target has, number of its coordinates)."""
-        statement, name = self.statement, self.statement.pattern
-        if name not in self.sparse:
-            raise OptionError(f"{statement.target.name} has the pattern of {name}, which is expected to be sparse")
-        factors = enumerate(statement.terms[0].factors)
-        found = [(place, f) for place, f in factors if isinstance(f, Access) and f.name == name]
-        axes = self.sparse[name].coordinates
-        for place, factor in found:
-            read = [factor.indices[n] for n in axes]
-            rest = [e.bare for e in statement.target.indices[len(axes) :]]
-            fits = axes == tuple(range(len(axes))) and list(statement.target.indices[: len(axes)]) == read
-            if fits and len(set(rest) - {None, *self.bound}) == len(rest):
-                return place, len(axes)
-        raise ShapeError(
-            f"{statement.target} has the pattern of {name}: its axes are expected to be the stored ones of {name}, "
-            f"and then indices that are in no coordinate; found {name} as {', '.join(str(f) for _, f in found)}"
-        )
+
+def pattern_place(statement: Statement, sparse: Mapping[str, StoredAxes]) -> int:
+    """The place of the factor whose pattern the target has. Raises if it is not sparse or has other indices."""
+    name = statement.pattern
+    if name not in sparse:
+        raise OptionError(f"{statement.target.name} has the pattern of {name}, which is expected to be sparse")
+    found = [f for f in statement.terms[0].factors if isinstance(f, Access) and f.name == name]
+    for factor in found:
+        if _has_pattern(statement, factor, sparse):
+            return statement.terms[0].factors.index(factor)
+    raise ShapeError(
+        f"{statement.target} has the pattern of {name}: its axes are expected to be the stored ones of {name}, "
+        f"and then indices that are in no coordinate; found {name} as {', '.join(map(str, found))}"
+    )
+
+
+def with_pattern(statement: Statement, sparse: Mapping[str, StoredAxes]) -> Statement:
+    """A statement with a dense target that is 0 but at the entries of a sparse factor, with the pattern of that one."""
+    for factor in statement.terms[0].factors:
+        if isinstance(factor, Access) and factor.name in sparse and _has_pattern(statement, factor, sparse):
+            return replace(statement, pattern=factor.name)
+    return statement
+
+
+def _has_pattern(statement: Statement, factor: Access, sparse: Mapping[str, StoredAxes]) -> bool:
+    axes, target = sparse[factor.name].coordinates, statement.target.indices
+    rest = [e.bare for e in target[len(axes) :]]
+    bound = bound_indices(statement.terms[0], sparse)
+    same = axes == tuple(range(len(axes))) and list(target[: len(axes)]) == [factor.indices[n] for n in axes]
+    return same and len(set(rest) - {None, *bound}) == len(rest)
 
 
 def bound_indices(term: Term, sparse: Mapping[str, StoredAxes]) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def _without_groups(
     text: str, operands: Mapping[str, Operand], call: Callable[[str, dict[str, Operand]], Tensor | Sparse]
 ) -> Any:
     """The result of a statement with groups of indices, by a call of the one without, on reshaped operands."""
-    groups = _groups(text, tuple((name, x) for name, x in operands.items() if type(x) is int))
+    groups = Groups(*_groups(text, tuple((name, x) for name, x in operands.items() if type(x) is int)))
     grouped = dict(groups.axes)
     for name in grouped:
         if name in operands and not isinstance(operands[name], Tensor):
@@ -190,7 +190,7 @@ class Einsum:
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
         if _GROUP.search(self.text):
-            plain = _groups(self.text, tuple((name, x) for name, x in operands.items() if type(x) is int)).text
+            plain = _groups(self.text, tuple((name, x) for name, x in operands.items() if type(x) is int))[0]
             return f"statement\n  {self.text}\n\nwithout groups of indices\n  {plain}\n"
         if not operands:
             formats = {name: parse_format(form) for name, form in self.formats}
@@ -366,8 +366,8 @@ _GROUP = re.compile(r"[\[,]\s*\(\s*[^\W\d]\w*\s*,")  # of indices: A[(n,p),m]
 
 
 @_constant
-def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> Groups:
-    return Groups.of(_parsed(text, integers))
+def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    return tuple(Groups.of(_parsed(text, integers)))
 
 
 @_constant

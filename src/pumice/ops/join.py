@@ -30,6 +30,7 @@ from pumice.language.meet import (
     position_axes,
     refusal,
     sized,
+    with_pattern,
 )
 from pumice.language.nodes import Access, Affine, Index, Range, Statement, accesses_of, indices_of
 from pumice.language.rewrite import single_terms
@@ -247,9 +248,11 @@ def _term(step: Statement, operands: Mapping[str, Any], bound: BoundStatement, l
         return autograd.einsum(tensors, names, text, bound.shape, lowering)
     if (reason := refusal(step, step.terms[0], sparse)) is not None:
         raise reason
+    step = step if step.pattern else with_pattern(step, sparse)
     found = aggregation(step, sparse, [name for name in sparse if operands[name].parts[0].values is None])
     rows = join(_sides(step, operands, sparse), bound.ranges, operands)
-    return _aggregated(found, operands, bound, rows, lowering)
+    result = _aggregated(found, operands, replace(bound, statement=step), rows, lowering)
+    return result if bound.statement.pattern or isinstance(result, Tensor) else result.to_dense()
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
@@ -293,6 +296,9 @@ def _aggregated(
         shape = _flat_shape(shape, found.target)
     result = autograd.einsum([*given.values()], "|".join(given), str(statement), shape, lowering)
     if pattern:
+        if found.scale:
+            values = operands[found.scale].parts[0].values
+            result = result * values.reshape(-1, *[1] * (result.ndim - 1))
         return _with_pattern(result, operands[pattern], bound)
     return result if found.target is None else _unflat(result, found.target, bound.shape)
 
