@@ -49,19 +49,21 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
-def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Tensor:
+def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
     """Evaluate a statement of the einsum language.
 
         einsum("C[i,n] = A[i,k] * B[k,n]", A=A, B=B)                             affine or indirect indices, any depth
         einsum("C[D[y],x] += A[y,E[r]] * B[r,x]", C=C, D=D, A=A, E=E, B=B)
         einsum("O[p] = I[2*p+r-1] * F[r] ; p:14", I=I, F=F)                       a declared range pads with zeros
         einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=B)            formats come from the operands
+        einsum("C[D[e],o] max= sum(i, X[S[e],i] * W[R[e],i,o]) ; C:[9,_]", ...)   a maximum of sums
+        einsum("O[p,m] = M[p] * I[p+r,c] * F[r,c,m] ; O:pattern(M)", ...)         sparse M and I: a Sparse like M
 
     Parameters
     ----------
     text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". Indices that are
         not in the target are reduced, as are several writes to one entry. A term does not contribute where an index
-        array holds -1 or an index is out of range.
+        array holds -1 or an index is out of range. See docs/einsum.md for nested reductions, positions and groups.
     operands: by name. Tensors of one floating dtype (integer and bool values are converted to it), index arrays of
         int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
         `+=` adds to the operand of the target's name, which is not modified.
@@ -70,7 +72,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the precision of float32 products; default:
         torch.set_float32_matmul_precision.
 
-    Returns a new tensor of the target's shape, in the operands' dtype (under autocast in the autocast dtype). Half
+    Returns a new tensor of the target's shape (a Sparse if the target has a pattern, or positions for its axes, which
+    takes `pm.sparse` operands), in the operands' dtype (under autocast in the autocast dtype). Half
     precision is accumulated in float32 and rounded once per term. Differentiable any number of times in every floating
     operand.
     Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for index arrays with
@@ -395,7 +398,9 @@ def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool
     return False
 
 
-def _written(out: Tensor, result: Tensor) -> Tensor:
+def _written(out: Tensor, result: Tensor | Sparse) -> Tensor:
+    if isinstance(result, Sparse):
+        raise OptionError("out is for a dense target, found a target with a pattern or positions")
     if not isinstance(out, Tensor):
         raise DtypeError(f"out is a tensor, found {type(out).__name__}")
     if out.device != result.device:
