@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -182,12 +182,12 @@ class Einsum:
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
             return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
-        statement, ready, constants = self._validated(operands)
-        if joins(statement, _coordinate_axes(ready)):
-            for check in checks_of(statement, ready):
-                check.check(ready)
-            return joined_einsum(statement, ready, self.lowering)
-        tensors, names = self._flatten_operands(operands, facts)
+        ready = self._checked(operands)
+        if joins(ready.statement, _coordinate_axes(ready.operands)):
+            return joined_einsum(ready.statement, ready.operands, self.lowering)
+        tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
+        if not dense and all(ready.operands[name] is x for name, x in operands.items()):
+            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def explain(self, /, **operands: Operand) -> str:
@@ -200,17 +200,20 @@ class Einsum:
             return _join_told(self.text, (), formats) or explanation(
                 [], _bare_names(dict(self.formats)), self.text, self.lowering
             )
-        _, ready, constants = self._validated(operands)
-        formats = {name: x.format for name, x in ready.items() if isinstance(x, Sparse)}
-        if told := _join_told(self.text, constants, formats):
+        ready = self._checked(operands)
+        formats = {name: x.format for name, x in ready.operands.items() if isinstance(x, Sparse)}
+        if told := _join_told(self.text, ready.constants, formats):
             return told
-        tensors, names = self._flatten_operands(operands)
+        tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, /, **operands: Operand) -> str:
         """Autotune the kernel tiles for operands of this size class; returns the measured times as text. The fastest
         tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
-        tensors, names = self._flatten_operands(operands)
+        ready = self._checked(operands)
+        if ready.statement.fused or joins(ready.statement, _coordinate_axes(ready.operands)):
+            raise OptionError("nothing to tune: the statement is evaluated by others, see explain()")
+        tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
             raise OptionError("nothing to tune: no step is a kernel here, see explain()")
@@ -220,30 +223,26 @@ class Einsum:
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
 
-    def _flatten_operands(
-        self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
-    ) -> tuple[list[Tensor], str]:
-        """Check, convert and flatten the operands; a call whose operands need no conversion is cached."""
-        statement, ready, constants = self._validated(operands)
-        if joins(statement, _coordinate_axes(ready)):
-            raise OptionError("nothing to tune: the statement joins sparse operands, see explain()")
-        checks = checks_of(statement, ready)
-        for check in checks:
-            check.check(ready)
-        tensors, names, dense = flatten_used(self.text, ready, constants)
-        if facts is not None and not dense and all(ready[name] is x for name, x in operands.items()):
-            self._checked_calls.keep(facts, _CheckedCall(names, checks))
-        return tensors, names
-
-    def _validated(
-        self, operands: Mapping[str, Operand]
-    ) -> tuple[Statement, dict[str, Any], tuple[tuple[str, int], ...]]:
-        """(the statement, the checked and converted operands, the integers that the text needs)."""
+    def _checked(self, operands: Mapping[str, Operand]) -> _CheckedOperands:
+        """Check and convert the operands."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
-        return statement, validate_operands(statement, operands, dict(self.formats)), _numbers(self.text, integers)[1]
+        ready = validate_operands(statement, operands, dict(self.formats))
+        checks = checks_of(statement, ready)
+        for check in checks:
+            check.check(ready)
+        return _CheckedOperands(statement, ready, _numbers(self.text, integers)[1], checks)
+
+
+class _CheckedOperands(NamedTuple):
+    """The statement of a call, its converted operands, the integers that the text needs, and the checks that ran."""
+
+    statement: Statement
+    operands: dict[str, Any]
+    constants: tuple[tuple[str, int], ...]
+    checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
 
 
 @dataclass(eq=False)
