@@ -121,6 +121,13 @@ def case_taps(made: Masked) -> int:
     return made.weight[..., 0, 0].numel()
 
 
+def test_positions_of_a_dense_operand_that_meets_nothing():
+    a, b = pm.sparse(torch.tensor([0.0, 1, 1]), "n:C"), pm.sparse(torch.tensor([1.0, 0, 1]), "n:C")
+    text = "Map[k,i,j] = A[n] * F[r,:] * B[n] ; i:pos(A), j:pos(B), k:pos(F)"
+    found = pm.einsum(text, A=a, B=b, F=torch.ones(2, 3)).to_dense()
+    assert found.shape == (2, 2, 2) and found.nonzero().tolist() == [[0, 1, 1], [1, 1, 1]]
+
+
 def test_the_second_half_compiles_and_the_first_is_refused():
     torch._dynamo.reset()
     made = Masked(2)

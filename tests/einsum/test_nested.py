@@ -116,14 +116,14 @@ def passed(case) -> dict:
 @pytest.mark.parametrize("first", [0, 1200])
 def test_random_statements(first):
     count = 0
-    for seed, case in nested_cases(first, 200):
+    for seed, case in nested_cases(first, 120):
         got = pm.einsum(case.text, **passed(case))
         wanted = torch.from_numpy(evaluate(case.text, case.operands)).to(got.dtype)
         torch.testing.assert_close(
             got, wanted, rtol=1e-9, atol=1e-9, msg=lambda m, s=seed, c=case: f"{s} {c.text}: {m}"
         )
         count += 1
-    assert count > 60
+    assert count > 40
 
 
 def test_random_gradients():

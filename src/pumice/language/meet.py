@@ -145,10 +145,10 @@ class Aggregation:
 
 def aggregation(statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> Aggregation:
     """The second statement of one that joins, with one term. patterns: sparse operands without values."""
-    return _Builder(statement, sparse, patterns).built()
+    return _AggregationBuilder(statement, sparse, patterns).built()
 
 
-class _Builder:
+class _AggregationBuilder:
     """Collects the operands of an aggregation."""
 
     def __init__(self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> None:

@@ -132,12 +132,12 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     """The rows with every entry of the factor that fits them."""
     tried = [name for name in side.unknown(rows.indices) if name in ranges]
     points = rows.count * math.prod(len(ranges[name]) for name in tried)
-    search = _Search.of(rows, side)
+    search = _EntrySearch.of(rows, side)
     if tried and (search is None or points < search.total):
         _check_rows(points, side)
         for name in tried:
             rows = rows.with_points(name, ranges[name])
-        search = _Search.of(rows, side)
+        search = _EntrySearch.of(rows, side)
     assert search is not None
     _check_rows(search.total, side)
     return _solved(search.found(rows), side, rows.indices, ranges)
@@ -152,7 +152,7 @@ def _check_rows(count: int, side: Side) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _EntrySearch:
     """The entries of a factor that have the known coordinates of each row: `counts` from `first` on, in `order`."""
 
     order: Tensor
@@ -162,7 +162,7 @@ class _Search:
     place: int
 
     @staticmethod
-    def of(rows: Rows, side: Side) -> _Search | None:
+    def of(rows: Rows, side: Side) -> _EntrySearch | None:
         """None if a coordinate does not give all indices of its expression."""
         known = [n for n, e in enumerate(side.expressions) if set(indices_of(e)) <= rows.indices.keys()]
         if not all(map(side.solvable(rows.indices), side.expressions)):
@@ -178,7 +178,7 @@ class _Search:
         keys, order = torch.sort(keys)
         first = torch.searchsorted(keys, wanted)
         counts = torch.where(there, torch.searchsorted(keys, wanted, right=True) - first, 0)
-        return _Search(order, first, counts, int(counts.sum()), side.place)
+        return _EntrySearch(order, first, counts, int(counts.sum()), side.place)
 
     def found(self, rows: Rows) -> Rows:
         """A row for each of these entries."""
@@ -276,31 +276,38 @@ def _aggregated(
     """The second statement, evaluated over the rows of the join."""
     shapes = {name: x.shape for name, x in operands.items()} | {bound.statement.target.name: bound.shape}
     arrays = {name: _array(source, rows, shapes) for name, source in found.arrays.items()}
-    statement, order = found.statement, found.order()
+    statement, order = declare(found.statement, bound.ranges), found.order()
     if order is not None:
         by = torch.argsort(arrays[order], stable=True)
         arrays = {name: x[by] for name, x in arrays.items()}
         statement = replace(statement, facts=(*statement.facts, (order, "sorted")))
+    read = {access.name for access in accesses_of(statement)}
+    given = {name: x for name, x in (_values(found, operands) | arrays).items() if name in read}
+
+    def evaluated(shape: Sequence[int]) -> Tensor:
+        return autograd.einsum([*given.values()], "|".join(given), str(statement), shape, lowering)
+
+    if pattern := bound.statement.pattern:
+        like = operands[pattern]
+        values = evaluated((_entries(like), *bound.shape[len(StoredAxes.of(like.format).coordinates) :]))
+        if found.scale:
+            values = values * operands[found.scale].parts[0].values.reshape(-1, *[1] * (values.ndim - 1))
+        return _with_pattern(values, like, bound)
+    if found.target is None:
+        return evaluated(bound.shape)
+    return _unflat(evaluated(_flat_shape(bound.shape, found.target)), found.target, bound.shape)
+
+
+def _entries(x: Sparse) -> int:
+    return next(iter(x.parts[0].coords.values())).shape[0]
+
+
+def _values(found: Aggregation, operands: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The dense operands, flattened ones, and the values of sparse ones, by their names in the second statement."""
     given: dict[str, Tensor] = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
     given.update((name, operands[operand].parts[0].values) for name, operand in found.values.items())
     given.update((name, _flat(operands[flat.name], flat)) for name, flat in found.flattened.items())
-    statement = declare(statement, bound.ranges)
-    read = {access.name for access in accesses_of(statement)}
-    given = {name: x for name, x in (given | arrays).items() if name in read}
-    shape, pattern = bound.shape, bound.statement.pattern
-    if pattern:
-        entries = operands[pattern].parts[0]
-        count = len(_stored_axes({pattern: operands[pattern]})[pattern].coordinates)
-        shape = (next(iter(entries.coords.values())).shape[0], *shape[count:])
-    elif found.target is not None:
-        shape = _flat_shape(shape, found.target)
-    result = autograd.einsum([*given.values()], "|".join(given), str(statement), shape, lowering)
-    if pattern:
-        if found.scale:
-            values = operands[found.scale].parts[0].values
-            result = result * values.reshape(-1, *[1] * (result.ndim - 1))
-        return _with_pattern(result, operands[pattern], bound)
-    return result if found.target is None else _unflat(result, found.target, bound.shape)
+    return given
 
 
 def _array(source: str | int | Flattened, rows: Rows, shapes: Mapping[str, Sequence[int]]) -> Tensor:
@@ -344,29 +351,26 @@ def _with_pattern(values: Tensor, like: Sparse, bound: BoundStatement) -> Sparse
 
 
 def _retrieved(statement: Statement, operands: Mapping[str, Any]) -> Sparse:
-    """The positions of the entries that meet, as a pattern sorted by the positions of dense operands first."""
+    """The positions of the entries that meet."""
     sparse = _stored_axes(operands)
     if not sparse:
         raise OptionError(f"`{statement.text or statement}` finds positions of sparse operands, and all are dense")
-    factors = {f.name: f for f in statement.terms[0].factors if isinstance(f, Access)}
-    axes = {name: position_axes(factor, sparse) for name, factor in factors.items()}
     if (reason := refusal(statement, statement.terms[0], sparse)) is not None:
         raise reason
+    factors = {place: f for place, f in enumerate(statement.terms[0].factors) if isinstance(f, Access)}
+    axes = {place: position_axes(factor, sparse) for place, factor in factors.items()}
+    names = {place: [factors[place].indices[axis].bare or "" for axis in axes[place]] for place in factors}
     bound = bind(sized(statement), {name: tuple(x.shape) for name, x in operands.items()})
     rows = join(_sides(statement, operands, sparse), bound.ranges, operands)
+    dense = [place for place, factor in factors.items() if factor.name not in sparse]
+    for name in dict.fromkeys(name for place in dense for name in names[place]):
+        rows = rows if name in rows.indices else rows.with_points(name, bound.ranges[name])
     found, extents = dict[str, Tensor](), dict[str, int]()
-    for place, factor in enumerate(statement.terms[0].factors):
-        assert isinstance(factor, Access)
-        if factor.name in sparse:
-            side = operands[factor.name].parts[0].coords
-            found[factor.name], extents[factor.name] = rows.entries[place], next(iter(side.values())).shape[0]
-            continue
-        names = [factor.indices[axis].bare or "" for axis in axes[factor.name]]
-        for name in names:
-            rows = rows if name in rows.indices else rows.with_points(name, bound.ranges[name])
-        shape = operands[factor.name].shape[: len(names)]
-        found[factor.name] = raveled([rows.indices[name] for name in names], shape)
-        extents[factor.name] = math.prod(shape)
+    for place, factor in factors.items():
+        x, shape = operands[factor.name], operands[factor.name].shape[: len(axes[place])]
+        extents[factor.name] = math.prod(shape) if place in dense else _entries(x)
+        own = raveled([rows.indices[name] for name in names[place]], shape) if place in dense else rows.entries[place]
+        found[factor.name] = own
     return _as_pattern(statement, found, extents)
 
 
