@@ -503,6 +503,19 @@ def size_text(d: Draft, index: Index) -> str:
     return f"{index.name}:{given_integer(d, index.stop) or index.stop}"
 
 
+def named_reduction(d: Draft, operator: str, target: str, right: str, nested: bool) -> str:
+    """The right side; under max=, min= and mean= it names what is reduced: all that the target lacks. nested: a part of
+    it, the rest being summed first."""
+    free = [i for i in d.indices if re.search(rf"\b{i.name}\b", right) and not re.search(rf"\b{i.name}\b", target)]
+    if operator not in ("max=", "min=", "mean=") or not free:
+        return right
+    outer = free
+    if nested and len(free) > 1 and not any(i.empty for i in free):
+        outer = d.rng.sample(free, d.rng.randint(1, len(free) - 1))
+        d.note("nested reduction")
+    return f"{operator[:-1]}({', '.join(i.name for i in outer)}, {right})"
+
+
 # The text
 PIECE = re.compile(r"(?:max|min|mean)=|\+=|\d+\.\.\d+|(?:\d+\.?\d*|\.\d+)(?:e-?\d+)?|[^\W\d]\w*|\S")
 SPACES = ("", "", "", "", " ", " ", "  ", "\n", "\t", " # a [note]; p:3 += \n")
@@ -518,8 +531,8 @@ def untidy(d: Draft, text: str) -> str:
     return loose
 
 
-def random_case(seed: int) -> Case:
-    """The case of this seed."""
+def random_case(seed: int, nested: bool = False) -> Case:
+    """The case of this seed. nested: where a max, min or mean is over several indices, some are summed first."""
     d = Draft(seed, random.Random(seed), np.random.default_rng(seed))
     d.names, d.maps = d.rng.sample(ARRAY_NAMES, len(ARRAY_NAMES)), d.rng.sample(MAP_NAMES, len(MAP_NAMES))
     d.names = [f"Extra{n}" for n in range(30)] + d.names
@@ -534,6 +547,7 @@ def random_case(seed: int) -> Case:
     if spare is not None:
         d.indices.append(spare)
     target = draw_target(d, name, passed or declared)
+    right = named_reduction(d, operator, target.text, right, nested)
     parts = declare(d, name, target, declared, target.text + right)
     if spare is not None and re.search(rf"\b{spare.name}\b", target.text):
         d.note("only in the target")

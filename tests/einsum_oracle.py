@@ -57,8 +57,11 @@ class Factor:
 
 @dataclass(frozen=True)
 class Term:
+    """`summed`: the indices of the sum(...) around it."""
+
     coefficient: Number
     factors: tuple[Factor, ...]
+    summed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,28 @@ class Statement:
     terms: tuple[Term, ...]
     ranges: dict[str, Range]
     shapes: dict[str, tuple[int | None, ...]]
+    outer: tuple[str, ...] = ()
+
+    def summed(self) -> set[str]:
+        """What is summed before a max, min or mean: as the text says, else what products share below a scatter."""
+        kept = set(indices_of([self.target, *inner_accesses(self.target)]))
+        free = set(indices_of([a for term in self.terms for a in accesses(term)])) - kept
+        said = {name for term in self.terms for name in term.summed}
+        if self.outer or said:
+            return free - set(self.outer) if self.outer else said
+        shared = {name for name in free if all(is_shared(name, term) for term in self.terms)}
+        if any(axis.reads or len(axis.indices) > 1 for axis in self.target.axes):
+            if free != shared:
+                raise OracleError(f"{free - shared} are summed or reduced: the text must say")
+            return shared
+        if shared and len(free) > 1:
+            raise OracleError(f"{free} are summed or reduced: the text must say")
+        return set()
+
+
+def is_shared(name: str, term: Term) -> bool:
+    count = sum(name in indices_of(list(accesses(Term(1, (factor,))))) for factor in term.factors)
+    return count != 1 and (count > 1 or name not in indices_of(list(accesses(term))))
 
 
 # The reader
@@ -126,7 +151,12 @@ class Reader:
     def statement(self) -> Statement:
         target = self.access(self.take("name"))
         operator = self.take(*OPERATORS)
-        terms = self.expression()
+        outer: tuple[str, ...] = ()
+        if self.peek() + "=" == operator and self.peek(1) == "(":
+            self.take()
+            outer, terms = self.named()
+        else:
+            terms = self.expression()
         ranges: dict[str, Range] = {}
         shapes: dict[str, tuple[int | None, ...]] = {}
         more = self.accept(";")
@@ -134,7 +164,18 @@ class Reader:
             self.declaration(ranges, shapes)
             more = self.accept(";", ",")
         self.take("end")
-        return Statement(target, operator, terms, ranges, shapes)
+        return Statement(target, operator, terms, ranges, shapes, outer)
+
+    def named(self) -> tuple[tuple[str, ...], tuple[Term, ...]]:
+        """The indices and the terms in the parentheses of sum(...) or max(...)."""
+        self.take("(")
+        names = []
+        while self.kind() == "name" and self.peek(1) == ",":
+            names.append(self.take("name"))
+            self.take(",")
+        terms = self.expression()
+        self.take(")")
+        return tuple(names), terms
 
     def declaration(self, ranges: dict, shapes: dict) -> None:
         name = self.take("name")
@@ -173,7 +214,7 @@ class Reader:
         terms: list[Term] = []
         sign = -1 if self.accept("-") else 1
         while True:
-            terms += [Term(sign * t.coefficient, t.factors) for t in self.product()]
+            terms += [Term(sign * t.coefficient, t.factors, t.summed) for t in self.product()]
             step = self.accept("+", "-")
             if not step:
                 return tuple(terms)
@@ -184,7 +225,8 @@ class Reader:
         terms = self.factor()
         while self.accept("*"):
             right = self.factor()
-            terms = [Term(a.coefficient * b.coefficient, a.factors + b.factors) for a in terms for b in right]
+            pairs = itertools.product(terms, right)
+            terms = [Term(a.coefficient * b.coefficient, a.factors + b.factors, a.summed + b.summed) for a, b in pairs]
         return terms
 
     def factor(self) -> list[Term]:
@@ -196,6 +238,9 @@ class Reader:
             text = self.take()
             return [Term(int(text) if text.isdecimal() else float(text), ())]
         name = self.take("name")
+        if name == "sum" and self.peek() == "(":
+            names, inner = self.named()
+            return [Term(t.coefficient, t.factors, t.summed + names) for t in inner]
         if name in ("exists", "equal") and self.peek() == "(":
             return [Term(1, (self.call(name),))]
         access = self.access(name) if self.peek() == "[" else Access(name, ())
@@ -529,11 +574,35 @@ def summed(st: Statement, ranges: Mapping[str, Range], tables: Tables, shape: tu
 
 
 def joined(st: Statement, ranges: Mapping[str, Range], tables: Tables, shape: tuple[int, ...]) -> dict:
-    """The whole right side at each point of the nest of all indices."""
+    """The whole right side at each point of the nest of all indices but those that each term sums."""
+    inner = st.summed()
+    found = [st.target, *inner_accesses(st.target), *(access for term in st.terms for access in accesses(term))]
+    names = [name for name in indices_of(found) if name not in inner]
     lists: dict[tuple[int, ...], list[Number]] = {}
-    for entry, value in written(st.target, st.terms, ranges, tables, shape):
-        lists.setdefault(entry, []).append(value)
+    for values in itertools.product(*(range(ranges[name].start, ranges[name].stop) for name in names)):
+        point = dict(zip(names, values, strict=True))
+        try:
+            entry = tuple([position(axis, point, tables) for axis in st.target.axes])
+            value = sum(inner_sum(term, inner, point, ranges, tables) for term in st.terms)
+        except Nothing:
+            continue
+        if all(0 <= at < extent for at, extent in zip(entry, shape, strict=True)):
+            lists.setdefault(entry, []).append(value)
     return {entry: JOINS[st.operator](values) for entry, values in lists.items()}
+
+
+def inner_sum(term: Term, inner: set[str], point: Point, ranges: Mapping[str, Range], tables: Tables) -> Number:
+    """The term summed over its inner indices; Nothing where it is nothing for all of them."""
+    names = [name for name in indices_of(list(accesses(term))) if name in inner]
+    found = []
+    for values in itertools.product(*(range(ranges[name].start, ranges[name].stop) for name in names)):
+        try:
+            found.append(term_at(term, {**point, **dict(zip(names, values, strict=True))}, tables))
+        except Nothing:
+            continue
+    if not found:
+        raise Nothing
+    return sum(found)
 
 
 JOINS = {"max=": max, "min=": min, "mean=": lambda values: sum(values) / len(values)}

@@ -24,6 +24,7 @@ from pumice.lower import plan
 from pumice.lower.graph import PreparedGraph, prepare
 from pumice.lower.kernel import DEFAULT, tuning, use_tuning_mode
 from pumice.ops.einsum import compile_einsum
+from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
 from pumice.schedule.predict import DEVICES
 
@@ -438,7 +439,8 @@ def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
 def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
     """The statement as a graph of torch operators (gather, einsum, scatter), for eager PyTorch and Inductor."""
     formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
-    tensors, names = compile_einsum(text, formats)._flatten_operands(operands)
+    checked = compile_einsum(text, formats)._checked(operands)
+    tensors, names, _ = flatten_used(text, checked.operands, checked.constants)
     return graph_of(tensors, names, text, None)
 
 

@@ -265,7 +265,8 @@ def test_calls_before_autocast_do_not_decide_calls_inside():
 # Dtypes
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "text", [PRODUCT, "C[i] mean= A[i,k] * B[k,j]", "C[i] max= A[i,k]", "C[X[i],j] = A[i,k] * B[k,j] ; C:[4,_]"]
+    "text",
+    [PRODUCT, "C[i] mean= mean(k, j, A[i,k] * B[k,j])", "C[i] max= A[i,k]", "C[X[i],j] = A[i,k] * B[k,j] ; C:[4,_]"],
 )
 def test_narrow_dtypes(text, dtype):
     operands = {"A": normal(6, 64, dtype=dtype), "B": normal(64, 5, seed=1, dtype=dtype), "X": ints(0, 3, -1, 3, 2, 1)}

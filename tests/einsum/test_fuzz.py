@@ -14,7 +14,7 @@ from torch import Tensor
 
 import pumice as pm
 from pumice.language.bind import BoundStatement, bind
-from pumice.language.nodes import Access, Statement, arrays_of
+from pumice.language.nodes import Access, Statement, accesses_of, arrays_of
 from pumice.language.parse import parse
 from pumice.lower import reference
 from pumice.ops.sparse import Sparse
@@ -200,3 +200,53 @@ def test_gradients_of_sparse_are_those_of_dense(first, count, twice):
 
 def masked(tensors: dict[str, Tensor], name: str, mask: Tensor) -> dict[str, Tensor]:
     return {**tensors, name: tensors[name] * mask}
+
+
+# Several sparse operands
+def two_sparse(call: Call) -> tuple[Call, dict] | None:
+    """The call with two of its operands mostly 0, and these in random formats; None where it has no two."""
+    statement, chance = call.statement, random.Random(call.seed)
+    refused = {*(array.name for array in arrays_of(statement)), statement.target.name}
+    every = [f for term in statement.terms for f in term.factors]
+    factors = [f for f in every if isinstance(f, Access)]
+    refused |= {access.name for access in accesses_of(*(f for f in every if f not in factors))}
+    usable = sorted({f.name for f in factors if len(f.indices) in FORMATS and f.name not in refused})
+    if statement.reduction != "sum" or len(usable) < 2:
+        return None
+    tensors, stored = dict(call.tensors), {}
+    for name in chance.sample(usable, 2):
+        kept = torch.rand(tensors[name].shape, generator=torch.Generator().manual_seed(call.seed)) < 0.5
+        tensors[name] = tensors[name] * kept
+        stored[name] = pm.sparse(tensors[name], chance.choice(FORMATS[tensors[name].ndim]))
+    return Call(call.seed, call.text, tensors, call.integers), stored
+
+
+@pytest.mark.parametrize("first", [0, 300])
+def test_two_sparse_operands_are_dense_ones(first):
+    count = met = 0
+    for seed in range(first, first + 180):
+        made = two_sparse(Call.of(seed))
+        if made is None:
+            continue
+        call, stored = made
+        close(call, call.run(**stored), call.oracle())
+        told = pm.compile_einsum(call.text).explain(**{**call.tensors, **stored}, **call.integers)
+        met += "join of the entries" in told
+        count += 1
+    assert count > 50 and met > 10
+
+
+def test_gradients_of_two_sparse_operands():
+    for seed in range(600, 700):
+        made = two_sparse(Call.of(seed))
+        if made is None:
+            continue
+        call, stored = made
+        leaves = {name: call.tensors[name].clone().requires_grad_() for name in stored}
+        masks = {name: call.tensors[name] != 0 for name in stored}
+        dense = call.run(**{name: x * masks[name] for name, x in leaves.items()})
+        got = call.run(**{name: pm.sparse(x * masks[name], stored[name].format) for name, x in leaves.items()})
+        grads = [torch.autograd.grad(x.sum(), [*leaves.values()], allow_unused=True) for x in (got, dense)]
+        for name, a, b in zip(leaves, *grads, strict=True):
+            given = [torch.zeros_like(leaves[name]) if x is None else x * masks[name] for x in (a, b)]
+            close(call, *given)

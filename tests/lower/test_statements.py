@@ -189,8 +189,8 @@ DIFFERENTIABLE = {
     "C[i] = a * A[i,i] * A[i,j]": random_operands(a=(), A=(3, 3)),
     "C[p] = equal(X[p], 2) * A[p] + exists(A[X[p]]) * A[p]": {**MAPS, **random_operands(A=(4,))},
     "C[i] max= A[i,k] * B[k]": random_operands(A=(2, 3), B=(3,)),
-    "C[X[p]] min= A[p,q] + B[q] ; C:[3]": {**MAPS, **random_operands(A=(4, 2), B=(2,))},
-    "C[X[p]] mean= A[p,q] * B[Y[p,q]] ; C:[3]": {**MAPS, **random_operands(A=(4, 2), B=(3,))},
+    "C[X[p]] min= min(q, A[p,q] + B[q]) ; C:[3]": {**MAPS, **random_operands(A=(4, 2), B=(2,))},
+    "C[X[p]] mean= mean(q, A[p,q] * B[Y[p,q]]) ; C:[3]": {**MAPS, **random_operands(A=(4, 2), B=(3,))},
     "C[i] max= A[i,k]": random_operands(A=(3, 2), C=(3,)),
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
 from pumice.errors import StatementError
-from pumice.language.nodes import Access, Affine, Index, Span, affine
+from pumice.language.nodes import EVERY, Access, Affine, Index, Span, affine
 
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r\n\f]+|\#[^\n]*)
@@ -171,6 +171,7 @@ class AccessReader(TokenReader):
         self.target = ""
         self.uses: dict[str, Use] = {}
         self.indices = 0
+        self.fused: dict[str, tuple[int, ...]] = {}
 
     def number(self) -> float:
         token = self.take()
@@ -202,13 +203,45 @@ class AccessReader(TokenReader):
             opened = self.open()
             if self.now.kind == "]":
                 self.fail(f"{quote(name + '[]')} has no indices; a scalar is written without brackets", token.start)
-            found.append(self.linear(self.now.start, *self.linear_sum()))
+            sizes = [self.axis(found)]
             while self.now.kind == ",":
                 self.take()
-                found.append(self.linear(self.now.start, *self.linear_sum()))
+                sizes.append(self.axis(found))
             stop = self.close(opened, "an operator, `,` or ")
+            if max(sizes) > 1 or name in self.fused:
+                self.fuse(name, tuple(sizes), token.start)
         self.use(name, len(found), token.start)
         return Access(name, tuple(found), Span(token.start, stop))
+
+    def axis(self, found: list[Affine]) -> int:
+        """Read an axis: an expression, `:`, or a group such as `(n,p)`, which adds each index; returns their number."""
+        count = len(found)
+        if self.now.kind == EVERY:
+            token = self.take()
+            found.append(Affine(((1, Index(EVERY, Span(token.start, token.stop))),)))
+        elif self.now.kind == "(" and [token.kind for token in self.tokens[self.at + 1 : self.at + 3]] == ["name", ","]:
+            opened = self.open()
+            found.append(self.member())
+            while self.now.kind == ",":
+                self.take()
+                found.append(self.member())
+            self.close(opened, "`,` or ")
+        else:
+            found.append(self.linear(self.now.start, *self.linear_sum()))
+        return len(found) - count
+
+    def member(self) -> Affine:
+        start = self.now.start
+        found = self.linear(start, *self.linear_sum())
+        if found.bare is None:
+            self.fail(f"a group holds indices, as (n,p,q); found {quote(str(found))}", start)
+        return found
+
+    def fuse(self, name: str, sizes: tuple[int, ...], place: int) -> None:
+        """Record the groups on the axes of an operand; fails if another access of it has others."""
+        if self.fused.get(name) != sizes and name in self.uses:
+            self.fail(f"{quote(name)} has other groups of indices here than where it occurs first", place)
+        self.fused[name] = sizes
 
     def use(self, name: str, axes: int | None, place: int) -> None:
         """Record a use of a name; fails if its axes differ from those of the first use."""

@@ -57,7 +57,7 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
     found = []
     for term in statement.terms:
         # Under max, min and mean a point contributes only if every access of the right side exists.
-        others = () if statement.reduction == "sum" else _existence(t for t in statement.terms if t is not term)
+        others = () if statement.reduction == "sum" else existence(t for t in statement.terms if t is not term)
         for place, factor in enumerate(term.factors):
             if isinstance(factor, Access) and factor.name == operand:
                 rest = (*term.factors[:place], upstream, *term.factors[place + 1 :], *others, *selects)
@@ -68,7 +68,7 @@ def derivative(statement: Statement, operand: str) -> tuple[Statement, ...]:
 
 def count(statement: Statement) -> Statement:
     """A statement for the points per target entry: all under mean, those equal to the result under max and min."""
-    points = _selection(statement) or _existence(statement.terms)
+    points = _selection(statement) or existence(statement.terms)
     new = _with_declarations(Statement(statement.target, (Term(points),)), statement)
     return replace(new, shapes=tuple((name, n) for name, n in statement.shapes if name in names_of(new)))
 
@@ -79,7 +79,8 @@ def _selection(statement: Statement) -> tuple[Factor, ...]:
     return (Equal(Access(result_name(statement), statement.target.indices), statement.terms),)
 
 
-def _existence(terms: Iterable[Term]) -> tuple[Factor, ...]:
+def existence(terms: Iterable[Term]) -> tuple[Exists, ...]:
+    """The conditions under which the terms contribute at a point."""
     return tuple(Exists(access) for access in dict.fromkeys(_required(terms)))
 
 

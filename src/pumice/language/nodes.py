@@ -10,7 +10,8 @@
 
 Semantics at each point of the index space: a term contributes nothing if it reads (at any depth) a negative entry of an
 index array, or outside an operand. Under max, min and mean one such term excludes the point for all terms.
-Under sum, each term runs over its own indices; under max, min and mean, over the indices of all terms.
+Under sum, each term runs over its own indices; under max, min and mean, over the indices of all terms that are not
+`summed`. Each term is first summed over its summed indices; a sum without any point excludes the point around it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
+
+EVERY = ":"  # on an axis: all positions of a level
 
 FACTS = ("sorted", "distinct", "onto")  # properties of index arrays that a statement may declare
 
@@ -168,6 +171,11 @@ class Statement(_Hashed):
     """target (=, +=, max=, min=, mean=) the sum of the terms.
 
     accumulate: the target's old value is included (always for "+="; for max= and min= if the target is an operand).
+    summed: indices that are summed before a max, min or mean is taken.
+    positions: (index of the target, operand whose positions it runs over); only such a statement has axes `:`.
+    pattern: the operand whose pattern the target has; "" for a dense target.
+    fused: (operand, number of indices on each of its axes), for operands read with groups `(n,p)` of indices; the
+        accesses, and the text of a statement, have an axis for each index.
     ranges: declared (index, range). shapes: declared (operand, extents), None for undeclared extents. facts: declared
         (index array, fact): "sorted" (non-decreasing), "distinct" (no value but -1 occurs twice), "onto" (every
         position of the axis that the array addresses occurs).
@@ -182,6 +190,10 @@ class Statement(_Hashed):
     ranges: tuple[tuple[str, Range], ...] = ()
     shapes: tuple[tuple[str, tuple[int | None, ...]], ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    summed: tuple[str, ...] = ()
+    positions: tuple[tuple[str, str], ...] = ()
+    pattern: str = ""
+    fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
     text: str = field(default="", compare=False, repr=False)
 
     @property
@@ -197,8 +209,19 @@ class Statement(_Hashed):
         declarations = [f"{name}:{extent}" for name, extent in self.ranges]
         declarations += [f"{name}:[{','.join('_' if n is None else str(n) for n in s)}]" for name, s in self.shapes]
         declarations += [f"{name}:{fact}" for name, fact in self.facts]
+        declarations += [f"{name}:pos({operand})" for name, operand in self.positions]
+        declarations += [f"{self.target.name}:pattern({self.pattern})"] if self.pattern else []
         tail = f" ; {', '.join(declarations)}" if declarations else ""
-        return f"{self.target} {self.operator} {_sum(self.terms)}{tail}"
+        return f"{self.target} {self.operator} {self._right()}{tail}"
+
+    def _right(self) -> str:
+        """The right side; the indices of a max, min or mean are named where `default_sums` gives others."""
+        found = default_sums(self.target, self.terms)
+        if self.reduction == "sum" or found == (self.summed, ()):
+            return _sum(self.terms)
+        if self.summed:
+            return " + ".join(_summed(term, self.summed) for term in self.terms)
+        return f"{self.reduction}({', '.join(free_indices(self.target, self.terms))}, {_sum(self.terms)})"
 
 
 Node = Statement | Term | Factor | Affine | Index
@@ -270,6 +293,30 @@ def arrays_of(*nodes: Node) -> tuple[Access, ...]:
     return tuple(found)
 
 
+def free_indices(target: Access, terms: tuple[Term, ...]) -> tuple[str, ...]:
+    """The indices of the terms that are not in the target."""
+    kept = indices_of(target)
+    return tuple(name for name in indices_of(*terms) if name not in kept)
+
+
+def default_sums(target: Access, terms: tuple[Term, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(indices summed within a max, min or mean whose text names none, those for which that is ambiguous).
+
+    Where several points write to one target entry, the reduction acts over these, and an index that several factors
+    share, as the channels of a matrix product, is summed. Elsewhere it acts over all indices that the target lacks;
+    these must be a single one, or none of them shared.
+    """
+    free = free_indices(target, terms)
+    shared = [name for name in free if all(_is_shared(name, term) for term in terms if name in indices_of(term))]
+    if any(expression.arrays or len(expression.terms) > 1 for expression in target.indices):
+        return tuple(shared), tuple(name for name in free if name not in shared)
+    return (), free if shared and len(free) > 1 else ()
+
+
+def _is_shared(name: str, term: Term) -> bool:
+    return sum(name in indices_of(factor) for factor in term.factors) > 1
+
+
 def substitute(node: Any, indices: dict[str, Affine]) -> Any:
     """The node with index variables replaced by expressions."""
     match node:
@@ -305,6 +352,11 @@ def _substituted(expression: Affine, indices: dict[str, Affine]) -> Affine:
         else:
             terms.append((coefficient, atom))
     return affine(terms, constant, expression.span)
+
+
+def _summed(term: Term, names: tuple[str, ...]) -> str:
+    own = [name for name in names if name in indices_of(term)]
+    return f"sum({', '.join(own)}, {term})" if own else str(term)
 
 
 def _sum(terms: tuple[Term, ...]) -> str:

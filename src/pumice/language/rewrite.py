@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pumice.errors import OptionError, ShapeError
 from pumice.language.derive import fresh, names_of
 from pumice.language.formats import Coordinate, Format, layout
+from pumice.language.nested import unnested
 from pumice.language.nodes import (
     Access,
     Affine,
@@ -95,7 +96,7 @@ class Array(NamedTuple):
 class LoweredStatement:
     """A statement lowered to the arrays of its sparse operands.
 
-    steps: statements executed in order, each adding to the target.
+    steps: statements executed in order, each adding to the target or computing an operand of later ones (`unnested`).
     arrays: by name in the steps, the stored array; all other names are those of operands.
     dense: by sparse operand that is used in dense form, the reason.
     """
@@ -122,7 +123,8 @@ def lower_statement(statement: Statement, stored: Mapping[str, StorageForm]) -> 
         held = {name: how for name, how in stored.items() if name not in dense}
         try:
             steps, arrays = _rewritten(statement, held)
-            return LoweredStatement(tuple(map(simplify, steps)), arrays, dense)
+            parts = (part for step in steps for part in unnested(simplify(step)))
+            return LoweredStatement(tuple(parts), arrays, dense)
         except _Unsolvable as problem:
             if statement.reduction != "sum":
                 raise OptionError(
@@ -268,6 +270,7 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
     positions = _positions(step, access, naming)
     new = _without(step, place)
     expressions = list(access.indices)
+    solutions: dict[str, Affine] = {}
     for number, coordinate in enumerate(stored.coordinates):
         if coordinate is None:
             continue
@@ -275,6 +278,7 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
         name, solution = _solve(new, access.name, expressions, number, value)
         if not arrays_of(coordinate) and name not in indices_of(new):
             _check_counted(step, access, number, naming)
+        solutions[name] = solution
         new = substitute(new, {name: solution})
         expressions = [substitute(e, {name: solution}) for e in expressions]
         positions = {symbol: substitute(e, {name: solution}) for symbol, e in positions.items()}
@@ -286,11 +290,27 @@ def _replaced(step: Statement, place: tuple[int, int], naming: _Naming) -> State
     )
     if values is not None:
         new = _with(new, place, values)
+    new = replace(new, summed=_summed(step, access, solutions))
     _check_used(new, access, naming)
     facts = tuple((naming.array(access.name, local), fact) for local, fact in stored.facts)
     used, left = {a.name for a in arrays_of(new)}, set(indices_of(new))
     new = replace(new, ranges=tuple(r for r in new.ranges if r[0] in left))
     return replace(new, facts=(*new.facts, *(f for f in facts if f[0] in used and f not in new.facts)))
+
+
+def _summed(step: Statement, access: Access, solutions: Mapping[str, Affine]) -> tuple[str, ...]:
+    """The summed indices once those of a sparse operand are replaced by positions; raises _Unsolvable if a position is
+    of summed indices and others, so that its entries belong to sums in no fixed number."""
+    if not step.summed:
+        return ()
+    known, kinds = set(indices_of(step)), dict[str, bool]()
+    for name, solution in solutions.items():
+        inner = name in step.summed
+        for found in indices_of(solution):
+            mixed = not inner and found in step.summed if found in known else kinds.setdefault(found, inner) != inner
+            if mixed:
+                raise _Unsolvable(access.name, f"stores `{access}` by indices that are summed first and others")
+    return (*(n for n in step.summed if n not in solutions), *(n for n, inner in kinds.items() if inner))
 
 
 def _repeated(factors: Sequence[Factor], access: Access, values: Access | None) -> tuple[Factor, ...]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from pumice.errors import OptionError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare
 from pumice.language.formats import parse_format
-from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.nested import unnested
+from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
 from pumice.lower import chained, cpu, graph, maps, nest, work
@@ -139,10 +141,13 @@ class PlanStep:
     """An executable step, and the positions of its tensors among the operands, by name.
 
     run(tensors, before) adds to `before`, the sum of the earlier steps (None for the first), and may overwrite it.
+    result: name of the operand of later steps that the step computes instead; reads: such operands of this one.
     """
 
     run: Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
     places: tuple[tuple[str, int], ...]
+    result: str = ""
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +337,7 @@ def bind_operands(
         bound = {name: operands[place] for name, place in step.places if place not in order}
         runtime = tuple([(name, order[place]) for name, place in step.places if place in order])
         at = None if shape is None else ({name: operands[place].shape for name, place in step.places}, shape)
-        steps.append(PlanStep(_bound_run(step.run, bound, at), runtime))
+        steps.append(replace(step, run=_bound_run(step.run, bound, at), places=runtime))
     old = None if plan.accumulated is None else order[plan.accumulated]
     return replace(plan, steps=tuple(steps), accumulated=old, shape=plan.shape if shape is None else shape)
 
@@ -358,12 +363,18 @@ def execute_plan(plan: Plan, operands: Sequence[Tensor], epilogue: Epilogue | No
 def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor]) -> Tensor:
     """The sum of the steps. more: epilogue operands of the last one."""
     out: Tensor | None = None
+    made: dict[str, Tensor] = {}
     for number, part in enumerate(plan.steps, 1):
-        if part.places or not operands:
+        if part.places or part.reads or not operands:
             tensors = {name: operands[place] for name, place in part.places}
+            if part.reads:
+                tensors.update((name, made[name]) for name in part.reads)
             if more and number == len(plan.steps):
                 tensors.update(more)
-            out = part.run(tensors, out)
+            if part.result:
+                made[part.result] = part.run(tensors, None)
+            else:
+                out = part.run(tensors, out)
         else:
             # A term without tensors is computed on the CPU.
             result = part.run({}, None).to(operands[0].device)
@@ -405,24 +416,22 @@ def _prepared(
     if shape is None:
         bound = _sizes(text, names, tuple(tuple(t.shape) for t in operands))
         shape = bound.shape
-        text = _with_lost_ranges(text, names, bound)
+        text = with_lost_ranges(text, names, bound)
     if math.prod(shape) >> 24:  # smaller ones fit
         _require_memory(operands, names, text, shape, dtype)
     option = _option(operands, names, text, shape, lowering)
     precision = lowering.removesuffix(PREFERRED).partition("/")[2]
     places = array_places(names, text, option.forms)
     parts = []
-    for number, step in enumerate(option.steps):
-        read_here = {access.name for access in accesses_of(step)}
+    for number, step in enumerate(placed(option.steps, arrays(operands, names, text, option), shape), 1):
+        read_here = {access.name for access in accesses_of(step.statement)}
         used = tuple((name, place) for name, place in places.items() if name in read_here)
-        # The first step adds the target's old values.
-        step = replace(step, accumulate=False) if number else step
-        tensors = {name: operands[place] for name, place in used}
-        bound = step_bound(step, tensors, shape)
+        tensors = {name: x for name, x in step.tensors.items() if name in read_here}
         # Accumulate in float32; only the last step rounds.
-        last = number == len(option.steps) - 1 or not dtype.is_floating_point
-        kind = dtype if last else torch.promote_types(dtype, torch.float32)
-        parts.append(PlanStep(_runner(option.lowerings[number], bound, tensors, kind, precision), used))
+        last = number == len(option.steps) or not dtype.is_floating_point
+        kind = step.dtype or (dtype if last else torch.promote_types(dtype, torch.float32))
+        run = _runner(option.lowerings[number - 1], step.bound, tensors, kind, precision)
+        parts.append(PlanStep(run, used, step.result, tuple(name for name in tensors if name not in places)))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Plan(tuple(parts), shape, dtype, old, dtype)
@@ -527,9 +536,9 @@ def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
 
 def _refused(option: Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]) -> bool:
     """True if a step's lowering refuses these operands."""
-    tensors = arrays(operands, names, text, option)
-    steps = zip(option.steps, option.lowerings, strict=True)
-    return any(LOWERINGS[name].refusal(step, step_bound(step, tensors, shape), tensors) for step, name in steps)
+    steps = placed(option.steps, arrays(operands, names, text, option), shape)
+    every = zip(steps, option.lowerings, strict=True)
+    return any(LOWERINGS[name].refusal(step.statement, step.bound, step.tensors) for step, name in every)
 
 
 def options(
@@ -548,7 +557,7 @@ def options(
             continue
         bare = Candidate(forms, (), done.steps, 0.0)
         tensors = arrays(operands, names, text, bare)
-        ways = [list(step_options(step, tensors, shape, device, lowering)) for step in done.steps]
+        ways = [list(step_options(step, device, lowering)) for step in placed(done.steps, tensors, shape)]
         names_ = tuple(min(way, key=lambda w: w[1])[0] for way in ways)
         costs = [min(way, key=lambda w: w[1]) for way in ways]
         stuck = (way for way, (_, cost, _) in zip(ways, costs, strict=True) if cost == math.inf)
@@ -556,11 +565,43 @@ def options(
         yield replace(bare, lowerings=names_, cost=sum(c for _, c, _ in costs), refused=refused)
 
 
-def step_options(
-    step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...], device: Device, wanted: str
-) -> Iterator[tuple[str, float, str]]:
+class PlacedStep(NamedTuple):
+    """A step with its sizes and tensors. result: name of the operand of later steps that it computes, and its dtype
+    if that is fixed; "" for a step that adds to the target."""
+
+    statement: Statement
+    bound: BoundStatement
+    tensors: Mapping[str, Tensor]
+    result: str
+    dtype: torch.dtype | None
+
+
+def placed(steps: Sequence[Statement], tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Iterator[PlacedStep]:
+    """The steps with their sizes; results that later steps read are uninitialised tensors."""
+    first = True
+    for step in steps:
+        result = "" if step.target.name == steps[-1].target.name else step.target.name
+        # The first step adds the target's old values.
+        step = step if first else replace(step, accumulate=False)
+        first = first and bool(result)
+        shapes = tuple((name, tuple(t.shape)) for name, t in tensors.items())
+        bound = _bound(step, shapes, None if result else shape)
+        dtype = torch.int64 if result in {array.name for array in arrays_of(steps[-1])} else None
+        yield PlacedStep(step, bound, tensors, result, dtype)
+        if result:
+            like = [tensors[name] for name in loops.read_names(step) if name in tensors]
+            kinds = [torch.promote_types(t.dtype, torch.float32) for t in like if t.dtype.is_floating_point]
+            kind = dtype or next(iter(kinds), torch.int64)
+            tensors = {**tensors, result: torch.empty(bound.shape, dtype=kind, device=like[0].device if like else None)}
+
+
+def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
+    """A step with its sizes."""
+    return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
+
+
+def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tuple[str, float, str]]:
     """(lowering, estimated seconds, reason for refusal) of every candidate lowering."""
-    bound = step_bound(step, tensors, shape)
     for name, lowering in LOWERINGS.items():
         if wanted and name != wanted:
             continue
@@ -568,13 +609,9 @@ def step_options(
         if name in ("triton", "chained") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
-        why = lowering.refusal(step, bound, tensors)
-        yield name, math.inf if why else seconds(lowering.work(step, bound, tensors), device), why or ""
-
-
-def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
-    """A step with its sizes."""
-    return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
+        why = lowering.refusal(step.statement, step.bound, step.tensors)
+        cost = math.inf if why else seconds(lowering.work(step.statement, step.bound, step.tensors), device)
+        yield name, cost, why or ""
 
 
 def device_of(operands: Sequence[Tensor]) -> Device:
@@ -588,16 +625,20 @@ def _sizes(text: str, names: str, shapes: tuple[tuple[int, ...], ...]) -> BoundS
 
 
 @lru_cache(maxsize=4096)
-def _bound(step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], shape: tuple[int, ...]) -> BoundStatement:
+def _bound(
+    step: Statement, shapes: tuple[tuple[str, tuple[int, ...]], ...], shape: tuple[int, ...] | None
+) -> BoundStatement:
     return bind(step, dict(shapes), shape, strict=False)
 
 
-def _with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
+def with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
     """The text, with declarations added for ranges that the single steps could not infer (those set by windows)."""
     statement = statement_of(text, names)
     lost = dict(statement.ranges)
-    for step in single_terms(statement):
-        lost.update(declare(step, bound.ranges).ranges)
+    for step in unnested(statement) if statement.summed else single_terms(statement):
+        # The target of a step that computes an operand has no size of its own.
+        own = step if step.target.name == statement.target.name else replace(step, target=Access(step.target.name))
+        lost.update((name, extent) for name, extent in declare(own, bound.ranges).ranges if name in bound.ranges)
     sparse = set(read(names).forms)
     for access in accesses_of(statement):
         if access.name in sparse:

@@ -146,7 +146,7 @@ def _widest(kinds: Iterable[torch.dtype]) -> torch.dtype:
     return widest
 
 
-def _start(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, value: float = 0) -> Tensor:
+def _start(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, value: int | float = 0) -> Tensor:
     """The initial flat target, with an extra slot for out-of-bounds points."""
     statement = bound.statement
     if statement.accumulate:
@@ -185,7 +185,7 @@ def _extremes(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torc
     return torch.where(reached, found, 0)
 
 
-def identity_value(dtype: torch.dtype, largest: bool) -> float:
+def identity_value(dtype: torch.dtype, largest: bool) -> int | float:
     """The identity of max (or min) in this dtype."""
     if dtype.is_floating_point:
         return -math.inf if largest else math.inf

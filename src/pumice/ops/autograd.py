@@ -27,7 +27,7 @@ from pumice.coords import KernelMap
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
-from pumice.language.nodes import Statement, accesses_of, indices_of
+from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.rewrite import VALUES
 from pumice.lower import maps, plan
 from pumice.lower.call import (
@@ -242,13 +242,33 @@ def _all_gradients(ctx: Any, grad: Tensor, needed: Sequence[bool]) -> list[Tenso
     if not any(needed):
         return [None] * len(operands)
     with plan.kernels.tiles_of(ctx.tiles):
-        if not call.given.forms or call.statement.reduction == "sum":
+        if call.statement.reduction == "sum" or not (call.given.forms or call.statement.summed):
             return _gradients(call, grad, last, needed)
         # The points to take a max or min over are known only from the storage form of a sparse operand.
-        call, places = call.over_arrays()
-        found = _gradients(call, grad, last, [needed[place] for place in places])
+        steps, places = call.over_arrays()
+        found = _gradients_of_steps(steps, grad, last, [needed[place] for place in places])
     grads = dict(zip(places, found, strict=True))
     return [grads.get(place) for place in range(len(operands))]
+
+
+def _gradients_of_steps(
+    steps: Sequence[_CallFunction], grad: Tensor, last: Tensor | None, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the operands of the first of several calls. Each of the others has the operands of the one
+    before and its result."""
+    *before, final = steps
+    if before and last is not None:
+        # Compared with the recomputed results of the steps before, so recomputed as well.
+        last = final.result()
+    grads = _gradients(
+        final, grad, last, [*needed, *(x.dtype.is_floating_point for x in final.operands[len(needed) :])]
+    )
+    for call in reversed(before):
+        upstream = grads.pop()
+        if upstream is not None:
+            own = _gradients(call, upstream, None, [*needed, *[True] * (len(call.operands) - len(needed))])
+            grads = [x if y is None else y if x is None else x + y for x, y in zip(grads, own, strict=True)]
+    return grads
 
 
 def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
@@ -459,15 +479,32 @@ class _CallFunction:
         known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
         return shapes if known else None
 
-    def over_arrays(self) -> tuple[_CallFunction, list[int]]:
-        """(the call rewritten over the arrays of its sparse operands, operand position of each array)."""
+    def result(self) -> Tensor:
+        return einsum(self.operands, self.names, self.text, self.shape, self.lowering)
+
+    def over_arrays(self) -> tuple[list[_CallFunction], list[int]]:
+        """(the steps of the call over the arrays of its sparse operands, operand position of each array). A step has
+        the results of those before as further operands."""
         forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
-        (step,) = plan.rewritten(self.text, self.names, forms).steps
-        known = plan.array_places(self.names, self.text, forms)
-        names = "|".join(known)
-        return _CallFunction(
-            [self.operands[place] for place in known.values()], names, str(step), self.lowering, self.shape
-        ), list(known.values())
+        text = self.text
+        if self.statement.summed:
+            bound = plan.sizes(text, self.names, [x.shape for x in self.operands], self.shape)
+            text = plan.with_lost_ranges(text, self.names, bound)
+        known = plan.array_places(self.names, text, forms)
+        steps, made = plan.rewritten(text, self.names, forms).steps, [self.operands[place] for place in known.values()]
+        names, calls = [*known], list[_CallFunction]()
+        for step in steps:
+            shape = self.shape
+            if step is not steps[-1]:
+                shapes = {name: x.shape for name, x in zip(names, made, strict=True)}
+                shape = bind(step, shapes, strict=False).shape
+            calls.append(_CallFunction([*made], "|".join(names), str(step), self.lowering, shape))
+            if step is not steps[-1]:
+                made.append(calls[-1].result())
+                names.append(step.target.name)
+                if step.target.name in {array.name for array in arrays_of(steps[-1])}:
+                    made[-1] = made[-1].to(torch.int64)
+        return calls, list(known.values())
 
     def shared(
         self, grad: Tensor, result: Tensor | None, grads: list[Tensor | None], needed: Sequence[bool]

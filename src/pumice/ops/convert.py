@@ -179,7 +179,7 @@ class _ConversionPlan:
         grouped = format.grouped.axes if format.grouped else ()
         keyed = (*parents, *grouped)
         if keyed:
-            key = _ravel([outer[a] for a in keyed], [extents[a] for a in keyed])
+            key = raveled([outer[a] for a in keyed], [extents[a] for a in keyed])
             key, order = torch.sort(key)
             coords = {axis: c[order] for axis, c in coords.items()}
             outer = {axis: c[order] for axis, c in outer.items()}
@@ -277,7 +277,7 @@ class _ConversionPlan:
         def scatter(symbols: tuple[str, ...], source: Tensor, empty: int) -> Tensor:
             stored = sorted(symbols, key=lambda symbol: symbol != first)
             shape = [sizes[symbol] for symbol in stored]
-            where = _ravel([index[symbol] for symbol in stored], shape)
+            where = raveled([index[symbol] for symbol in stored], shape)
             return _scatter(where, source, shape, place.here, empty).permute([stored.index(s) for s in symbols])
 
         coords = {
@@ -349,7 +349,7 @@ def _longest(rank: Tensor) -> Tensor:
     return rank.max() + 1 if rank.shape[0] else rank.sum()
 
 
-def _ravel(coords: Sequence[Tensor], extents: Sequence[int]) -> Tensor:
+def raveled(coords: Sequence[Tensor], extents: Sequence[int]) -> Tensor:
     """Row-major index of the coordinates."""
     return reduce(lambda key, axis: key * axis[1] + axis[0], zip(coords[1:], extents[1:], strict=True), coords[0])
 

@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,15 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError, Stat
 from pumice.language.bind import BoundStatement
 from pumice.language.contraction import contraction_roles
 from pumice.language.formats import Format, parse_format
+from pumice.language.groups import Groups
+from pumice.language.meet import StoredAxes, check_join, joins, steps_of_join
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
+from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
+from pumice.ops.join import joined_einsum
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
@@ -31,30 +35,35 @@ from pumice.ops.operands import (
     checks_of,
     facts_of,
     flatten_operands,
+    flatten_used,
     one_dtype,
     problem_of,
     validate_operands,
     value_names_of,
 )
+from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
+from pumice.schedule.predict import Device
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
-def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Tensor:
+def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
     """Evaluate a statement of the einsum language.
 
         einsum("C[i,n] = A[i,k] * B[k,n]", A=A, B=B)                             affine or indirect indices, any depth
         einsum("C[D[y],x] += A[y,E[r]] * B[r,x]", C=C, D=D, A=A, E=E, B=B)
         einsum("O[p] = I[2*p+r-1] * F[r] ; p:14", I=I, F=F)                       a declared range pads with zeros
         einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=B)            formats come from the operands
+        einsum("C[D[e],o] max= sum(i, X[S[e],i] * W[R[e],i,o]) ; C:[9,_]", ...)   a maximum of sums
+        einsum("O[p,m] = M[p] * I[p+r,c] * F[r,c,m] ; O:pattern(M)", ...)         sparse M and I: a Sparse like M
 
     Parameters
     ----------
     text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". Indices that are
         not in the target are reduced, as are several writes to one entry. A term does not contribute where an index
-        array holds -1 or an index is out of range.
+        array holds -1 or an index is out of range. See docs/einsum.md for nested reductions, positions and groups.
     operands: by name. Tensors of one floating dtype (integer and bool values are converted to it), index arrays of
         int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
         `+=` adds to the operand of the target's name, which is not modified.
@@ -63,7 +72,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the precision of float32 products; default:
         torch.set_float32_matmul_precision.
 
-    Returns a new tensor of the target's shape, in the operands' dtype (under autocast in the autocast dtype). Half
+    Returns a new tensor of the target's shape (a Sparse if the target has a pattern, or positions for its axes, which
+    takes `pm.sparse` operands), in the operands' dtype (under autocast in the autocast dtype). Half
     precision is accumulated in float32 and rounded once per term. Differentiable any number of times in every floating
     operand.
     Raises StatementError, ShapeError, DtypeError, DeviceError, OptionError, and CoordinateError for index arrays with
@@ -74,8 +84,7 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Convolution Framework" (UCF) for affine ones and level formats.
     """
     if torch.compiler.is_compiling():
-        tensors, names = _traced(text, operands)
-        result = autograd.einsum(tensors, names, text, None, lowering)
+        result = _traced(text, operands, lowering)
     else:
         result = _compiled(text, lowering)(**operands)
     return result if out is None else _written(out, result)
@@ -87,12 +96,46 @@ def _compiled(text: str, lowering: str) -> Einsum:
     return _cached_einsum(text, lowering) if known else compile_einsum(text, lowering=lowering)
 
 
-def _traced(text: str, operands: Mapping[str, Operand]) -> tuple[list[Tensor], str]:
-    """Flattened operands while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
+def _traced(text: str, operands: Mapping[str, Operand], lowering: str) -> Tensor:
+    """A call while torch.compile traces: the operator checks shapes, lowerings mask invalid indices."""
+    if _GROUP.search(text):
+        return _without_groups(text, operands, lambda text, operands: _traced(text, operands, lowering))
     operands = {n: as_constant(x) if type(x) in (int, float) else x for n, x in operands.items()}
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
-    return flatten_operands(one_dtype(dict(operands), {name for name in values if name in operands}), constants)
+    _check_traced(text, integers, tuple((name, str(x.format)) for name, x in operands.items() if isinstance(x, Sparse)))
+    ready = one_dtype(dict(operands), {name for name in values if name in operands})
+    tensors, names = flatten_operands(ready, constants)
+    return autograd.einsum(tensors, names, text, None, lowering)
+
+
+def _without_groups(
+    text: str, operands: Mapping[str, Operand], call: Callable[[str, dict[str, Operand]], Tensor | Sparse]
+) -> Any:
+    """The result of a statement with groups of indices, by a call of the one without, on reshaped operands."""
+    groups = Groups(*_groups(text, tuple((name, x) for name, x in operands.items() if type(x) is int)))
+    grouped = dict(groups.axes)
+    for name in grouped:
+        if name in operands and not isinstance(operands[name], Tensor):
+            raise OptionError(f"{name} has a group of indices: expected a dense tensor, found a {type(operands[name])}")
+    shapes = {name: tuple(x.shape) for name, x in operands.items() if isinstance(x, Tensor | Sparse)}
+    for name, axes in groups.axes:
+        if name in shapes and len(shapes[name]) != len(axes):
+            raise ShapeError(f"{name} is read with {len(axes)} axes, found shape {list(shapes[name])}")
+    extents = groups.extents(shapes)
+    given = dict(operands)
+    for name in grouped:
+        if isinstance(x := operands.get(name), Tensor):
+            given[name] = x.reshape(groups.shape(name, x.shape, extents))
+    result = call(groups.text, given)
+    if (target := groups.text.partition("[")[0]) not in grouped:
+        return result
+    if isinstance(result, Sparse):
+        raise OptionError(f"the target {target} has a group of indices and a pattern; expected one of them")
+    sizes, shape = iter(result.shape), []
+    for names in grouped[target]:
+        shape.append(math.prod([next(sizes) for _ in names or " "]))
+    return result.reshape(shape)
 
 
 @lru_cache(maxsize=256)
@@ -121,13 +164,13 @@ class Einsum:
         # The cache is not pickled.
         return Einsum, (self.text, self.formats, self.lowering)
 
-    def __call__(self, /, **operands: Operand) -> Tensor:
+    def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
-            return autograd.einsum(*_traced(self.text, operands), self.text, None, self.lowering)
+            return _traced(self.text, operands, self.lowering)
         tensors, facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
-            return autograd.einsum(*self._flatten_operands(operands, facts), self.text, None, self.lowering)
+            return self._first_call(operands, facts)
         for check in seen.checks:
             check.check(operands)
         if not autograd.is_plain_call(tensors):
@@ -136,17 +179,41 @@ class Einsum:
             seen.plan = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
         return plan.execute_plan(seen.plan, tensors)
 
+    def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
+        if _GROUP.search(self.text):
+            return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
+        ready = self._checked(operands)
+        if joins(ready.statement, _coordinate_axes(ready.operands)):
+            return joined_einsum(ready.statement, ready.operands, self.lowering)
+        tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
+        if not dense and all(ready.operands[name] is x for name, x in operands.items()):
+            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
+        return autograd.einsum(tensors, names, self.text, None, self.lowering)
+
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
+        if _GROUP.search(self.text):
+            plain = _groups(self.text, tuple((name, x) for name, x in operands.items() if type(x) is int))[0]
+            return f"statement\n  {self.text}\n\nwithout groups of indices\n  {plain}\n"
         if not operands:
-            return explanation([], _bare_names(dict(self.formats)), self.text, self.lowering)
-        tensors, names = self._flatten_operands(operands)
+            formats = {name: parse_format(form) for name, form in self.formats}
+            return _join_told(self.text, (), formats) or explanation(
+                [], _bare_names(dict(self.formats)), self.text, self.lowering
+            )
+        ready = self._checked(operands)
+        formats = {name: x.format for name, x in ready.operands.items() if isinstance(x, Sparse)}
+        if told := _join_told(self.text, ready.constants, formats):
+            return told
+        tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         return explanation(tensors, names, self.text, self.lowering)
 
     def tune(self, /, **operands: Operand) -> str:
         """Autotune the kernel tiles for operands of this size class; returns the measured times as text. The fastest
         tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
-        tensors, names = self._flatten_operands(operands)
+        ready = self._checked(operands)
+        if ready.statement.fused or joins(ready.statement, _coordinate_axes(ready.operands)):
+            raise OptionError("nothing to tune: the statement is evaluated by others, see explain()")
+        tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         found = plan.tune(tensors, names, self.text, self.lowering)
         if not found:
             raise OptionError("nothing to tune: no step is a kernel here, see explain()")
@@ -156,26 +223,26 @@ class Einsum:
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
 
-    def _flatten_operands(
-        self, operands: Mapping[str, Operand], facts: tuple[Any, ...] | None = None
-    ) -> tuple[list[Tensor], str]:
-        """Check, convert and flatten the operands; a call whose operands need no conversion is cached."""
+    def _checked(self, operands: Mapping[str, Operand]) -> _CheckedOperands:
+        """Check and convert the operands."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
         integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
         statement = _parsed(self.text, integers)
         ready = validate_operands(statement, operands, dict(self.formats))
-        constants = _numbers(self.text, integers)[1]
-        tensors, names = flatten_operands(ready, constants)
         checks = checks_of(statement, ready)
         for check in checks:
             check.check(ready)
-        dense = _used_dense(self.text, names)
-        if dense:
-            return flatten_operands({n: x.to_dense() if n in dense else x for n, x in ready.items()}, constants)
-        if facts is not None and all(ready[name] is x for name, x in operands.items()):
-            self._checked_calls.keep(facts, _CheckedCall(names, checks))
-        return tensors, names
+        return _CheckedOperands(statement, ready, _numbers(self.text, integers)[1], checks)
+
+
+class _CheckedOperands(NamedTuple):
+    """The statement of a call, its converted operands, the integers that the text needs, and the checks that ran."""
+
+    statement: Statement
+    operands: dict[str, Any]
+    constants: tuple[tuple[str, int], ...]
+    checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
 
 
 @dataclass(eq=False)
@@ -199,14 +266,17 @@ def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None,
     formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call. Kernels
     are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the statement,
     its steps over storage arrays, the costs of the lowerings, and the kernel source.
-    Raises StatementError if the text is invalid for all values of its integers, and OptionError for a format of the
-    target or of a name that the statement does not read.
+    Raises StatementError if the text is invalid for all values of its integers; OptionError for a format of the target,
+    of an index array, or of a name that the statement does not read, and where these formats cannot be used; ShapeError
+    for a format with another number of axes.
     """
     if not isinstance(text, str):
         raise DtypeError(f"a statement is text, found {type(text).__name__}")
     _check_lowering(lowering)
+    if not isinstance(formats or {}, Mapping):
+        raise OptionError(f"formats are a mapping from names of operands, found {type(formats).__name__}")
     known = tuple(sorted((name, str(parse_format(f))) for name, f in (formats or {}).items()))
-    _check_text(text, tuple(name for name, _ in known))
+    _check_text(text, known)
     return Einsum(text, known, lowering)
 
 
@@ -217,15 +287,38 @@ def _constant(function: Callable[Given, Found]) -> Callable[Given, Found]:
 
 
 @_constant
-def _check_text(text: str, formats: tuple[str, ...]) -> None:
-    """Raise if the text is invalid, or if there are formats of the target or of names that it does not read."""
+def _check_text(text: str, formats: tuple[tuple[str, str], ...]) -> None:
+    """Raise if the text is invalid, or if formats are not of operands that it reads, do not fit or cannot be used."""
     statement = _probed(text)
     read = {access.name for access in accesses_of(*statement.terms, *statement.target.indices)}
-    for name in formats:
+    arrays = {array.name for array in arrays_of(*statement.terms, statement.target)}
+    known = {name: parse_format(form) for name, form in formats}
+    for name in known:
         if name == statement.target.name:
-            raise OptionError(f"the target {name} is a dense tensor, found a format of it")
+            hint = f"expected its pattern in the text, as `; {name}:pattern(A)`"
+            raise OptionError(f"the target {name} is a dense tensor, found a format of it; {hint}")
         if name not in read:
             raise OptionError(f"found a format of {name}, but `{text}` reads {', '.join(sorted(read)) or 'nothing'}")
+        if name in arrays:
+            raise OptionError(
+                f"{name} is an index array: expected a dense tensor, found the format {str(known[name])!r}"
+            )
+    for access in accesses_of(*statement.terms):
+        if access.name in known and len(access.indices) != known[access.name].ndim:
+            form = known[access.name]
+            have = f"`{access}` has {len(access.indices)}, format {str(form)!r} has {form.ndim}"
+            raise ShapeError(f"an access and the format are expected to have the same number of axes: {have}")
+    with suppress(StatementError):
+        _check_use(_parsed(text, ()), known)
+
+
+def _check_use(statement: Statement, formats: Mapping[str, Format]) -> None:
+    """Raise where the statement cannot use operands in these formats."""
+    if statement.positions or joins(statement, {name: StoredAxes.of(f).coordinates for name, f in formats.items()}):
+        check_join(statement, {name: StoredAxes.of(f) for name, f in formats.items()})
+        return
+    parts = {name: len(f.grouped.sizes) if f.grouped else 1 for name, f in formats.items()}
+    lower_statement(statement, {name: plan.StorageForm.of(f, max(1, parts[name])) for name, f in formats.items()})
 
 
 def _probed(text: str) -> Statement:
@@ -233,9 +326,13 @@ def _probed(text: str) -> Statement:
     try:
         return _parsed(text, ())
     except StatementError:
-        # Names with axes or declarations are not integers.
+        # Names with axes or declarations are not integers, nor are the indices of sum(i, ...) and of groups.
         bare = re.sub(r"#[^\n]*", "", text)
         names = set(re.findall(r"[^\W\d]\w*", bare)) - set(re.findall(r"\b([^\W\d]\w*)\s*[\[:]", bare))
+        for listed in re.findall(r"\b(?:sum|max|min|mean)\s*\(((?:\s*[^\W\d]\w*\s*,)+)", bare):
+            names -= set(re.findall(r"[^\W\d]\w*", listed))
+        for group in re.findall(r"[\[,]\s*\(((?:\s*[^\W\d]\w*\s*,)+\s*[^\W\d]\w*)\s*\)", bare):
+            names -= set(re.findall(r"[^\W\d]\w*", group))
         for value in (1, 1 << 30):
             with suppress(StatementError):
                 return parse(text, dict.fromkeys(names, value))
@@ -260,17 +357,35 @@ def _bare_names(formats: Mapping[str, str]) -> str:
     return "|".join(tokens)
 
 
-def _used_dense(text: str, names: str) -> set[str]:
-    """The sparse operands that this statement uses in dense form."""
-    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
-    return set(plan.rewritten(text, names, forms).dense) if forms else set()
-
-
 @_constant
 def _numbers(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
     """The operands used as values, and the integer operands needed to parse the text."""
     values = value_names_of(_parsed(text, integers))
     return values, tuple((n, x) for n, x in integers if n not in values or _needed(text, integers, n))
+
+
+_GROUP = re.compile(r"[\[,]\s*\(\s*[^\W\d]\w*\s*,")  # of indices: A[(n,p),m]
+
+
+@_constant
+def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
+    return tuple(Groups.of(_parsed(text, integers)))
+
+
+@_constant
+def _check_traced(text: str, integers: tuple[tuple[str, int], ...], formats: tuple[tuple[str, str], ...]) -> None:
+    """Raise OptionError for a statement that joins sparse operands: what meets depends on values."""
+    axes = {name: StoredAxes.of(parse_format(form)).coordinates for name, form in formats}
+    if joins(_parsed(text, integers), axes):
+        raise OptionError(
+            f"`{text}` finds the entries of sparse operands that meet, whose number depends on their coordinates: "
+            "expected outside torch.compile, as positions (i:pos(A)) for a statement inside"
+        )
+
+
+def _coordinate_axes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The axes of each sparse operand that have coordinates."""
+    return {name: StoredAxes.of(x.format).coordinates for name, x in operands.items() if isinstance(x, Sparse)}
 
 
 def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool:
@@ -282,7 +397,9 @@ def _needed(text: str, integers: tuple[tuple[str, int], ...], name: str) -> bool
     return False
 
 
-def _written(out: Tensor, result: Tensor) -> Tensor:
+def _written(out: Tensor, result: Tensor | Sparse) -> Tensor:
+    if isinstance(result, Sparse):
+        raise OptionError("out is for a dense target, found a target with a pattern or positions")
     if not isinstance(out, Tensor):
         raise DtypeError(f"out is a tensor, found {type(out).__name__}")
     if out.device != result.device:
@@ -305,9 +422,21 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     bound = plan.sizes(text, names, [t.shape for t in operands], None)
     ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())
     lines += ["sizes", f"  {ranges}", f"  {statement.target.name} {list(bound.shape)}", ""]
+    text = plan.with_lost_ranges(text, names, bound)
     found = plan.options(operands, names, text, bound.shape, lowering.partition("/")[0])
     for option in sorted(found, key=lambda o: o.cost):
         lines += _option(option, operands, names, text, bound.shape)
+    return "\n".join(lines)
+
+
+def _join_told(text: str, integers: tuple[tuple[str, int], ...], formats: Mapping[str, Format]) -> str:
+    """A statement that joins sparse operands, the join and the statements over it, as text; "" for any other."""
+    statement, axes = _parsed(text, integers), {name: StoredAxes.of(f) for name, f in formats.items()}
+    if not joins(statement, {name: found.coordinates for name, found in axes.items()}):
+        return ""
+    lines = ["statement", f"  {statement}", "", f"join of the entries of {', '.join(axes)}"]
+    if not statement.positions:
+        lines += ["", "steps over its result", *(f"  {step}" for step in steps_of_join(statement, axes))]
     return "\n".join(lines)
 
 
@@ -325,8 +454,8 @@ def _option(
     tensors = plan.arrays(operands, names, text, option)
     lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us"]
     lines += [*_held(operands, names, option), "", *_steps(option.steps, {})]
-    for step in option.steps:
-        lines += _ways(step, tensors, shape)
+    for step in plan.placed(option.steps, tensors, shape):
+        lines += _ways(step, plan.device_of(operands))
     return lines
 
 
@@ -339,18 +468,16 @@ def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> lis
     return [f"  {name}: {_count(size)}B in the arrays that are read" for name, size in held.items()]
 
 
-def _ways(step: Statement, tensors: dict[str, Tensor], shape: tuple[int, ...]) -> list[str]:
+def _ways(step: plan.PlacedStep, device: Device) -> list[str]:
     """Cost (or refusal) of each lowering of a step, its work and index roles, and the source of its kernel."""
-    lines = [f"lowerings of {step}"]
-    device = plan.device_of(list(tensors.values()))
-    for name, cost, why in plan.step_options(step, tensors, shape, device, ""):
+    lines = [f"lowerings of {step.statement}"]
+    for name, cost, why in plan.step_options(step, device, ""):
         lines.append(f"  {name:10} {why if cost == math.inf else f'{1e6 * cost:.1f} us'}")
-    bound = plan.step_bound(step, tensors, shape)
-    lines += ["", _work(step, bound), *_contraction(step, bound), ""]
-    if source := kernels.source_of(bound, tensors):
-        lines += [f"kernel, tile {kernels.tile_of(bound, tensors)}", source, ""]
-    if nest.refusal(step, bound, tensors) is None:
-        lines += ["loop nest", nest.source_of(bound, tensors, torch.float32), ""]
+    lines += ["", _work(step.statement, step.bound), *_contraction(step.statement, step.bound), ""]
+    if source := kernels.source_of(step.bound, step.tensors):
+        lines += [f"kernel, tile {kernels.tile_of(step.bound, step.tensors)}", source, ""]
+    if nest.refusal(step.statement, step.bound, step.tensors) is None:
+        lines += ["loop nest", nest.source_of(step.bound, step.tensors, torch.float32), ""]
     return lines
 
 

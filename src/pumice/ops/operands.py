@@ -161,6 +161,20 @@ def flatten_operands(operands: Mapping[str, Any], constants: Iterable[tuple[str,
     return tensors, ";".join(["|".join(tokens), *notes])
 
 
+def flatten_used(
+    text: str, operands: Mapping[str, Any], constants: Iterable[tuple[str, int]]
+) -> tuple[list[Tensor], str, Mapping[str, str]]:
+    """`flatten_operands` for this statement; sparse operands that it uses in dense form are converted, and listed with
+    the reason."""
+    tensors, names = flatten_operands(operands, constants)
+    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+    dense = plan.rewritten(text, names, forms).dense if forms else {}
+    if dense:
+        ready = {n: x.to_dense() if n in dense else x for n, x in operands.items()}
+        tensors, names = flatten_operands(ready, constants)
+    return tensors, names, dense
+
+
 def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
     """(tensors of all operands in the order of `flatten_operands`, cache key of checks and plans). The key excludes the
     values of index arrays, which have checks of their own."""
