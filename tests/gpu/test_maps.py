@@ -149,6 +149,8 @@ def test_every_cloud_gets_a_structure_of_kernels(gpu):
 def test_duplicates_are_seen_in_every_structure(gpu, structure):
     coords = coords_of("dense")
     cloud = cloud_of(torch.cat([coords, coords[5000:5003]]), gpu)
+    if refused := STRUCTURES[structure].refusal(cloud, MapSchedule(structure)):
+        pytest.skip(refused)
     STRUCTURES[structure](cloud, MapSchedule(structure))
     assert int(cloud.status) == DUPLICATE
     whole = CoordBuffer.of(coords.to(gpu), Bounds.of(coords))

@@ -26,7 +26,7 @@ BOUNDS = {
     "program, first training step": 26500,
     "program, training step, seen": 175,
     "program of a U-Net, a scene never seen": 4330,
-    "einsum text to Triton source": 1500,
+    "einsum text to Triton source": 1550,
     "einsum, seen (CPU)": 26,
     "kernel map of a cloud (CPU)": 800,
     # Until the launch: nn, ops, coords, lower, runtime.

@@ -465,7 +465,7 @@ def _gradient_of(match: GatherMatch, bound: BoundStatement, operands: Mapping[st
 def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
     """The arrays of the form "pairs" of a map, with all that `run_gathered` derives from them, by C kernels; None if
     these do not run."""
-    if torch.compiler.is_compiling() or found.device.type != "cpu" or found.buffered is not None:
+    if found.device.type != "cpu" or found.buffered is not None:
         return None
     if (run := native_products.kernels()) is None:
         return None
