@@ -21,6 +21,7 @@ from benchmarks.suites import (
     layer_accuracy,
     layers,
     maps,
+    pruned,
     roofline,
     spmm,
     tuner_layers,
@@ -111,6 +112,7 @@ _TABLE = (
             "dataflows": tuner_layers.dataflows,
         },
     ),
+    Suite("ucf", {"filters": pruned.filters}),
     Suite(
         "workloads",
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ class _Pruned(nn.Module):
     parameter; way: "sparse", or "dense" if the whole weight is used."""
 
     mask: Tensor
-    _axes: str
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
         super().__init__()
@@ -47,10 +47,12 @@ class _Pruned(nn.Module):
 
     def _filter(self) -> Sparse:
         """The weight over its kept entries."""
-        key = self.mask.device, self.mask.data_ptr(), self.mask._version
+        key = self.mask.device, self.mask.data_ptr(), self.mask._version, id(self.values)
         if self._stored is None or self._stored[0] != key:
-            self._stored = key, sparse(self._entries().to(torch.float32), f"({self._axes}):C")
-        return self._stored[1].with_values([self.values])
+            entries = self._entries().to(torch.float32)
+            stored = sparse(entries, f"({' '.join('mcrs'[: entries.ndim])}):C")
+            self._stored = key, stored.with_values([self.values])
+        return self._stored[1]
 
     def _entries(self) -> Tensor:
         return self.mask
@@ -74,8 +76,6 @@ class PrunedConv2d(_Pruned):
     Source: "Unified Convolution Framework", section 6 (filter-sparse convolution).
     """
 
-    _axes = "m c r s"
-
     def __init__(self, conv: nn.Conv2d, mask: Tensor | None = None) -> None:
         super().__init__(conv.weight, conv.bias, mask)
         if conv.padding_mode != "zeros":
@@ -95,14 +95,12 @@ class PrunedConv2d(_Pruned):
         return cls(conv, mask)
 
     def _entries(self) -> Tensor:
-        """The mask over all input channels: [M, C, R, S]."""
-        if self.groups == 1:
-            return self.mask
+        """The mask over all input channels, [M, C, R, S] without axes of the kernel of size 1."""
         count, channels, *kernel = self.mask.shape
         whole = self.mask.new_zeros(count, self.groups, channels, *kernel)
         rows = torch.arange(count, device=whole.device)
         whole[rows, rows // (count // self.groups)] = self.mask
-        return whole.flatten(1, 2)
+        return whole.view(count, -1, *(size for size in kernel if size > 1))
 
     def forward(self, x: Tensor) -> Tensor:
         channels = self.mask.shape[1] * self.groups
@@ -112,24 +110,30 @@ class PrunedConv2d(_Pruned):
             options = self.bias, self.stride, self.padding, self.dilation, self.groups
             return functional.conv2d(x, self.weight, *options)
         images = x if x.dim() == 4 else x[None]
-        out = einsum(self._statement(images.shape[-2:]), I=images, F=self._filter())
+        text = _statement(images.shape[2:], self.mask.shape[2:], self.stride, self.padding, self.dilation)
+        out = einsum(text, I=images, F=self._filter())
         out = out if self.bias is None else out + self.bias[:, None, None]
         return out if x.dim() == 4 else out[0]
 
-    def _statement(self, sizes: torch.Size) -> str:
-        kernel = self.mask.shape[2:]
-        each = [*zip(sizes, kernel, self.stride, self.padding, self.dilation, strict=True)]
-        outputs = [(n + 2 * pad - step * (k - 1) - 1) // stride + 1 for n, k, stride, pad, step in each]
-        if min(outputs) < 1:
-            raise ShapeError(f"a kernel of {list(kernel)} with dilation {list(self.dilation)} exceeds {list(sizes)}")
-        at = [f"{e[2]}*{p}+{e[4]}*{r}-{e[3]}" for e, p, r in zip(each, "pq", "rs", strict=True)]
-        return f"O[n,m,p,q] = I[n,c,{at[0]},{at[1]}] * F[m,c,r,s] ; p:{outputs[0]}, q:{outputs[1]}"
+
+Pair = tuple[int, ...]
+
+
+@lru_cache(maxsize=1024)
+def _statement(sizes: Pair, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> str:
+    """The convolution of an image. The filter has no axes of size 1 of its kernel."""
+    each = [*zip("pq", "rs", sizes, kernel, stride, padding, dilation, strict=True)]
+    outputs = [(size + 2 * pad - step * (k - 1) - 1) // s + 1 for _, _, size, k, s, pad, step in each]
+    if min(outputs) < 1:
+        raise ShapeError(f"a kernel of {list(kernel)} with dilation {list(dilation)} exceeds {list(sizes)}")
+    taps = [f"{step}*{r}" if k > 1 else "0" for _, r, _, k, _, _, step in each]
+    at = [f"{s}*{p}+{tap}-{pad}" for (p, _, _, _, s, pad, _), tap in zip(each, taps, strict=True)]
+    places = ",".join(["m", "c", *(r for _, r, _, k, *_ in each if k > 1)])
+    return f"O[n,m,p,q] = I[n,c,{','.join(at)}] * F[{places}] ; p:{outputs[0]}, q:{outputs[1]}"
 
 
 class PrunedLinear(_Pruned):
     """y[..., m] = bias[m] + sum over kept (m, k) of W[m,k] x[..., k], as torch.nn.Linear; make it with `from_dense`."""
-
-    _axes = "m k"
 
     @classmethod
     def from_dense(cls, linear: nn.Linear, mask: Tensor | None = None) -> PrunedLinear:
@@ -145,7 +149,7 @@ class PrunedLinear(_Pruned):
             return functional.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
         # Rows are the vector index.
-        out = einsum("Y[m,b] = W[m,k] * X[k,b]", W=self._filter(), X=rows.t().contiguous()).t()
+        out = einsum("Y[m,b] = W[m,c] * X[c,b]", W=self._filter(), X=rows.t().contiguous()).t()
         out = out if self.bias is None else out + self.bias
         return out.reshape(*x.shape[:-1], -1)
 
