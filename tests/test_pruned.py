@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import pumice as pm
 from pumice.errors import DtypeError, OptionError, ShapeError
 
 
-def pruned(conv: nn.Module, share: float = 0.3, seed: int = 0) -> torch.Tensor:
+def pruned(conv: Any, share: float = 0.3, seed: int = 0) -> torch.Tensor:
     """Set random weights to zero; returns the mask of those kept."""
     mask = torch.rand(conv.weight.shape, generator=torch.Generator().manual_seed(seed)) < share
     with torch.no_grad():
@@ -94,7 +95,7 @@ def test_states_copies_and_pickles_have_the_mask_and_the_values():
 
 def test_a_network_is_pruned_in_place_and_trains():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
+    net: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 4))
     masks = {"2": pruned(net[2]), "4.weight": pruned(net[4])}
     x, wanted = torch.randn(2, 3, 10, 10), None
     wanted = net(x)
@@ -110,7 +111,7 @@ def test_a_network_is_pruned_in_place_and_trains():
 
 
 def test_layers_with_many_zeros_are_pruned_and_the_faster_way_is_measured():
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).train()
+    net: Any = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).train()
     pruned(net[2], 0.1)
     x = torch.randn(1, 3, 12, 12)
     statistics = net[1].running_mean.clone()
@@ -125,9 +126,9 @@ def test_refusals():
     with pytest.raises(ShapeError, match=r"mask has shape \[4\], the weight \[6, 4, 3, 3\]"):
         pm.nn.PrunedConv2d.from_dense(conv, torch.ones(4))
     with pytest.raises(DtypeError, match=r"a torch.nn.Conv2d is expected, found Linear"):
-        pm.nn.PrunedConv2d.from_dense(nn.Linear(2, 2))
+        pm.nn.PrunedConv2d.from_dense(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(DtypeError, match=r"a torch.nn.Linear is expected, found Conv2d"):
-        pm.nn.PrunedLinear.from_dense(conv)
+        pm.nn.PrunedLinear.from_dense(conv)  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="padding_mode is 'zeros', found 'reflect'"):
         pm.nn.PrunedConv2d.from_dense(nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"))
     with pytest.raises(OptionError, match=r"of \[2, 2\] is not symmetric"):

@@ -24,7 +24,7 @@ SUITES: Mapping[str, str] = {
     "einsum": "sparse einsums",
     "tensor-product": "equivariant tensor products",
     "graph": "graph layers",
-    "ucf": "other libraries' benchmarks",
+    "ucf": "convolutions with pruned filters",
     "cpu-conv": "layers on a CPU",
 }
 """Suites of the results file, in the order of the report, with their titles."""

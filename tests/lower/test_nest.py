@@ -11,6 +11,8 @@ from torch.nn import functional
 
 import pumice as pm
 from pumice.errors import OptionError
+from pumice.language.bind import bind
+from pumice.language.parse import parse
 from pumice.lower import nest, nest_c
 from pumice.runtime import native
 
@@ -94,12 +96,12 @@ def test_convolutions_with_sparse_filters(first, cache, kinds, monkeypatch):
             continue
         x = one.x.clone().requires_grad_()
         got, wanted = pm.einsum(one.text, I=x, F=one.filter, lowering="nest"), one.dense(x)
-        tolerance = {"rtol": 1e-9, "atol": 1e-9} if one.dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+        near = 1e-9 if one.dtype == torch.float64 else 1e-4
         message = f"seed {seed}: {one.text}\n{{}}".format
-        torch.testing.assert_close(got, wanted, **tolerance, msg=message)
+        torch.testing.assert_close(got, wanted, rtol=near, atol=near, msg=message)
         grad = torch.randn_like(wanted)
         ours, theirs = (torch.autograd.grad(y, x, grad)[0] for y in (got, wanted))
-        torch.testing.assert_close(ours, theirs, **tolerance, msg=message)
+        torch.testing.assert_close(ours, theirs, rtol=near, atol=near, msg=message)
     assert kinds["lanes"] and kinds["plain"]
     assert cache is None or kinds["blocks"]
 
@@ -151,6 +153,7 @@ def test_halves_are_summed_in_float32(dtype):
 def test_values_that_change_are_read_again():
     a, b = pm.sparse(torch.eye(3), "CSR"), torch.ones(3, 4)
     values = a.parts[0].values
+    assert values is not None
     for factor in (1, 2):
         got = pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b, lowering="nest")
         assert got.eq(factor).all()
@@ -172,6 +175,26 @@ def test_refusals(text, reason):
     operands = {n: numbers for n in "abv" if f"{n}[" in text} | {"R": torch.tensor([0, 1, 2, 3])}
     with pytest.raises(OptionError, match=reason):
         pm.einsum(text, lowering="nest", **{n: x for n, x in operands.items() if f"{n}[" in text})
+
+
+def test_windows_far_outside_an_operand_take_no_memory():
+    """However far index arrays point: entries that meet the operand nowhere are left out."""
+    far = torch.tensor([0, 1, 1 << 40, -5, 2], dtype=torch.int64)
+    x, v = torch.randn(6), torch.randn(5)
+    operands = {"x": x, "v": v, "K": far}
+    bound = bind(
+        parse("y[p] = x[p+K[e]-1] * v[e] ; p:6"), {name: t.shape for name, t in operands.items()}, strict=False
+    )
+    assert nest.refusal(bound.statement, bound, operands) is None
+    got = nest.run(bound, operands, torch.float32)
+    wanted = sum(v[e] * functional.pad(x, (1, 2))[int(k) : int(k) + 6] for e, k in ((0, 0), (1, 1), (4, 2)))
+    torch.testing.assert_close(got, wanted)
+
+
+def test_operands_beyond_32_bit_offsets_are_refused():
+    x, v, k = torch.empty(2, 1), torch.empty(2), torch.tensor([0, 1])
+    with pytest.raises(OptionError, match="too large with the zeros that its windows reach"):
+        pm.einsum("y[e] = x[p+K[e],q] * v[e] ; p:600000000, q:1", x=x, v=v, K=k, lowering="nest")
 
 
 def test_index_arrays_of_different_positions_are_refused():

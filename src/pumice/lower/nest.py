@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Statement
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Kernel, Nest
-from pumice.lower.nest_form import Axis, Entries, Form, View, normalized
+from pumice.lower.nest_form import MOST_ELEMENTS, Axis, Entries, Form, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.native import compiler, l1_bytes
 
@@ -248,9 +249,8 @@ def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
 def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
     """The nest of a form over these index arrays; None without entries."""
     entries = Entries(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
-    values = [
-        [_entry_part(entries, axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views
-    ]
+    part = partial(_entry_part, entries, dict(form.extents))
+    values = [list(map(part, view.axes, view.shape)) for view in form.views]
     kept = entries.kept.nonzero()[:, 0]
     if not len(kept):
         return None
@@ -283,8 +283,9 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     )
 
 
-def _entry_part(entries: Entries, axis: Axis, size: int) -> Tensor | None:
-    return None if axis.entry is None else entries.values(axis.entry, None if axis.dense else size)
+def _entry_part(entries: Entries, extents: Mapping[str, int], axis: Axis, size: int) -> Tensor | None:
+    """The entries' part of an axis; entries whose window is outside the operand everywhere are not kept."""
+    return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
 
 
 def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
@@ -302,10 +303,9 @@ def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int
     """(before, after): zeros that the windows of each axis reach."""
     found = []
     for axis, size, entry in zip(view.axes, view.shape, values, strict=True):
-        ends = [c * (extents[name] - 1) for c, name in axis.dense]
+        before, after = axis.reach(extents)
         low, high = (axis.constant,) * 2 if entry is None else (int(entry.min()), int(entry.max()))
-        low, high = low + sum(e for e in ends if e < 0), high + sum(e for e in ends if e > 0)
-        found.append((max(0, -low), max(0, high - size + 1)))
+        found.append((max(0, -low - before), max(0, high + after - size + 1)))
     return tuple(found)
 
 
@@ -398,7 +398,8 @@ def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, 
         image = Image(_two(sizes, 1), _two(steps, 1), _two(spans, 0), bare)
         lanes = _grid(found[0], image, count)
         copied = (math.prod(view.shape) + math.prod(target.shape)) * lanes.copied
-        if math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
+        fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
+        if fits and math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
             return lanes
     return None
 

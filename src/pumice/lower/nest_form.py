@@ -9,7 +9,7 @@ become views; indices that are adjacent in every access become one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from pumice.language.derive import fresh, names_of
 from pumice.language.nodes import Access, Affine, Index, Statement, affine, arrays_of, indices_of, substitute
 
 MOST_ENTRIES = 1 << 26  # Joint points of the positions
+MOST_ELEMENTS = 1 << 30  # Of an operand with its padding: offsets are 32-bit
 
 
 class Axis(NamedTuple):
@@ -30,6 +31,11 @@ class Axis(NamedTuple):
     dense: tuple[tuple[int, str], ...]
     constant: int
     entry: Affine | None
+
+    def reach(self, extents: Mapping[str, int]) -> tuple[int, int]:
+        """(minimum, maximum) that the dense indices add."""
+        ends = [c * (extents[name] - 1) for c, name in self.dense]
+        return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0)
 
     @property
     def bare(self) -> str | None:
@@ -88,11 +94,21 @@ def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]],
         return "the target is written through windows"
     _join(views, extents)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
+    if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
+        return "an operand is too large with the zeros that its windows reach"
     places = tuple((name, bound.extents[name]) for name in positions)
     arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
     if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
         return "index arrays of different positions meet"
     return Form(tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays)
+
+
+def padded_sizes(view: View, extents: Mapping[str, int]) -> Iterator[int]:
+    """Upper bounds of the sizes of a view with its padding."""
+    for axis, size in zip(view.axes, view.shape, strict=True):
+        low, high = axis.reach(extents)
+        # A window that meets the operand begins and ends within its length of it.
+        yield size if axis.bare else size + 2 * (high - low) + abs(axis.constant)
 
 
 def _unsupported(statement: Statement, bound: BoundStatement) -> str | None:
@@ -218,14 +234,13 @@ class Entries:
             for n, (name, size) in enumerate(extents.items())
         }
 
-    def values(self, expression: Affine, extent: int | None = None) -> Tensor:
-        """int64 values of an expression. extent: entries outside of [0, extent) are not kept."""
+    def values(self, expression: Affine, extent: int, reach: tuple[int, int] = (0, 0)) -> Tensor:
+        """int64 values of an expression. Entries are kept if the value plus a number in `reach` is in [0, extent)."""
         total = torch.full((self.count,), expression.constant)
         for coefficient, atom in expression.terms:
             found = self._positions[atom.name] if isinstance(atom, Index) else self._read(atom)
             total = total + coefficient * found
-        if extent is not None:
-            self.kept &= (total >= 0) & (total < extent)
+        self.kept &= (total + reach[1] >= 0) & (total + reach[0] < extent)
         return total
 
     def _read(self, access: Access) -> Tensor:
