@@ -185,7 +185,11 @@ FAMILIES: tuple[Family, ...] = (
         Family("einsum", f"tensor product, {name}", rf"{_PRODUCT}/{part}/(?P<way>[^/]+)", _PRODUCTS, ("memory bound",))
         for name, part in (("forward", "fwd"), ("fwd+bwd", r"fwd\+bwd"))
     ),
-    *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph", "ucf")),
+    *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph")),
+    *(
+        Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", {"oneDNN, dense": Rivals(("oneDNN",))})
+        for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
+    ),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
 """All families, in the order of the report."""
