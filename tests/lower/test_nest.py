@@ -197,6 +197,18 @@ def test_operands_beyond_32_bit_offsets_are_refused():
         pm.einsum("y[e] = x[p+K[e],q] * v[e] ; p:600000000, q:1", x=x, v=v, K=k, lowering="nest")
 
 
+def test_without_a_compiler_statements_are_refused_and_run_elsewhere(monkeypatch):
+    monkeypatch.setattr(nest_c, "compiler", lambda: "no C compiler")
+    nest_c.unavailable.cache_clear()
+    try:
+        a, b = pm.sparse(torch.eye(3), "CSR"), torch.rand(3, 5)
+        with pytest.raises(OptionError, match="no C compiler"):
+            pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b, lowering="nest")
+        assert torch.equal(pm.einsum("C[m,n] = A[m,k] * B[k,n] ; m:3", A=a, B=b), b)
+    finally:
+        nest_c.unavailable.cache_clear()
+
+
 def test_index_arrays_of_different_positions_are_refused():
     rows, values = torch.arange(50) % 7, torch.ones(50, 50)
     with pytest.raises(OptionError, match="index arrays of different positions meet"):

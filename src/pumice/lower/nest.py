@@ -29,9 +29,9 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Statement
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Kernel, Nest
-from pumice.lower.nest_form import MOST_ELEMENTS, Axis, Entries, Form, View, normalized, padded_sizes
+from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import compiler, l1_bytes
+from pumice.runtime.native import l1_bytes
 
 _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
@@ -44,8 +44,8 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     """The reason why a statement is no loop nest here, or None."""
     if any(t.device.type != "cpu" for t in operands.values()):
         return "the operands are not on a CPU"
-    if isinstance(found := compiler(), str):
-        return found
+    if why := nest_c.unavailable():
+        return why
     form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
     if isinstance(form, str):
         return form
@@ -139,7 +139,7 @@ class Placed(NamedTuple):
         return total
 
 
-class Moves(NamedTuple):
+class LaneCopies(NamedTuple):
     """Copies of images to lanes, with their padding, and back. factor: the one that is copied; axes: of an image;
     inside: shape of the target in lanes; into: (elements of an image in lanes, sizes, room); out: (sizes, room), see
     nest_c.move."""
@@ -173,7 +173,7 @@ class Prepared:
     nest: Nest
     kernel: Kernel
     placed: tuple[Placed, ...]
-    moves: Moves | None
+    moves: LaneCopies | None
     starts: Tensor
     target_offsets: Tensor
     begins: tuple[int, ...]
@@ -224,7 +224,7 @@ def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
     return values.reshape(-1)[offsets]
 
 
-def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> Moves:
+def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> LaneCopies:
     """Copies of the factor's images to lanes, and of the target's from them."""
     target, factor = placed[0].view.shape, placed[lanes.factor]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
@@ -237,7 +237,9 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> Moves:
     into = [*_image(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
     out = [*_image(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
     inside = (*target[: -lanes.axes], *lanes.block, count)
-    return Moves(lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1]))
+    return LaneCopies(
+        lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1])
+    )
 
 
 def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
@@ -248,7 +250,7 @@ def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
 @cached_per_tensor
 def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
     """The nest of a form over these index arrays; None without entries."""
-    entries = Entries(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
+    entries = EntryList(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
     part = partial(_entry_part, entries, dict(form.extents))
     values = [list(map(part, view.axes, view.shape)) for view in form.views]
     kept = entries.kept.nonzero()[:, 0]
@@ -283,7 +285,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     )
 
 
-def _entry_part(entries: Entries, extents: Mapping[str, int], axis: Axis, size: int) -> Tensor | None:
+def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
     """The entries' part of an axis; entries whose window is outside the operand everywhere are not kept."""
     return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
 

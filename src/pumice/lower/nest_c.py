@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.runtime.native import Compiler, compiler, parallel_region
+from pumice.runtime.native import Compiler, NativeUnavailableError, compiler, parallel_region
 
 HEADER = 10  # Integers before the factors'
 
@@ -353,6 +353,19 @@ class Kernel:
 
     def __call__(self, numbers: Sequence[int]) -> None:
         self._function(self._region, c_int(torch.get_num_threads()), (c_int64 * len(numbers))(*numbers))
+
+
+@lru_cache(maxsize=1)
+def unavailable() -> str | None:
+    """The reason why nests cannot be compiled, or None. Their other kernels are compiled to see: old compilers lack
+    shuffles of vectors."""
+    if isinstance(found := compiler(), str):
+        return found
+    try:
+        _mover("pack", torch.float32)
+    except (NativeUnavailableError, OSError) as error:
+        return str(error)
+    return None
 
 
 @lru_cache(maxsize=8)

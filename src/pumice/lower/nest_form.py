@@ -25,7 +25,7 @@ MOST_ENTRIES = 1 << 26  # Joint points of the positions
 MOST_ELEMENTS = 1 << 30  # Of an operand with its padding: offsets are 32-bit
 
 
-class Axis(NamedTuple):
+class NestAxis(NamedTuple):
     """An axis of an access: dense indices with coefficients, and a constant or a part that depends on the entry."""
 
     dense: tuple[tuple[int, str], ...]
@@ -50,7 +50,7 @@ class View:
     the view, whose axes may join several of the operand's."""
 
     name: str
-    axes: tuple[Axis, ...]
+    axes: tuple[NestAxis, ...]
     slices: tuple[tuple[int, int, int] | None, ...]
     shape: tuple[int, ...]
 
@@ -155,14 +155,16 @@ def _spans_axis(statement: Statement, index: str, extent: int, known: Mapping[st
     )
 
 
-def _view(access: Access, shape: Sequence[int], axes: Sequence[Axis], extents: Mapping[str, int]) -> View:
+def _view(access: Access, shape: Sequence[int], axes: Sequence[NestAxis], extents: Mapping[str, int]) -> View:
     slices = tuple(_slice(axis, size, extents) for axis, size in zip(axes, shape, strict=True))
     sizes = tuple(size if found is None else found[1] for size, found in zip(shape, slices, strict=True))
-    seen = tuple(a if s is None else Axis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True))
+    seen = tuple(
+        a if s is None else NestAxis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True)
+    )
     return View(access.name, seen, slices, sizes)
 
 
-def _slice(axis: Axis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
+def _slice(axis: NestAxis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
     """(start, count, step) if the axis is a strided range within its operand."""
     if axis.entry is not None or len(axis.dense) != 1 or axis.bare:
         return None
@@ -193,16 +195,16 @@ def _joined(view: View, first: str, joined: str) -> View:
     if at is None:
         return view
 
-    axes = (*view.axes[:at], Axis(((1, joined),), 0, None), *view.axes[at + 2 :])
+    axes = (*view.axes[:at], NestAxis(((1, joined),), 0, None), *view.axes[at + 2 :])
     return replace(view, axes=axes, shape=(*view.shape[:at], math.prod(view.shape[at : at + 2]), *view.shape[at + 2 :]))
 
 
-def axes_of(access: Access, positions: Sequence[str]) -> tuple[Axis, ...]:
+def axes_of(access: Access, positions: Sequence[str]) -> tuple[NestAxis, ...]:
     """The axes of an access. positions: the indices inside index arrays."""
     return tuple(_axis(expression, positions) for expression in access.indices)
 
 
-def _axis(expression: Affine, positions: Sequence[str]) -> Axis:
+def _axis(expression: Affine, positions: Sequence[str]) -> NestAxis:
     dense, entry = [], []
     for coefficient, atom in expression.terms:
         if isinstance(atom, Index) and atom.name not in positions:
@@ -210,8 +212,8 @@ def _axis(expression: Affine, positions: Sequence[str]) -> Axis:
         else:
             entry.append((coefficient, atom))
     if entry:
-        return Axis(tuple(dense), 0, affine(entry, expression.constant))
-    return Axis(tuple(dense), expression.constant, None)
+        return NestAxis(tuple(dense), 0, affine(entry, expression.constant))
+    return NestAxis(tuple(dense), expression.constant, None)
 
 
 def positions_of(statement: Statement) -> tuple[str, ...]:
@@ -219,7 +221,7 @@ def positions_of(statement: Statement) -> tuple[str, ...]:
     return indices_of(*arrays_of(statement))
 
 
-class Entries:
+class EntryList:
     """The entries of a statement's index arrays that read no negative index.
 
     extents: of the positions, by name. Each list below has one value per joint point of the positions.
@@ -246,7 +248,7 @@ class Entries:
     def _read(self, access: Access) -> Tensor:
         array = self._arrays[access.name]
         at = [self.values(e, size) for e, size in zip(access.indices, array.shape, strict=True)]
-        # Entries that are not kept may point anywhere.
+        # EntryList that are not kept may point anywhere.
         at = [place.clamp(0, max(size - 1, 0)) for place, size in zip(at, array.shape, strict=True)]
         found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1)
         self.kept &= found >= 0
