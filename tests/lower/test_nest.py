@@ -142,6 +142,21 @@ def test_results_do_not_depend_on_the_number_of_threads():
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+def test_outputs_of_the_last_channels_alone_start_from_zero(kinds, monkeypatch):
+    """A segment without entries in the first block of channels is written there all the same."""
+    monkeypatch.setattr(nest, "l1_bytes", lambda: 2048)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, 64, 3, 3), torch.randn(1, 64, 18, 18)
+    weight[0, :60] = 0
+    got = pm.einsum(
+        "O[n,m,p,q] = I[n,c,p+r,q+s] * F[m,c,r,s]", I=x, F=pm.sparse(weight, "(m c r s):C"), lowering="nest"
+    )
+    torch.testing.assert_close(got, functional.conv2d(x, weight), rtol=1e-4, atol=1e-4)
+    assert kinds["blocks"] == kinds["lanes"] == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_summed_in_float32(dtype):
     torch.manual_seed(0)
