@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 
 
 def pruned(conv: Any, share: float = 0.3, seed: int = 0) -> torch.Tensor:
@@ -121,8 +121,35 @@ def test_layers_with_many_zeros_are_pruned_and_the_faster_way_is_measured():
     assert not net[2]._forward_pre_hooks
 
 
+def test_a_layer_of_two_names_stays_one():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    pruned(conv)
+    net: Any = nn.Sequential(conv, nn.ReLU(), conv)
+    x = torch.randn(1, 3, 8, 8)
+    wanted = net(x)
+    pm.prune_model(net, {"2": conv.weight})
+    assert isinstance(net[0], pm.nn.PrunedConv2d) and net[0] is net[2]
+    torch.testing.assert_close(net(x), wanted)
+
+
+def test_an_empty_batch_and_other_dtypes():
+    layer = pm.nn.PrunedConv2d.from_dense(nn.Conv2d(4, 6, 3))
+    assert layer(torch.randn(0, 4, 8, 8)).shape == (0, 6, 6, 6)
+    with pytest.raises(DtypeError, match="float64"):
+        layer(torch.randn(1, 4, 8, 8, dtype=torch.float64))
+
+
 def test_refusals():
     conv = nn.Conv2d(4, 6, 3)
+    for given in (pm.nn.PrunedConv2d.from_dense(conv), pm.nn.PrunedLinear.from_dense(nn.Linear(4, 2))):
+        with pytest.raises(DtypeError, match="input is a tensor, found list"):
+            given([1, 2])
+        with pytest.raises(DeviceError, match="the layer is on cpu, the input on meta"):
+            given(torch.empty(1, 4, 8, 4, device="meta"))
+    with pytest.raises(DtypeError, match="a network is a torch.nn.Module, found int"):
+        pm.prune_model(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DtypeError, match="a mask is a tensor, found list"):
+        pm.nn.PrunedConv2d.from_dense(conv, [1, 2])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ShapeError, match=r"mask has shape \[4\], the weight \[6, 4, 3, 3\]"):
         pm.nn.PrunedConv2d.from_dense(conv, torch.ones(4))
     with pytest.raises(DtypeError, match=r"a torch.nn.Conv2d is expected, found Linear"):

@@ -145,8 +145,8 @@ def test_results_do_not_depend_on_the_number_of_threads():
 def test_outputs_of_the_last_channels_alone_start_from_zero(kinds, monkeypatch):
     """A segment without entries in the first block of channels is written there all the same."""
     monkeypatch.setattr(nest, "l1_bytes", lambda: 2048)
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(torch.nan))
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: empty(self, *size).fill_(torch.nan))
     torch.manual_seed(0)
     weight, x = torch.randn(4, 64, 3, 3), torch.randn(1, 64, 18, 18)
     weight[0, :60] = 0
@@ -212,6 +212,17 @@ def test_operands_beyond_32_bit_offsets_are_refused():
         pm.einsum("y[e] = x[p+K[e],q] * v[e] ; p:600000000, q:1", x=x, v=v, K=k, lowering="nest")
 
 
+def test_another_default_device_changes_nothing():
+    a, b = pm.sparse(torch.eye(40), "CSR"), torch.rand(40, 40)
+    weight, x = torch.randn(8, 8, 3, 3), torch.randn(1, 8, 20, 20)
+    filter = pm.sparse(weight, "(m c r s):C")
+    with torch.device("meta"):
+        got = pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b, lowering="nest")
+        image = pm.einsum("O[n,m,p,q] = I[n,c,p+r,q+s] * F[m,c,r,s]", I=x, F=filter, lowering="nest")
+    assert torch.equal(got, b)
+    torch.testing.assert_close(image, functional.conv2d(x, weight), rtol=1e-4, atol=1e-4)
+
+
 def test_without_a_compiler_statements_are_refused_and_run_elsewhere(monkeypatch):
     monkeypatch.setattr(nest_c, "compiler", lambda: "no C compiler")
     nest_c.unavailable.cache_clear()
@@ -239,8 +250,8 @@ def test_explain_shows_the_nest_and_its_source():
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_blocks_move_to_lanes_and_back(lanes, monkeypatch):
     """For every vector length: compilers emulate vectors that the processor lacks."""
-    nest_c._mover.cache_clear()
-    monkeypatch.setattr(nest_c, "lanes_of", lambda dtype: ("float", lanes, 16))
+    nest_c._moves.cache_clear()
+    monkeypatch.setattr(nest_c, "lanes_of", lambda dtype: ("float", lanes))
     x = torch.randn(3, 11, 13)
     grid, block = (2, lanes // 2), (6, -(-13 // (lanes // 2)))
     room = grid[0] * block[0], grid[1] * block[1] + lanes
@@ -252,4 +263,4 @@ def test_blocks_move_to_lanes_and_back(lanes, monkeypatch):
     assert torch.equal(packed, wanted)
     nest_c.move("unpack", (packed, back), 3, [11, 13, 0, 0, 0, 0, grid[1], lanes, *block], room)
     assert torch.equal(back, x)
-    nest_c._mover.cache_clear()
+    nest_c._moves.cache_clear()

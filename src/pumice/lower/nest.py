@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch.nn import functional
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Statement
 from pumice.lower import nest_c
-from pumice.lower.nest_c import FactorAccess, Kernel, Nest
+from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.native import l1_bytes
@@ -54,47 +55,40 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class NestRunner:
-    """Evaluates a statement that `refusal` accepts, for operands of these shapes. dtype: of the result."""
-
-    bound: BoundStatement
-    form: Form
-    dtype: torch.dtype
-
-    def __call__(self, operands: Mapping[str, Tensor]) -> Tensor:
-        statement = self.bound.statement
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        first, *others = [operands[name] for name in self.form.arrays]
-        ready = prepared(first, self.form, wide, *others)
-        if ready is None:
-            result = torch.zeros(self.bound.shape, dtype=wide)
-        else:
-            result = ready.run([view.of(operands[view.name].to(wide)) for view in self.form.views[1:]])
-        if (coefficient := statement.terms[0].coefficient) != 1:
-            result *= coefficient
-        result = result.view(self.bound.shape).to(self.dtype)
-        return operands[statement.target.name] + result if statement.accumulate else result
-
-
-def runner(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> NestRunner:
-    """The runner of a statement that `refusal` accepts."""
-    form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
-    assert isinstance(form, Form)
-    return NestRunner(bound, form, dtype)
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    statement, form, wide = bound.statement, _form(bound, operands), _wide(dtype)
+    ready = prepared(*_arrays(form, operands, wide))
+    if ready is None:
+        result = torch.zeros(bound.shape, dtype=wide, device="cpu")
+    else:
+        result = ready.run([view.of(operands[view.name].to(wide)) for view in form.views[1:]])
+    if (coefficient := statement.terms[0].coefficient) != 1:
+        result *= coefficient
+    result = result.view(bound.shape).to(dtype)
+    return operands[statement.target.name] + result if statement.accumulate else result
 
 
 def source_of(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """The loop nest of a statement that `refusal` accepts, and its C source; "" without entries."""
-    form = runner(bound, operands, dtype).form
-    first, *others = [operands[name] for name in form.arrays]
-    ready = prepared(first, form, torch.float64 if dtype == torch.float64 else torch.float32, *others)
+    ready = prepared(*_arrays(_form(bound, operands), operands, _wide(dtype)))
     return "" if ready is None else f"{ready.nest}\n\n{nest_c.source(ready.nest)}"
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return runner(bound, operands, dtype)(operands)
+def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
+    found = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]))
+    assert isinstance(found, Form)
+    return found
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _arrays(form: Form, operands: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments of `prepared`."""
+    first, *others = [operands[name] for name in form.arrays]
+    return (first, form, dtype, *others)
 
 
 # Layout and offsets
@@ -171,7 +165,7 @@ class Prepared:
     A factor that has one value per entry is put in their order."""
 
     nest: Nest
-    kernel: Kernel
+    kernels: CDLL
     placed: tuple[Placed, ...]
     moves: LaneCopies | None
     starts: Tensor
@@ -186,13 +180,13 @@ class Prepared:
     def run(self, factors: Sequence[Tensor]) -> Tensor:
         """The target, of the shape of its view."""
         moves, shape = self.moves, self.placed[0].view.shape
-        make = torch.empty if self.whole else torch.zeros
-        result = make(shape if moves is None else moves.inside, dtype=factors[0].dtype)
+        make = factors[0].new_empty if self.whole else factors[0].new_zeros
+        result = make(shape if moves is None else moves.inside)
         held = [self._in_memory(n, x) for n, x in enumerate(factors, 1)]
         numbers = [*self._tasks(), *(t.data_ptr() for t in (self.starts, self.target_offsets, result))]
         for x, begin, offsets in zip(held, self.begins, self.offsets, strict=True):
             numbers += [x.data_ptr() + begin * x.element_size(), 0 if offsets is None else offsets.data_ptr()]
-        self.kernel([*numbers, *self.loops])
+        nest_c.run(self.kernels, "run", [*numbers, *self.loops])
         return result if moves is None else moves.unpack(result, shape)
 
     def _tasks(self) -> list[int]:
@@ -257,7 +251,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     if not len(kept):
         return None
     values = [[None if v is None else v[kept] for v in each] for each in values]
-    real, count, _ = nest_c.lanes_of(dtype)
+    real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
     lanes = _lanes(form, values, len(kept), count)
     placed = [_placed(n, view, pads[n], lanes, count) for n, view in enumerate(form.views)]
@@ -270,10 +264,10 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
     return Prepared(
         nest,
-        Kernel(nest_c.source(nest), "run"),
+        nest_c.library(nest_c.source(nest)),
         tuple(placed),
         None if lanes is None or not lanes.copied else _moves(lanes, placed, count),
-        torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1)),
+        torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1, device="cpu")),
         targets,
         tuple(0 if isinstance(o, Tensor) else o for o in offsets[1:]),
         tuple(o[order].int() if isinstance(o, Tensor) else None for o in offsets[1:]),
@@ -298,7 +292,8 @@ def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
 
 def _sorted_targets(offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
     """(distinct target offsets in ascending order, the number of each entry's)."""
-    return (offset if isinstance(offset, Tensor) else torch.full((count,), offset)).unique(return_inverse=True)
+    found = offset if isinstance(offset, Tensor) else torch.full((count,), offset, device="cpu")
+    return found.unique(return_inverse=True)
 
 
 def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int]) -> tuple[tuple[int, int], ...]:

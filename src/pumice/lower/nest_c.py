@@ -16,7 +16,7 @@ outer loop, and (extent, stride in each factor) of each inner one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import CDLL, c_int, c_int64, c_void_p
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,9 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.runtime.native import Compiler, NativeUnavailableError, compiler, parallel_region
+from pumice.runtime.launch import integers
+from pumice.runtime.native import Compiler, NativeUnavailableError, call, compiler
 
 HEADER = 10  # Integers before the factors'
+_CPU = torch.device("cpu")
 
 
 class FactorAccess(NamedTuple):
@@ -105,7 +107,6 @@ _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z
 """
 
 
-@lru_cache(maxsize=1024)
 def source(nest: Nest) -> str:
     """The C source of a nest."""
     widths = [nest.lanes >> n for n in range(nest.lanes.bit_length() - 1)]
@@ -312,7 +313,6 @@ void unpack(region parallel, int threads, i64 *z) {{ both(parallel, threads, z, 
 """
 
 
-@lru_cache(maxsize=4)
 def blocks_source(real: str, lanes: int) -> str:
     """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image."""
     size, stages = 4 if real == "float" else 8, []
@@ -329,30 +329,20 @@ def blocks_source(real: str, lanes: int) -> str:
     return head + _BLOCKS.format(lanes=lanes, stages="\n    ".join(stages), rest="\n    ".join(rest))
 
 
-def lanes_of(dtype: torch.dtype) -> tuple[str, int, int]:
-    """(C type, lanes of a vector, number of registers) for this CPU. Raises AssertionError without a compiler."""
+def lanes_of(dtype: torch.dtype) -> tuple[str, int]:
+    """(C type, lanes of a vector) for this CPU. Raises AssertionError without a compiler."""
     found = compiler()
     assert isinstance(found, Compiler)
-    lanes, registers = found.vector
-    return ("float", lanes, registers) if dtype == torch.float32 else ("double", lanes // 2, registers)
+    lanes = found.vector[0]
+    return ("float", lanes) if dtype == torch.float32 else ("double", lanes // 2)
 
 
 @lru_cache(maxsize=1024)
-def _library(source: str) -> CDLL:
+def library(source: str) -> CDLL:
+    """The library compiled from a source, which is found on the disk and checked once."""
     found = compiler()
     assert isinstance(found, Compiler)
     return found.library(source)
-
-
-class Kernel:
-    """A compiled function of an array of integers, run on torch's threads."""
-
-    def __init__(self, source: str, name: str) -> None:
-        self._function = getattr(_library(source), name)
-        self._region = c_void_p(parallel_region())
-
-    def __call__(self, numbers: Sequence[int]) -> None:
-        self._function(self._region, c_int(torch.get_num_threads()), (c_int64 * len(numbers))(*numbers))
 
 
 @lru_cache(maxsize=1)
@@ -362,16 +352,20 @@ def unavailable() -> str | None:
     if isinstance(found := compiler(), str):
         return found
     try:
-        _mover("pack", torch.float32)
+        _moves(torch.float32)
     except (NativeUnavailableError, OSError) as error:
         return str(error)
     return None
 
 
-@lru_cache(maxsize=8)
-def _mover(name: str, dtype: torch.dtype) -> Kernel:
-    real, lanes, _ = lanes_of(dtype)
-    return Kernel(blocks_source(real, lanes), name)
+@lru_cache(maxsize=2)
+def _moves(dtype: torch.dtype) -> CDLL:
+    return library(blocks_source(*lanes_of(dtype)))
+
+
+def run(kernels: CDLL, name: str, numbers: Sequence[int]) -> None:
+    """Call a function of an array of integers."""
+    call(kernels, name, (integers(numbers, _CPU),), ())
 
 
 def move(name: str, arrays: tuple[Tensor, Tensor], images: int, sizes: Sequence[int], room: tuple[int, int]) -> None:
@@ -381,4 +375,4 @@ def move(name: str, arrays: tuple[Tensor, Tensor], images: int, sizes: Sequence[
     scratch = source.new_zeros(torch.get_num_threads(), *room)
     addresses = (t.data_ptr() for t in (source, target))
     each = (t.numel() // images for t in (source, target))
-    _mover(name, source.dtype)([0, images, 0, *addresses, *sizes, *room, scratch.data_ptr(), *each])
+    run(_moves(source.dtype), name, [0, images, 0, *addresses, *sizes, *room, scratch.data_ptr(), *each])

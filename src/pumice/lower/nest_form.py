@@ -224,21 +224,23 @@ def positions_of(statement: Statement) -> tuple[str, ...]:
 class EntryList:
     """The entries of a statement's index arrays that read no negative index.
 
-    extents: of the positions, by name. Each list below has one value per joint point of the positions.
+    extents: of the positions, by name. `kept` and `values` have one value per joint
+    point of the positions.
     """
 
     def __init__(self, extents: Mapping[str, int], arrays: Mapping[str, Tensor]) -> None:
         self._arrays, sizes = arrays, tuple(extents.values())
         self.count = math.prod(sizes)
-        self.kept = torch.ones(self.count, dtype=torch.bool)
-        self._positions = {
-            name: torch.arange(size).view([-1 if k == n else 1 for k in range(len(sizes))]).expand(sizes).reshape(-1)
+        self.kept = torch.ones(self.count, dtype=torch.bool, device="cpu")
+        places = {
+            name: torch.arange(size, device="cpu").view([-1 if k == n else 1 for k in range(len(sizes))])
             for n, (name, size) in enumerate(extents.items())
         }
+        self._positions = {name: place.expand(sizes).reshape(-1) for name, place in places.items()}
 
     def values(self, expression: Affine, extent: int, reach: tuple[int, int] = (0, 0)) -> Tensor:
         """int64 values of an expression. Entries are kept if the value plus a number in `reach` is in [0, extent)."""
-        total = torch.full((self.count,), expression.constant)
+        total = torch.full((self.count,), expression.constant, device="cpu")
         for coefficient, atom in expression.terms:
             found = self._positions[atom.name] if isinstance(atom, Index) else self._read(atom)
             total = total + coefficient * found
@@ -248,8 +250,8 @@ class EntryList:
     def _read(self, access: Access) -> Tensor:
         array = self._arrays[access.name]
         at = [self.values(e, size) for e, size in zip(access.indices, array.shape, strict=True)]
-        # EntryList that are not kept may point anywhere.
+        # Entries that are not kept may point anywhere.
         at = [place.clamp(0, max(size - 1, 0)) for place, size in zip(at, array.shape, strict=True)]
-        found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1)
+        found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1, device="cpu")
         self.kept &= found >= 0
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple
@@ -471,7 +471,6 @@ def _runner(
     if name == "chained":
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
 
-    evaluate = nest.runner(bound, tensors, dtype) if name == "nest" else partial(_evaluated, name, bound, dtype)
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
 
@@ -479,14 +478,10 @@ def _runner(
         if narrow:
             # Torch neither multiplies 8-bit floats nor sums 8-bit integers.
             tensors = {**tensors, **{n: tensors[n].to(torch.float32) for n in narrow}}
-        found = evaluate(tensors)
+        found = LOWERINGS[name].run(bound, tensors, dtype)
         return found if before is None else before + found
 
     return run
-
-
-def _evaluated(name: str, bound: BoundStatement, dtype: torch.dtype, tensors: Mapping[str, Tensor]) -> Tensor:
-    return LOWERINGS[name].run(bound, tensors, dtype)
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import Sparse, einsum, sparse
 
 _REPEATS = 5  # Calls of each way in a measurement
@@ -26,6 +26,8 @@ class _Pruned(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
         super().__init__()
+        if not isinstance(mask, Tensor | None):
+            raise DtypeError(f"a mask is a tensor, found {type(mask).__name__}")
         kept = weight.detach() != 0 if mask is None else mask.to(weight.device) != 0
         if kept.shape != weight.shape:
             raise ShapeError(f"the mask has shape {list(kept.shape)}, the weight {list(weight.shape)}")
@@ -56,6 +58,12 @@ class _Pruned(nn.Module):
 
     def _entries(self) -> Tensor:
         return self.mask
+
+    def _check_input(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"input is a tensor, found {type(x).__name__}")
+        if x.device != self.mask.device:
+            raise DeviceError(f"the layer is on {self.mask.device}, the input on {x.device}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stored": None}
@@ -103,6 +111,7 @@ class PrunedConv2d(_Pruned):
         return whole.view(count, -1, *(size for size in kernel if size > 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
         channels = self.mask.shape[1] * self.groups
         if x.dim() not in (3, 4) or x.shape[-3] != channels:
             raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(x.shape)}")
@@ -143,6 +152,7 @@ class PrunedLinear(_Pruned):
         return cls(linear.weight, linear.bias, mask)
 
     def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
         if x.shape[-1:] != self.mask.shape[1:]:
             raise ShapeError(f"input is [..., {self.mask.shape[1]}], found {list(x.shape)}")
         if self.way == "dense":
@@ -167,9 +177,13 @@ def prune_model(net: nn.Module, masks: Mapping[str, Tensor] | None = None, examp
         kept; other layers stay as they are. Default: layers of which at most half of the weights are not zero.
     example: input of the network. Every replaced layer is run on what it gets there, over its kept weights and as a
         dense layer, and keeps the faster way (`layer.way`). Default: over the kept weights.
-    Raises OptionError for names that are no such layers; see PrunedConv2d.from_dense.
+    Raises DtypeError if `net` is no module, OptionError for names that are no such layers; see PrunedConv2d.from_dense.
     """
-    layers = {name: layer for name, layer in net.named_modules() if type(layer) in _FORMS}
+    if not isinstance(net, nn.Module):
+        raise DtypeError(f"a network is a torch.nn.Module, found {type(net).__name__}")
+    # A layer that is used under several names is replaced under all of them.
+    every = [*net.named_modules(remove_duplicate=False)]
+    layers = {name: layer for name, layer in every if type(layer) in _FORMS}
     if masks is None:
         chosen: dict[str, Tensor | None] = {n: None for n, one in layers.items() if _density(one) <= _DENSITY}
     else:
@@ -178,10 +192,11 @@ def prune_model(net: nn.Module, masks: Mapping[str, Tensor] | None = None, examp
         raise OptionError(f"no Conv2d or Linear is named {', '.join(unknown)}; there are {', '.join(layers) or 'none'}")
     if "" in chosen:
         raise OptionError("the network is one layer: use its pruned form, for instance PrunedConv2d.from_dense")
-    made = {name: _FORMS[type(layers[name])].from_dense(layers[name], mask) for name, mask in chosen.items()}  # pyright: ignore[reportArgumentType]
-    for name, layer in made.items():
-        parent, _, own = name.rpartition(".")
-        setattr(net.get_submodule(parent), own, layer.train(layers[name].training))
+    made = {layers[name]: _FORMS[type(layers[name])].from_dense(layers[name], mask) for name, mask in chosen.items()}  # pyright: ignore[reportArgumentType]
+    for name, layer in every:
+        if layer in made:
+            parent, _, own = name.rpartition(".")
+            setattr(net.get_submodule(parent), own, made[layer].train(layer.training))
     if example is not None:
         _choose_ways(net, [*made.values()], example)
     return net
