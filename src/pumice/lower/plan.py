@@ -579,8 +579,7 @@ def placed(steps: Sequence[Statement], tensors: Mapping[str, Tensor], shape: tup
         # The first step adds the target's old values.
         step = step if first else replace(step, accumulate=False)
         first = first and bool(result)
-        shapes = tuple((name, tuple(t.shape)) for name, t in tensors.items())
-        bound = _bound(step, shapes, None if result else shape)
+        bound = step_bound(step, tensors, None if result else shape)
         dtype = torch.int64 if result in {array.name for array in arrays_of(steps[-1])} else None
         yield PlacedStep(step, bound, tensors, result, dtype)
         if result:
@@ -590,8 +589,8 @@ def placed(steps: Sequence[Statement], tensors: Mapping[str, Tensor], shape: tup
             tensors = {**tensors, result: torch.empty(bound.shape, dtype=kind, device=like[0].device if like else None)}
 
 
-def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> BoundStatement:
-    """A step with its sizes."""
+def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int, ...] | None) -> BoundStatement:
+    """A step with its sizes. shape: of its target, None if that follows from its indices."""
     return _bound(step, tuple((name, tuple(t.shape)) for name, t in tensors.items()), shape)
 
 
