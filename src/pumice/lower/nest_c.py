@@ -68,6 +68,10 @@ class Nest:
 _HEAD = """typedef {real} real;
 typedef long long i64;
 typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
+static void start(region parallel, int threads, i64 *z, void (*work)(void *)) {{
+    if (parallel && threads > 1 && z[1] > 1) parallel(work, z, threads < z[1] ? threads : z[1], 0);
+    else work(z);
+}}
 """
 _VECTOR = "typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));\n"
 _MAIN = """static void work(void *data) {{
@@ -88,10 +92,7 @@ _MAIN = """static void work(void *data) {{
         }}
     }}
 }}
-void run(region parallel, int threads, i64 *z) {{
-    if (parallel && threads > 1 && z[1] > 1) parallel(work, z, threads < z[1] ? threads : z[1], 0);
-    else work(z);
-}}
+void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, work); }}
 """
 _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z, real *t, {arguments}, const i64 *at,
     int first) {{
@@ -304,12 +305,8 @@ static void move(void *data, void (*one)(const i64 *, const real *, real *, real
 }}
 static void move_in(void *data) {{ move(data, pack_one); }}
 static void move_out(void *data) {{ move(data, unpack_one); }}
-static void both(region parallel, int threads, i64 *z, void (*work)(void *)) {{
-    if (parallel && threads > 1 && z[1] > 1) parallel(work, z, threads < z[1] ? threads : z[1], 0);
-    else work(z);
-}}
-void pack(region parallel, int threads, i64 *z) {{ both(parallel, threads, z, move_in); }}
-void unpack(region parallel, int threads, i64 *z) {{ both(parallel, threads, z, move_out); }}
+void pack(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_in); }}
+void unpack(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_out); }}
 """
 
 
