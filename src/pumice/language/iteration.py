@@ -1,0 +1,437 @@
+"""Loop nests over the levels of sparse operands, as symbols: which loops, in which order, over what.
+
+    O[n,p,q,m] = Mask[n,p,q] * I[n,p+r,q+s,c] * F[r,s,c,m]              with Mask and I sparse, order n p q r s c m:
+
+    Entries(Mask)              n, p, q of each entry               Locate(I, 0)        position of n
+      Walk(I, 1)  r            coordinates p+r of I below it, r in its range
+        Walk(I, 2)  s
+          Count  c             a dense loop, vectors of m inside
+
+The base of a coordinate is its innermost index in the order, the rest its offset (paper, 3.2). The loop of an index
+walks a compressed level whose coordinate has it as base, and finds the position in the other ones by search (Locate) or
+side by side (Merge). A dense loop and a walk run over the points at which no access leaves its operand.
+
+Source: "Unified Convolution Framework", sections 3.2 (base variables, offsets, bounds) and 4 (co-iteration).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pumice.language.nodes import Access, Affine, indices_of
+
+DENSE, COMPRESSED = "dense", "compressed"
+_MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
+_MOST_INDICES = 10
+_LANES = 8
+_SHARED = 16  # Points of a loop that are enough to share them among threads
+
+
+class LevelSize(NamedTuple):
+    """A level of a sparse operand: the axis, its extent, its kind, and the positions of the level."""
+
+    axis: int
+    extent: int
+    kind: str
+    positions: int
+
+
+@dataclass(frozen=True)
+class IteratedAccess:
+    """An access of a product. levels: of a sparse operand, outermost first; sizes: of all axes."""
+
+    access: Access
+    sizes: tuple[int, ...]
+    levels: tuple[LevelSize, ...] = ()
+
+    def coordinate(self, depth: int) -> Affine:
+        return self.access.indices[self.levels[depth].axis]
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The axes without a level."""
+        stored = {level.axis for level in self.levels}
+        return tuple(n for n in range(len(self.access.indices)) if n not in stored)
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The indices in coordinates of levels."""
+        return indices_of(*(self.coordinate(depth) for depth in range(len(self.levels))))
+
+    def known(self, bound: frozenset[str]) -> int:
+        """The number of leading levels whose coordinates have no other indices than these."""
+        for depth in range(len(self.levels)):
+            if not bound.issuperset(indices_of(self.coordinate(depth))):
+                return depth
+        return len(self.levels)
+
+    def share(self, depth: int) -> float:
+        """Coordinates present in a level, of those below a position of the level above."""
+        level, above = self.levels[depth], self.levels[depth - 1].positions if depth else 1
+        return level.positions / max(1, above * level.extent)
+
+
+class LevelOf(NamedTuple):
+    """Level `depth` of factor `factor`."""
+
+    factor: int
+    depth: int
+
+    def __str__(self) -> str:
+        return f"level {self.depth} of factor {self.factor}"
+
+
+class AxisOf(NamedTuple):
+    """An axis of a factor, or of the target (-1), which the loop's index must not leave."""
+
+    factor: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """A dense loop."""
+
+    index: str
+
+    def __str__(self) -> str:
+        return f"Count {self.index}"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A loop over the coordinates of a compressed level below the position above; windowed: within bounds, searched."""
+
+    index: str
+    level: LevelOf
+    windowed: bool
+
+    def __str__(self) -> str:
+        return f"Walk {self.index} over {self.level}{', windowed' if self.windowed else ''}"
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A loop over the coordinates that two compressed levels share."""
+
+    index: str
+    levels: tuple[LevelOf, LevelOf]
+
+    def __str__(self) -> str:
+        return f"Merge {self.index} over {self.levels[0]} and {self.levels[1]}"
+
+
+@dataclass(frozen=True)
+class Entries:
+    """A loop over the entries of a factor, which binds all indices of its coordinates."""
+
+    indices: tuple[str, ...]
+    factor: int
+
+    def __str__(self) -> str:
+        return f"Entries {', '.join(self.indices)} of factor {self.factor}"
+
+
+Loop = Count | Walk | Merge | Entries
+
+
+class Step(NamedTuple):
+    """A loop; the axes that bound its index, or are checked in it; the levels whose positions are located in it."""
+
+    loop: Loop
+    within: tuple[AxisOf, ...]
+    located: tuple[LevelOf, ...]
+
+    @property
+    def indices(self) -> tuple[str, ...]:
+        return self.loop.indices if isinstance(self.loop, Entries) else (self.loop.index,)
+
+
+@dataclass(frozen=True)
+class LoopNest:
+    """The loops of a product. located: levels with constant coordinates; vector: the index of the vectors inside, ""
+    if none; held: number of loops outside the accumulators; parallel: number of the loop whose points are shared among
+    threads, -1 if none; pattern: the factor at whose entries the target has values, -1 if it is dense."""
+
+    target: Access
+    factors: tuple[IteratedAccess, ...]
+    located: tuple[LevelOf, ...]
+    steps: tuple[Step, ...]
+    vector: str
+    held: int
+    parallel: int
+    pattern: int = -1
+
+    @property
+    def sums(self) -> bool:
+        """True if the vector index is summed."""
+        return bool(self.vector) and self.vector not in indices_of(self.target)
+
+    def __str__(self) -> str:
+        lines = []
+        for number, step in enumerate(self.steps):
+            notes = [f"Locate {level}" for level in step.located]
+            notes += ["shared among threads"] * (number == self.parallel) + ["accumulators"] * (number + 1 == self.held)
+            lines.append(f"{'  ' * number}{step.loop}{'    ' if notes else ''}{'; '.join(notes)}")
+        product = " * ".join(str(f.access) for f in self.factors)
+        vectors = f"    vectors of {self.vector}" if self.vector else ""
+        return "\n".join([*lines, f"{'  ' * len(self.steps)}{self.target} += {product}{vectors}"])
+
+
+class IterationChoices(NamedTuple):
+    """What a schedule may prescribe. order: of the indices, () for the cheapest by the counts of positions; vector: the
+    vector index, None for the longest; merged: whether two compressed levels are merged, None by their lengths;
+    windows: False to walk whole levels and drop what is outside."""
+
+    order: tuple[str, ...] = ()
+    vector: str | None = None
+    merged: bool | None = None
+    windows: bool = True
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of accesses that is added to the target of this shape. ranges: (start, stop) of the indices; pattern:
+    the place of the factor at whose entries the target has values, -1 if the target is dense."""
+
+    target: Access
+    shape: tuple[int, ...]
+    factors: tuple[IteratedAccess, ...]
+    ranges: tuple[tuple[str, int, int], ...]
+    pattern: int = -1
+
+
+def loop_nest(product: Product, choices: IterationChoices) -> LoopNest:
+    """The loops of a product that `refused` accepts."""
+    vector = _vector_index(product) if choices.vector is None else choices.vector
+    ranges = {name: (start, stop) for name, start, stop in product.ranges}
+    vectors = -(-(ranges[vector][1] if vector else 1) // _LANES)
+    planner = _Planner(product.target, product.shape, product.factors, ranges, product.pattern, choices, vectors)
+    return planner.nest(vector)
+
+
+def refused(product: Product) -> str | None:
+    """The reason why a product is no nest over levels, or None."""
+    target, factors = product.target, product.factors
+    names = indices_of(target, *(f.access for f in factors))
+    if not 0 < len(names) <= _MOST_INDICES:
+        return f"it has {len(names)} indices, expected 1 to {_MOST_INDICES}"
+    if any(e.arrays for e in (*target.indices, *(e for f in factors for e in f.access.indices))):
+        return "it has index arrays"
+    return None if any(f.levels for f in factors) else "no factor is sparse"
+
+
+def _vector_index(product: Product) -> str:
+    """The longest index of the target, or else of factors, that stands alone in dense axes; "" if there is none."""
+    skipped = len(product.factors[product.pattern].levels) if product.pattern >= 0 else 0
+    dense = [list(product.target.indices[skipped:])]
+    dense += [[f.access.indices[axis] for axis in f.dense] for f in product.factors]
+    taken = {*indices_of(*product.target.indices[:skipped])}.union(*(f.stored for f in product.factors))
+    extents = {name: stop - start for name, start, stop in product.ranges if start == 0}
+    found = []
+    for name in indices_of(*(e for each in dense for e in each)):
+        uses = [sum(name in indices_of(e) for e in each) for each in dense]
+        bare = [sum(e.bare == name for e in each) for each in dense]
+        if name not in taken and uses == bare and max(uses) == 1 and any(uses[1:]) and extents.get(name, 0) > 1:
+            found.append((bool(uses[0]), extents[name], name))
+    return max(found, default=(False, 0, ""))[2]
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Finds the loops of a product."""
+
+    target: Access
+    shape: tuple[int, ...]
+    factors: tuple[IteratedAccess, ...]
+    ranges: Mapping[str, tuple[int, int]]
+    pattern: int
+    choices: IterationChoices
+    vectors: int  # Operations for all points of the vector index, about
+
+    def nest(self, vector: str) -> LoopNest:
+        order, entries = self.order(vector)
+        bound, steps = frozenset[str](), list[Step]()
+        located = self.locatable(bound, ())
+        done = set(located)
+        while order:
+            if entries >= 0 and not steps:
+                names = self.factors[entries].stored
+                done |= {LevelOf(entries, d) for d in range(len(self.factors[entries].levels))}
+                loop: Loop = Entries(names, entries)
+            else:
+                names = (order[0],)
+                loop = self.loop(order[0], bound, done)
+                done |= set(_levels_of(loop))
+            order = [name for name in order if name not in names]
+            bound |= {*names}
+            more = self.locatable(bound, done)
+            done |= set(more)
+            steps.append(Step(loop, self.bounds(names, bound), more))
+        held = self.held(steps)
+        parallel = self.parallel(steps)
+        return LoopNest(self.target, self.factors, located, tuple(steps), vector, held, parallel, self.pattern)
+
+    def extent(self, index: str) -> int:
+        start, stop = self.ranges[index]
+        return stop - start
+
+    def locatable(self, bound: frozenset[str], done: Sequence[LevelOf] | set[LevelOf]) -> tuple[LevelOf, ...]:
+        """The levels whose coordinates are known, in order."""
+        every = (LevelOf(n, depth) for n, f in enumerate(self.factors) for depth in range(f.known(bound)))
+        return tuple(level for level in every if level not in done)
+
+    def loop(self, index: str, bound: frozenset[str], done: set[LevelOf]) -> Loop:
+        """The loop of an index: over the compressed level with the fewest coordinates, or a dense one."""
+        walkable = []
+        for number, factor in enumerate(self.factors):
+            depth = factor.known(bound)
+            if depth == len(factor.levels) or factor.levels[depth].kind != COMPRESSED:
+                continue
+            if {*indices_of(factor.coordinate(depth))} <= bound | {index}:
+                walkable.append((factor.share(depth) * factor.levels[depth].extent, LevelOf(number, depth)))
+        if not walkable:
+            return Count(index)
+        walkable.sort()
+        first = walkable[0][1]
+        if len(walkable) == 2 and self._merges(index, walkable):
+            return Merge(index, (first, walkable[1][1]))
+        return Walk(index, first, self._windowed(index, first))
+
+    def _merges(self, index: str, walkable: Sequence[tuple[float, LevelOf]]) -> bool:
+        one = all(dict(_terms(self.factors[at.factor].coordinate(at.depth)))[index] == 1 for _, at in walkable)
+        if not one or self.choices.merged is not None:
+            return one and bool(self.choices.merged)
+        return walkable[1][0] < _MERGED * walkable[0][0]
+
+    def _windowed(self, index: str, level: LevelOf) -> bool:
+        """False if all coordinates of the level are in the range of the index, and nothing else bounds it."""
+        bare = self.factors[level.factor].coordinate(level.depth).bare == index
+        extent = self.factors[level.factor].levels[level.depth].extent
+        return not (bare and self.ranges[index] == (0, extent) and not self._bounding(index, level))
+
+    def _bounding(self, index: str, level: LevelOf) -> list[AxisOf]:
+        return [at for at in self.axes() if index in indices_of(self.expression(at)) and not self.inside(at)]
+
+    def axes(self) -> Iterator[AxisOf]:
+        """The dense axes and levels of the product."""
+        for number, factor in enumerate(self.factors):
+            dense = [level.axis for level in factor.levels if level.kind == DENSE]
+            yield from (AxisOf(number, axis) for axis in (*dense, *factor.dense))
+        if self.pattern < 0:
+            yield from (AxisOf(-1, axis) for axis in range(len(self.target.indices)))
+
+    def expression(self, at: AxisOf) -> Affine:
+        return (self.target if at.factor < 0 else self.factors[at.factor].access).indices[at.axis]
+
+    def inside(self, at: AxisOf) -> bool:
+        """True if the expression is within the axis at all points."""
+        expression = self.expression(at)
+        size = self.shape[at.axis] if at.factor < 0 else self.factors[at.factor].sizes[at.axis]
+        ends = [sorted((c * self.ranges[i][0], c * (self.ranges[i][1] - 1))) for c, i in _pairs(expression)]
+        low, high = (expression.constant + sum(end[side] for end in ends) for side in (0, 1))
+        return low >= 0 and high < size
+
+    def bounds(self, names: Sequence[str], bound: frozenset[str]) -> tuple[AxisOf, ...]:
+        """The axes whose expressions have one of these indices as base and may leave their operands."""
+        found = []
+        for at in self.axes():
+            used = {*indices_of(self.expression(at))}
+            if used & {*names} and used <= bound and not self.inside(at):
+                found.append(at)
+        return tuple(found)
+
+    def held(self, steps: Sequence[Step]) -> int:
+        """The number of loops that the target's position depends on."""
+        fixed = {*indices_of(self.target)} if self.pattern < 0 else {*self.factors[self.pattern].stored}
+        fixed |= {*indices_of(self.target)}
+        return max((number for number, step in enumerate(steps, 1) if fixed & {*step.indices}), default=0)
+
+    def parallel(self, steps: Sequence[Step]) -> int:
+        """The outermost loop with enough points, among those whose points write different parts of the target."""
+        alone = {e.terms[0][1] for e in self.target.indices if len(e.terms) == 1}
+        safe = {str(atom) for atom in alone} | ({*self.factors[self.pattern].stored} if self.pattern >= 0 else set())
+        sizes = {}
+        for number, step in enumerate(steps[:3]):
+            if isinstance(step.loop, Entries):
+                return number if safe.issuperset(step.indices) else -1
+            if step.loop.index in safe:
+                sizes[number] = min(_SHARED, self.extent(step.loop.index))
+        return max(sizes, key=lambda number: sizes[number], default=-1)
+
+    # Order
+
+    def order(self, vector: str) -> tuple[list[str], int]:
+        """(indices in the order of their loops, the factor whose entries the first loop runs over, or -1)."""
+        names = [n for n in indices_of(*(f.access for f in self.factors), self.target) if n != vector]
+        entries = self.entries()
+        if self.choices.order:
+            first = self.factors[entries].stored if entries >= 0 else ()
+            kept = [name for name in self.choices.order if name in names]
+            return kept, entries if kept[: len(first)] == [*first] else -1
+        start = frozenset(self.factors[entries].stored) if entries >= 0 else frozenset[str]()
+        order = _cheapest(names, start, self.cost)
+        return ([*self.factors[entries].stored] if entries >= 0 else []) + order, entries
+
+    def entries(self) -> int:
+        """The factor with entries at which alone the target is written, -1 if there is none."""
+        for number, factor in enumerate(self.factors):
+            pairs = [(factor.coordinate(depth), level) for depth, level in enumerate(factor.levels)]
+            bare = [e.bare for e, _ in pairs]
+            plain = bool(bare) and None not in bare and len({*bare}) == len(bare)
+            plain = plain and all(self.ranges[e.bare or ""] == (0, level.extent) for e, level in pairs)
+            target = {e.bare for e in self.target.indices}
+            if plain and (number == self.pattern or (self.pattern < 0 and target.issuperset(bare))):
+                return number
+        return -1
+
+    def survivors(self, bound: frozenset[str]) -> float:
+        """The estimated number of points of these indices at which all known coordinates are present."""
+        shares = (f.share(depth) for f in self.factors for depth in range(f.known(bound)))
+        return math.prod(self.extent(name) for name in bound) * math.prod(shares)
+
+    def cost(self, bound: frozenset[str], index: str) -> float:
+        """The estimated operations of the loop of an index inside the loops of others."""
+        before, after, shares = self.survivors(bound), bound | {index}, list[float]()
+        located = 0
+        for factor in self.factors:
+            for depth in range(factor.known(bound), factor.known(after)):
+                located += factor.levels[depth].kind == COMPRESSED
+                if depth == factor.known(bound) and factor.levels[depth].kind == COMPRESSED:
+                    shares.append(factor.share(depth))
+        points = before * self.extent(index) * min(shares, default=1.0)
+        target = {*indices_of(self.target)}
+        # Inside a loop that sums, each point reads and writes its part of the target.
+        stores = 2 * self.vectors * points * (index in target and not bound <= target)
+        return 4 * before + points * (1 + 4 * max(0, located - bool(shares))) + stores
+
+
+def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[frozenset[str], str], float]) -> list[str]:
+    """The order of the indices not in `start` with the least sum of costs."""
+    best: dict[frozenset[str], tuple[float, tuple[str, ...]]] = {start: (0.0, ())}
+    for _ in range(len(names) - len(start)):
+        found: dict[frozenset[str], tuple[float, tuple[str, ...]]] = {}
+        for bound, (spent, order) in best.items():
+            for name in names:
+                if name not in bound:
+                    total, after = spent + cost(bound, name), bound | {name}
+                    if after not in found or total < found[after][0]:
+                        found[after] = total, (*order, name)
+        best = found
+    ((_, order),) = best.values()
+    return [*order]
+
+
+def _pairs(expression: Affine) -> list[tuple[int, str]]:
+    return [(c, str(atom)) for c, atom in expression.terms]
+
+
+def _terms(expression: Affine) -> list[tuple[str, int]]:
+    return [(name, c) for c, name in _pairs(expression)]
+
+
+def _levels_of(loop: Loop) -> tuple[LevelOf, ...]:
+    return loop.levels if isinstance(loop, Merge) else (loop.level,) if isinstance(loop, Walk) else ()
