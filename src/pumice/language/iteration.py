@@ -103,14 +103,17 @@ class Count:
 
 @dataclass(frozen=True)
 class Walk:
-    """A loop over the coordinates of a compressed level below the position above; windowed: within bounds, searched."""
+    """A loop over the coordinates of a compressed level below the position above. windowed: only those of a range;
+    searched: its first one is searched for, else those before it are skipped."""
 
     index: str
     level: LevelOf
     windowed: bool
+    searched: bool = True
 
     def __str__(self) -> str:
-        return f"Walk {self.index} over {self.level}{', windowed' if self.windowed else ''}"
+        window = ", windowed" * self.windowed + " without a search" * (self.windowed and not self.searched)
+        return f"Walk {self.index} over {self.level}{window}"
 
 
 @dataclass(frozen=True)
@@ -184,12 +187,12 @@ class LoopNest:
 class IterationChoices(NamedTuple):
     """What a schedule may prescribe. order: of the indices, () for the cheapest by the counts of positions; vector: the
     vector index, None for the longest; merged: whether two compressed levels are merged, None by their lengths;
-    windows: False to walk whole levels and drop what is outside."""
+    searched: whether the first coordinate of a window is searched for (paper, 4.2)."""
 
     order: tuple[str, ...] = ()
     vector: str | None = None
     merged: bool | None = None
-    windows: bool = True
+    searched: bool = True
 
 
 @dataclass(frozen=True)
@@ -299,7 +302,7 @@ class _Planner:
         first = walkable[0][1]
         if len(walkable) == 2 and self._merges(index, walkable):
             return Merge(index, (first, walkable[1][1]))
-        return Walk(index, first, self._windowed(index, first))
+        return Walk(index, first, self._windowed(index, first), self.choices.searched)
 
     def _merges(self, index: str, walkable: Sequence[tuple[float, LevelOf]]) -> bool:
         one = all(dict(_terms(self.factors[at.factor].coordinate(at.depth)))[index] == 1 for _, at in walkable)

@@ -4,18 +4,18 @@
 
 The levels of an operand are derived from the coordinates of its entries, once per tensor: per level, the positions of
 its coordinates (`pos`) below each position of the level above, and the coordinates (`crd`). Leading levels of kind U
-are dense. An index that stands in dense axes alone becomes the vector index: the last axis of every operand that has it.
+are dense. An index that stands in dense axes alone becomes the vector index: the last axis of every operand that has
+it.
 
 Source: "Unified Convolution Framework", 3.2 and 4.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from pumice.language.iteration import (
     loop_nest,
     refused,
 )
-from pumice.language.nodes import Access, indices_of
+from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import Emitted, emitted
+from pumice.lower.iterate_c import Emitted, Reads, emitted
 from pumice.runtime.cache import cached_per_tensor
 
 _TASKS = 8  # Tasks per thread
@@ -49,6 +49,18 @@ class StoredOperand(NamedTuple):
     shape: tuple[int, ...]
     coordinates: tuple[tuple[int, Tensor], ...]
     values: Tensor | None
+
+    @property
+    def entries(self) -> int:
+        return len(self.coordinates[0][1])
+
+    @property
+    def dense(self) -> tuple[int, ...]:
+        """The axes that the values have, as stored."""
+        names = [name for level in self.format.levels for name in level.axes]
+        stored = {axis for axis, _ in self.coordinates}
+        axes = dict.fromkeys(self.format.axes.index(name) for name in names)
+        return tuple(axis for axis in axes if axis not in stored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +75,7 @@ class Fibers:
 
 def fibers(operand: StoredOperand) -> Fibers | None:
     """The levels of an operand; None if two entries have the same coordinates."""
-    axes, arrays = zip(*operand.coordinates, strict=True)
+    axes, arrays = (tuple(each) for each in zip(*operand.coordinates, strict=True))
     levels = [level for level in operand.format.levels if set(level.axes) & {operand.format.axes[a] for a in axes}]
     dense = next((n for n, level in enumerate(levels) if level.kind != "U"), len(levels))
     return _fibers(arrays[0], axes, tuple(operand.shape[a] for a in axes), dense, *arrays[1:])
@@ -112,21 +124,27 @@ class SparseProduct:
     the target has values [entries, ...], -1 if it is dense."""
 
     bound: BoundStatement
-    sparse: Mapping[int, StoredOperand]
-    dense: Mapping[int, Tensor]
+    factors: tuple[StoredOperand | Tensor, ...]
     pattern: int = -1
     choices: IterationChoices = IterationChoices()
 
+    @cached_property
+    def fibers(self) -> tuple[Fibers | None, ...]:
+        """The levels of sparse factors without repeated entries, None of others."""
+        return tuple(None if isinstance(x, Tensor) else fibers(x) for x in self.factors)
+
     @property
-    def factors(self) -> tuple[Access, ...]:
-        return tuple(f for f in self.bound.statement.terms[0].factors if isinstance(f, Access))
+    def sparse(self) -> Iterator[StoredOperand]:
+        return (x for x in self.factors if not isinstance(x, Tensor))
 
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    nest: LoopNest
-    along: tuple[bool, ...]
-    code: Emitted
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the target, or of its values at the entries of the pattern."""
+        if self.pattern < 0:
+            return self.bound.shape
+        stored = self.factors[self.pattern]
+        assert not isinstance(stored, Tensor)
+        return stored.entries, *self.bound.shape[len(stored.coordinates) :]
 
 
 def refusal(product: SparseProduct) -> str | None:
@@ -134,40 +152,27 @@ def refusal(product: SparseProduct) -> str | None:
     statement = product.bound.statement
     if statement.reduction != "sum" or not all(isinstance(f, Access) for f in statement.terms[0].factors):
         return "it is not a sum of products of operands"
-    tensors = [*product.dense.values(), *(x for s in product.sparse.values() for _, x in s.coordinates)]
-    tensors += [s.values for s in product.sparse.values() if s.values is not None]
+    tensors = [x if isinstance(x, Tensor) else x.coordinates[0][1] for x in product.factors]
+    tensors += [x.values for x in product.sparse if x.values is not None]
     if any(t.device.type != "cpu" for t in tensors):
         return "the operands are not on a CPU"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "an operand takes gradients"
     if why := nest_c.unavailable():
         return why
-    if not _counted(product):
+    if not all((*(t.numel() for t in tensors), *product.bound.extents.values(), *product.bound.shape)):
         return "it is empty"
-    found = [fibers(operand) for operand in product.sparse.values()]
-    if None in found:
+    if any(
+        found is None and not isinstance(x, Tensor) for found, x in zip(product.fibers, product.factors, strict=True)
+    ):
         return "entries of an operand have the same coordinates"
-    return refused(_symbols(product))
-
-
-def _counted(product: SparseProduct) -> bool:
-    entries = [len(s.coordinates[0][1]) for s in product.sparse.values()]
-    dense = [x.numel() for x in product.dense.values()]
-    return all((*entries, *dense, *product.bound.extents.values()))
+    return refused(_symbols(product.bound, product.pattern, _keys(product)))
 
 
 def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
     """Evaluate a product that `refusal` accepts: the target, or its values at the entries of the pattern."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    planned = _planned(product, wide)
-    nest = planned.nest
-    values = [_values(product, number, nest.vector, wide) for number in range(len(nest.factors))]
-    shape = _target_shape(product)
-    result = torch.zeros(_moved_shape(shape, _axis(nest.target, nest.vector, _skipped(product))), dtype=wide)
-    numbers, _held = _arguments(product, planned, values, result)
-    nest_c.run(nest_c.library(planned.code.source), "run", numbers)
-    axis = _axis(nest.target, nest.vector, _skipped(product))
-    result = result if axis is None else result.movedim(-1, axis).contiguous()
+    nest = _prepared(product, torch.float64 if dtype == torch.float64 else torch.float32)
+    result = nest.run(product)
     if (coefficient := product.bound.statement.terms[0].coefficient) != 1:
         result *= coefficient
     return result.to(dtype)
@@ -175,93 +180,110 @@ def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
 
 def source_of(product: SparseProduct, dtype: torch.dtype) -> str:
     """The loop nest of a product that `refusal` accepts, and its C source."""
-    planned = _planned(product, torch.float64 if dtype == torch.float64 else torch.float32)
-    return f"{planned.nest}\n\n{planned.code.source}"
+    found = _prepared(product, torch.float64 if dtype == torch.float64 else torch.float32)
+    return f"{found.nest}\n\n{found.code.source}"
 
 
-def _symbols(product: SparseProduct) -> Product:
-    """The product as symbols, with rounded numbers of positions: similar scenes have one nest."""
-    bound, accesses = product.bound, []
-    for number, access in enumerate(product.factors):
-        stored = product.sparse.get(number)
-        found = None if stored is None else fibers(stored)
-        shape = tuple(product.dense[number].shape) if stored is None else stored.shape
-        levels = (
-            () if found is None else tuple(l._replace(positions=1 << l.positions.bit_length()) for l in found.levels)
-        )
-        accesses.append(IteratedAccess(access, shape, levels))
+class _Key(NamedTuple):
+    """What a nest depends on of a factor. positions: of the levels, rounded: similar scenes have one nest; shape: of
+    the operand; dense: its axes in the array of values; ordered: see Fibers.order."""
+
+    shape: tuple[int, ...]
+    levels: tuple[LevelSize, ...]
+    dense: tuple[int, ...]
+    valued: bool = True
+    ordered: bool = False
+
+
+def _keys(product: SparseProduct) -> tuple[_Key, ...]:
+    found = []
+    for x, levels in zip(product.factors, product.fibers, strict=True):
+        if isinstance(x, Tensor):
+            found.append(_Key(tuple(x.shape), (), tuple(range(x.ndim))))
+        elif levels is not None:
+            rounded = tuple(level._replace(positions=1 << level.positions.bit_length()) for level in levels.levels)
+            found.append(_Key(x.shape, rounded, x.dense, x.values is not None, levels.order is not None))
+    return tuple(found)
+
+
+def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> Product:
     ranges = tuple((name, extent.start, extent.stop) for name, extent in bound.ranges.items())
-    return Product(bound.statement.target, bound.shape, tuple(accesses), ranges, product.pattern)
+    accesses = (f for f in bound.statement.terms[0].factors if isinstance(f, Access))
+    factors = tuple(IteratedAccess(a, key.shape, key.levels) for a, key in zip(accesses, keys, strict=True))
+    return Product(bound.statement.target, bound.shape, factors, ranges, pattern)
 
 
-def _planned(product: SparseProduct, dtype: torch.dtype) -> _Planned:
-    valued = tuple(n in product.dense or product.sparse[n].values is not None for n in range(len(product.factors)))
-    ordered = tuple(_order(product, n) is not None for n in range(len(product.factors)))
-    return _plan(_symbols(product), product.choices, valued, ordered, dtype)
+def _prepared(product: SparseProduct, dtype: torch.dtype) -> PreparedNest:
+    return _prepare(product.bound, product.pattern, product.choices, _keys(product), dtype)
 
 
 @lru_cache(maxsize=1024)
-def _plan(
-    product: Product,
-    choices: IterationChoices,
-    valued: tuple[bool, ...],
-    ordered: tuple[bool, ...],
-    dtype: torch.dtype,
-) -> _Planned:
-    nest = loop_nest(product, choices)
-    accesses = (product.target, *(f.access for f in product.factors))
-    along = tuple(bool(nest.vector) and nest.vector in indices_of(access) for access in accesses)
-    return _Planned(nest, along, emitted(nest, along, valued, ordered, *nest_c.lanes_of(dtype)))
+def _prepare(
+    bound: BoundStatement, pattern: int, choices: IterationChoices, keys: tuple[_Key, ...], dtype: torch.dtype
+) -> PreparedNest:
+    nest = loop_nest(_symbols(bound, pattern, keys), choices)
+    skipped = len(keys[pattern].levels) if pattern >= 0 else 0
+    target = _Array.of(nest.target, tuple(range(skipped, len(nest.target.indices))), nest.vector, pattern >= 0)
+    arrays = [
+        _Array.of(f.access, key.dense, nest.vector, bool(f.levels)) for f, key in zip(nest.factors, keys, strict=True)
+    ]
+    along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
+    reads = Reads(along, tuple(key.valued for key in keys), tuple(key.ordered for key in keys))
+    return PreparedNest(bound, nest, emitted(nest, reads, *nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
 
 
-def _order(product: SparseProduct, number: int) -> Tensor | None:
-    if number not in product.sparse:
-        return None
-    found = fibers(product.sparse[number])
-    return None if found is None else found.order
+class _Array(NamedTuple):
+    """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; vector:
+    the axis of the vector index, None without."""
 
+    axes: tuple[Affine, ...]
+    stored: bool
+    vector: int | None
 
-def _skipped(product: SparseProduct) -> int:
-    """The target's leading axes that the entries of the pattern stand for."""
-    return len(product.sparse[product.pattern].coordinates) if product.pattern >= 0 else 0
+    @staticmethod
+    def of(access: Access, axes: Sequence[int], vector: str, stored: bool) -> _Array:
+        expressions = tuple(access.indices[axis] for axis in axes)
+        at = next((n for n, e in enumerate(expressions) if vector and e.bare == vector), None)
+        return _Array(expressions, stored, at)
 
+    @property
+    def indices(self) -> tuple[str, ...]:
+        return indices_of(*self.axes)
 
-def _target_shape(product: SparseProduct) -> tuple[int, ...]:
-    if product.pattern < 0:
-        return product.bound.shape
-    entries = len(product.sparse[product.pattern].coordinates[0][1])
-    return entries, *product.bound.shape[_skipped(product) :]
+    @property
+    def last(self) -> tuple[Affine, ...]:
+        """The axes with that of the vector index last."""
+        return (
+            self.axes
+            if self.vector is None
+            else (*self.axes[: self.vector], *self.axes[self.vector + 1 :], self.axes[self.vector])
+        )
 
+    def held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The values as a nest reads them."""
+        at = None if self.vector is None else self.vector + self.stored
+        if x.dtype == dtype and x.is_contiguous() and at in (None, x.ndim - 1):
+            return x
+        return _copied(x, at, dtype)
 
-def _axis(access: Access, vector: str, skipped: int = 0) -> int | None:
-    """The axis of the vector index in the array of an access, whose first `skipped` axes are one."""
-    for axis, expression in enumerate(access.indices[skipped:]):
-        if vector and expression.bare == vector:
-            return axis + (1 if skipped else 0)
-    return None
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros of the shape, as a nest writes them."""
+        if self.vector is None:
+            return torch.zeros(*shape, dtype=dtype, device="cpu")
+        at = self.vector + self.stored
+        return torch.zeros(*shape[:at], *shape[at + 1 :], shape[at], dtype=dtype, device="cpu")
 
+    def restored(self, x: Tensor) -> Tensor:
+        return x if self.vector is None else x.movedim(-1, self.vector + self.stored).contiguous()
 
-def _moved_shape(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
-    return shape if axis is None else (*shape[:axis], *shape[axis + 1 :], shape[axis])
-
-
-def _values(product: SparseProduct, number: int, vector: str, dtype: torch.dtype) -> Tensor | None:
-    """The values of a factor, the vector index last."""
-    if number in product.dense:
-        return _last(product.dense[number], _axis(product.factors[number], vector), dtype)
-    stored = product.sparse[number]
-    if stored.values is None:
-        return None
-    axes = _dense_axes(product, number)
-    at = next(
-        (1 + n for n, axis in enumerate(axes) if vector and product.factors[number].indices[axis].bare == vector), None
-    )
-    return _last(stored.values, at, dtype)
-
-
-def _last(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
-    moved = x if axis is None else x.movedim(axis, -1)
-    return moved if moved.is_contiguous() and moved.dtype == dtype else _copied(x, axis, dtype)
+    def strides(self, x: Tensor) -> dict[str, int]:
+        """Elements between neighbouring points of each index; "": what constants add."""
+        found = {"": 0}
+        for expression, stride in zip(self.last, x.stride()[1 if self.stored else 0 :], strict=True):
+            for coefficient, atom in expression.terms:
+                found[str(atom)] = found.get(str(atom), 0) + coefficient * stride
+            found[""] += expression.constant * stride
+        return found
 
 
 @cached_per_tensor
@@ -269,132 +291,115 @@ def _copied(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
     return (x if axis is None else x.movedim(axis, -1)).to(dtype).contiguous()
 
 
-def _dense_axes(product: SparseProduct, number: int) -> list[int]:
-    """The axes of a sparse factor that its values have, as stored."""
-    format, stored = product.sparse[number].format, {axis for axis, _ in product.sparse[number].coordinates}
-    order = [format.axes.index(name) for level in format.levels for name in level.axes]
-    return [axis for axis in order if axis not in stored]
+@dataclass(frozen=True, eq=False)
+class PreparedNest:
+    """A nest with its code, and the arrays of target and factors."""
+
+    bound: BoundStatement
+    nest: LoopNest
+    code: Emitted
+    target: _Array
+    arrays: tuple[_Array, ...]
+    dtype: torch.dtype
+
+    def run(self, product: SparseProduct) -> Tensor:
+        result = self.target.empty(product.shape, self.dtype)
+        given = (x if isinstance(x, Tensor) else x.values for x in product.factors)
+        held = [None if x is None else array.held(x, self.dtype) for x, array in zip(given, self.arrays, strict=True)]
+        call = _Call(self, product, (result, *held))
+        nest_c.run(nest_c.library(self.code.source), "run", call.numbers())
+        return self.target.restored(result)
 
 
-def _arguments(
-    product: SparseProduct, planned: _Planned, values: Sequence[Tensor | None], result: Tensor
-) -> tuple[list[int], list[Any]]:
-    """(integers of the call, tensors that must live until it ends)."""
-    filler = _Arguments(product, planned, values, result)
-    numbers = [filler.value(key) for key in planned.code.arguments]
-    first, last = filler.span
-    tasks = 1 if planned.nest.parallel < 0 else min(max(1, last - first), _TASKS * torch.get_num_threads())
-    each = max(1, -(-(last - first) // tasks))
-    return [0, -(-(last - first) // each), 0, each, *numbers], filler.held
+class _Call:
+    """The integers that a nest's C function takes: see iterate_c.Emitted. arrays: of target and factors."""
 
+    def __init__(self, prepared: PreparedNest, product: SparseProduct, arrays: Sequence[Tensor | None]) -> None:
+        self.prepared, self.product, self.arrays = prepared, product, arrays
+        layouts = (prepared.target, *prepared.arrays)
+        self.strides = [{} if x is None else a.strides(x) for a, x in zip(layouts, arrays, strict=True)]
+        self.offsets, self.positions = dict[tuple[int, int], int](), 0
+        for n, found in enumerate(product.fibers):
+            for depth in range(0 if found is None else len(found.levels)):
+                self.offsets[n, depth] = self.positions
+                self.positions += found.levels[depth - 1].positions if depth and found else 1
+        self.hint_array = torch.zeros(torch.get_num_threads() * self.positions, dtype=torch.int32, device="cpu")
 
-class _Arguments:
-    """The integers that a nest's C function takes."""
+    def numbers(self) -> list[int]:
+        first, last = self.shared()
+        tasks = 1 if self.prepared.nest.parallel < 0 else min(max(1, last - first), _TASKS * torch.get_num_threads())
+        each = max(1, -(-(last - first) // tasks))
+        values = [getattr(self, str(key[0]))(*key[1:]) for key in self.prepared.code.arguments]
+        return [0, -(-(last - first) // each), 0, each, *values]
 
-    def __init__(
-        self, product: SparseProduct, planned: _Planned, values: Sequence[Tensor | None], result: Tensor
-    ) -> None:
-        self.product, self.nest = product, planned.nest
-        self.values, self.result = values, result
-        self.fibers = {n: found for n, s in product.sparse.items() if (found := fibers(s)) is not None}
-        sizes = {
-            (n, d): (f.levels[d - 1].positions if d else 1)
-            for n, f in self.fibers.items()
-            for d in range(len(f.levels))
-        }
-        offsets, total = dict[tuple[int, int], int](), 0
-        for key, size in sizes.items():
-            offsets[key], total = total, total + size
-        self.hints = torch.zeros(torch.get_num_threads() * total, dtype=torch.int32, device="cpu")
-        self.offsets, self.total = offsets, total
-        self.strides = {number: self._strides(number) for number in range(-1, len(product.factors))}
-        self.held = [values, result, self.hints, self.fibers]
-
-    @property
-    def span(self) -> tuple[int, int]:
+    def shared(self) -> tuple[int, int]:
         """The range of the loop that is shared among threads."""
-        if isinstance(loop := self.nest.steps[0].loop, Entries):
-            return 0, len(self.product.sparse[loop.factor].coordinates[0][1])
-        if self.nest.parallel < 0:
+        nest = self.prepared.nest
+        if isinstance(loop := nest.steps[0].loop, Entries):
+            return 0, len(self.stored(loop.factor).coordinates[0][1])
+        if nest.parallel < 0:
             return 0, 1
-        extent = self.product.bound.ranges[self.nest.steps[self.nest.parallel].indices[0]]
+        extent = self.product.bound.ranges[nest.steps[nest.parallel].indices[0]]
         return extent.start, extent.stop
 
-    def _strides(self, number: int) -> dict[str, int]:
-        """Elements between neighbouring points of each index; "": of constants."""
-        access = self.nest.target if number < 0 else self.product.factors[number]
-        x = self.result if number < 0 else self.values[number]
-        if x is None:
-            return {"": 0}
-        stored = number in self.product.sparse or (number < 0 and self.product.pattern >= 0)
-        if number in self.product.sparse:
-            axes = _dense_axes(self.product, number)
-        else:
-            axes = list(range(_skipped(self.product) if number < 0 else 0, len(access.indices)))
-        vector = [axis for axis in axes if self.nest.vector and access.indices[axis].bare == self.nest.vector]
-        axes = [axis for axis in axes if axis not in vector] + vector
-        found = {"": 0}
-        for axis, stride in zip(axes, x.stride()[1 if stored else 0 :], strict=True):
-            for coefficient, atom in access.indices[axis].terms:
-                found[str(atom)] = found.get(str(atom), 0) + coefficient * stride
-            found[""] += access.indices[axis].constant * stride
-        found["span"] = x.stride(0) if stored else 0
+    def stored(self, factor: int) -> StoredOperand:
+        found = self.product.factors[factor]
+        assert not isinstance(found, Tensor)
         return found
 
-    def value(self, key: tuple[Hashable, ...]) -> int:
-        return getattr(self, f"_{key[0]}")(*key[1:])
+    def fibers(self, factor: int) -> Fibers:
+        found = self.product.fibers[factor]
+        assert found is not None
+        return found
 
-    def _first(self) -> int:
-        return self.span[0]
+    def access(self, factor: int) -> Access:
+        nest = self.prepared.nest
+        return nest.target if factor < 0 else nest.factors[factor].access
 
-    def _last(self) -> int:
-        return self.span[1]
+    def first(self) -> int:
+        return self.shared()[0]
 
-    def _start(self, index: str) -> int:
+    def last(self) -> int:
+        return self.shared()[1]
+
+    def start(self, index: str) -> int:
         return self.product.bound.ranges[index].start
 
-    def _stop(self, index: str) -> int:
+    def stop(self, index: str) -> int:
         return self.product.bound.ranges[index].stop
 
-    def _length(self) -> int:
-        return self.product.bound.extents[self.nest.vector]
+    def length(self) -> int:
+        return self.product.bound.extents[self.prepared.nest.vector]
 
-    def _size(self, factor: int, axis: int) -> int:
-        if factor < 0:
-            return self.product.bound.shape[axis]
-        stored = self.product.sparse.get(factor)
-        return self.product.dense[factor].shape[axis] if stored is None else stored.shape[axis]
+    def size(self, factor: int, axis: int) -> int:
+        return (self.product.bound.shape if factor < 0 else self.product.factors[factor].shape)[axis]
 
-    def _constant(self, factor: int, axis: int) -> int:
-        access = self.nest.target if factor < 0 else self.product.factors[factor]
-        return access.indices[axis].constant
+    def constant(self, factor: int, axis: int) -> int:
+        return self.access(factor).indices[axis].constant
 
-    def _stride(self, factor: int, index: str) -> int:
-        return self.strides[factor][index]
+    def stride(self, factor: int, index: str) -> int:
+        return self.strides[factor + 1][index]
 
-    def _span(self, factor: int) -> int:
-        return self.strides[factor]["span"]
+    def span(self, factor: int) -> int:
+        x = self.arrays[factor + 1]
+        return 0 if x is None else x.stride(0)
 
-    def _values(self, factor: int) -> int:
-        x = self.result if factor < 0 else self.values[factor]
-        assert x is not None
-        return x.data_ptr() + self.strides[factor][""] * x.element_size()
+    def values(self, factor: int) -> int:
+        x = self.arrays[factor + 1]
+        return 0 if x is None else x.data_ptr() + self.strides[factor + 1][""] * x.element_size()
 
-    def _order(self, factor: int) -> int:
-        order = self.fibers[factor].order
-        assert order is not None
-        return order.data_ptr()
+    def order(self, factor: int) -> int:
+        found = self.fibers(factor).order
+        return 0 if found is None else found.data_ptr()
 
-    def _pos(self, factor: int, depth: int) -> int:
-        return self.fibers[factor].pos[depth].data_ptr()
+    def pos(self, factor: int, depth: int) -> int:
+        return self.fibers(factor).pos[depth].data_ptr()
 
-    def _crd(self, factor: int, depth: int) -> int:
-        return self.fibers[factor].crd[depth].data_ptr()
+    def crd(self, factor: int, depth: int) -> int:
+        return self.fibers(factor).crd[depth].data_ptr()
 
-    def _hints(self, *level: int) -> int:
-        if not level:
-            return self.total
-        return self.hints.data_ptr() + 4 * self.offsets[level[0], level[1]]
+    def hints(self, *level: int) -> int:
+        return self.hint_array.data_ptr() + 4 * self.offsets[level[0], level[1]] if level else self.positions
 
-    def _coordinates(self, factor: int, depth: int) -> int:
-        return self.product.sparse[factor].coordinates[depth][1].data_ptr()
+    def coordinates(self, factor: int, depth: int) -> int:
+        return self.stored(factor).coordinates[depth][1].data_ptr()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pumice.language.iteration import DENSE, AxisOf, Count, Entries, LevelOf, LoopNest, Merge, Step, Walk
 from pumice.language.nodes import Affine, indices_of
@@ -63,6 +64,15 @@ void run(region parallel, int threads, i64 *z) {{
 """
 
 
+class Reads(NamedTuple):
+    """along: whether the target and the factors have the vector index; valued: whether factors have values; ordered:
+    whether the entries of factors are in another order than the positions of their last level."""
+
+    along: tuple[bool, ...]
+    valued: tuple[bool, ...]
+    ordered: tuple[bool, ...]
+
+
 @dataclass(frozen=True)
 class Emitted:
     """C source, and what its arguments are: ("start" | "stop", index); ("size", level or axis); ("constant", axis);
@@ -73,11 +83,8 @@ class Emitted:
     arguments: tuple[tuple[Hashable, ...], ...]
 
 
-def emitted(
-    nest: LoopNest, along: tuple[bool, ...], valued: tuple[bool, ...], ordered: tuple[bool, ...], real: str, lanes: int
-) -> Emitted:
-    """The C source of a nest. along: whether target and factors have the vector index; valued: whether factors have
-    values; ordered: whether the entries of factors are in another order than the positions of their last level."""
+def emitted(nest: LoopNest, reads: Reads, real: str, lanes: int) -> Emitted:
+    """The C source of a nest."""
     slots: dict[tuple[Hashable, ...], int] = {}
     widths = [lanes >> n for n in range(lanes.bit_length() - 1)]
     size = 4 if real == "float" else 8
@@ -85,8 +92,9 @@ def emitted(
     tiles = [(1, 1)]
     if nest.vector and not nest.sums:
         tiles = [(ACROSS, lanes), *((1, width) for width in (*widths, 1))]
+    indices = indices_of(nest.target, *(f.access for f in nest.factors))
     for count, width in tiles:
-        text.append(_Writer(nest, along, valued, ordered, count, width, lanes, slots).function())
+        text.append(_Writer(nest, reads, count, width, lanes, slots, indices).function())
     calls = [f"tile_{count}_{width}(z, thread, L, H, 0);" for count, width in tiles]
     if nest.vector and not nest.sums:
         length = _slot(slots, ("length",))
@@ -108,13 +116,12 @@ class _Writer:
     """Writes the function of one tile: `count` vectors of `width` lanes."""
 
     nest: LoopNest
-    along: tuple[bool, ...]
-    valued: tuple[bool, ...]
-    ordered: tuple[bool, ...]
+    reads: Reads
     count: int
     width: int
     lanes: int
     slots: dict[tuple[Hashable, ...], int]
+    indices: tuple[str, ...]
     lines: list[str] = field(default_factory=list)
     opened: list[int] = field(default_factory=list)
 
@@ -161,6 +168,10 @@ class _Writer:
         arguments = "".join(f"    const i64 z{n} = z[{n}];\n" for n in used)
         return "".join([head, " {\n", arguments, re.sub(r"z\[(\d+)\]", r"z\1", body), "\n}\n"])
 
+    def name(self, index: str) -> str:
+        """The variable of an index, whose name may be no identifier of C."""
+        return f"i{self.indices.index(index)}"
+
     # Loops
 
     def step(self, number: int, step: Step) -> None:
@@ -170,9 +181,8 @@ class _Writer:
         else:
             self.bounds(number, step)
             if isinstance(loop, Count):
-                self.open(
-                    f"for (i64 {_name(loop.index)} = lo_{number}; {_name(loop.index)} < hi_{number}; {_name(loop.index)}++)"
-                )
+                name = self.name(loop.index)
+                self.open(f"for (i64 {name} = lo_{number}; {name} < hi_{number}; {name}++)")
             elif isinstance(loop, Walk):
                 self.walk(number, loop)
             else:
@@ -191,7 +201,7 @@ class _Writer:
         levels = self.nest.factors[f].levels
         for depth in range(len(levels)):
             name = self.nest.factors[f].coordinate(depth).bare or ""
-            self.put(f"const i64 {_name(name)} = ((const int *){self.z('coordinates', f, depth)})[e];")
+            self.put(f"const i64 {self.name(name)} = ((const int *){self.z('coordinates', f, depth)})[e];")
         self.put(f"const i64 e{f} = e;")
 
     def bounds(self, number: int, step: Step) -> None:
@@ -213,7 +223,7 @@ class _Writer:
             self.put(f"lo_{number} = most(lo_{number}, {first}); hi_{number} = least(hi_{number}, {last});")
 
     def walk(self, number: int, loop: Walk) -> None:
-        (f, d), name = loop.level, _name(loop.index)
+        (f, d), name = loop.level, self.name(loop.index)
         c, rest = _split(self.nest.factors[f].coordinate(d), loop.index)
         r = self.text(rest, AxisOf(f, self.nest.factors[f].levels[d].axis))
         self.span(loop.level, "e", number)
@@ -222,14 +232,15 @@ class _Writer:
             ends = [f"{c} * {side} + {r}" for side in (f"lo_{number}", f"(hi_{number} - 1)")]
             first, last = ends if c > 0 else ends[::-1]
             self.put(f"if (lo_{number} >= hi_{number}) continue;")
-            self.put(f"const i64 last_{number} = {last};")
-            self.put(
-                f"e_{number} = at_least({self.crd(loop.level)}, e_{number}, end_{number}, {first}, {self.hint(loop.level)});"
-            )
+            self.put(f"const i64 first_{number} = {first}, last_{number} = {last};")
+        if windowed and loop.searched:
+            self.search(loop.level, f"e_{number}", f"end_{number}", f"first_{number}")
         self.open(f"for (; e_{number} < end_{number}; e_{number}++)")
         self.put(f"const i64 c_{number} = {self.crd(loop.level)}[e_{number}]{f' - ({r})' if r != '0' else ''};")
         if windowed:
             self.put(f"if (c_{number} + ({r}) > last_{number}) break;")
+            if not loop.searched:
+                self.put(f"if (c_{number} + ({r}) < first_{number}) continue;")
         if abs(c) != 1:
             self.put(f"if (c_{number} % {abs(c)}) continue;")
         self.put(f"const i64 {name} = c_{number}{'' if c == 1 else f' / {c}' if c != -1 else ' * -1'};")
@@ -242,19 +253,20 @@ class _Writer:
             _, rest = _split(self.nest.factors[f].coordinate(d), loop.index)
             r = self.text(rest, AxisOf(f, self.nest.factors[f].levels[d].axis))
             self.span(level, side, number)
-            self.put(
-                f"{side}_{number} = at_least({self.crd(level)}, {side}_{number}, end{side}_{number}, lo_{number} + ({r}), {self.hint(level)});"
-            )
+            self.search(level, f"{side}_{number}", f"end{side}_{number}", f"lo_{number} + ({r})")
             texts.append(f"{self.crd(level)}[{side}_{number}] - ({r})")
         self.open(f"while (a_{number} < enda_{number} && b_{number} < endb_{number})")
         self.put(f"const i64 x_{number} = {texts[0]}, y_{number} = {texts[1]};")
         self.put(f"if (x_{number} >= hi_{number} || y_{number} >= hi_{number}) break;")
-        self.put(
-            f"if (x_{number} != y_{number}) {{ if (x_{number} < y_{number}) a_{number}++; else b_{number}++; continue; }}"
-        )
+        self.put(f"if (x_{number} < y_{number}) {{ a_{number}++; continue; }}")
+        self.put(f"if (x_{number} > y_{number}) {{ b_{number}++; continue; }}")
         for side, (f, d) in zip("ab", loop.levels, strict=True):
             self.put(f"const i64 p{f}_{d} = {side}_{number}++;")
-        self.put(f"const i64 {_name(loop.index)} = x_{number};")
+        self.put(f"const i64 {self.name(loop.index)} = x_{number};")
+
+    def search(self, level: LevelOf, place: str, end: str, first: str) -> None:
+        """Moves a place in a level to the first coordinate of at least `first`."""
+        self.put(f"{place} = at_least({self.crd(level)}, {place}, {end}, {first}, {self.hint(level)});")
 
     def span(self, level: LevelOf, name: str, number: int) -> None:
         """Declares the positions of a level below the position above."""
@@ -271,9 +283,8 @@ class _Writer:
             self.put(f"const i64 p{f}_{d} = ({above}) * {self.size(at)} + {x};")
             return
         pos = f"((const int *){self.z('pos', f, d)})"
-        self.put(
-            f"const i64 p{f}_{d} = find({self.crd(level)}, {pos}[{above}], {pos}[{above} + 1], {x}, {self.hint(level)});"
-        )
+        places = f"{pos}[{above}], {pos}[{above} + 1]"
+        self.put(f"const i64 p{f}_{d} = find({self.crd(level)}, {places}, {x}, {self.hint(level)});")
         self.put(f"if (p{f}_{d} < 0) continue;")
 
     def above(self, level: LevelOf) -> str:
@@ -295,7 +306,7 @@ class _Writer:
 
     def text(self, terms: list[tuple[int, str]], at: AxisOf) -> str:
         """A sum of indices and the constant of an axis."""
-        found = [_name(name) if c == 1 else f"{c} * {_name(name)}" for c, name in terms]
+        found = [self.name(name) if c == 1 else f"{c} * {self.name(name)}" for c, name in terms]
         if self.expression(at).constant:
             found.append(self.z("constant", *at))
         return " + ".join(found) or "0"
@@ -312,7 +323,7 @@ class _Writer:
         if factor < 0 and self.nest.pattern >= 0:
             axes = range(len(self.nest.factors[self.nest.pattern].levels), len(access.indices))
         names = [n for n in indices_of(*(access.indices[axis] for axis in axes)) if n != self.nest.vector]
-        found = [f"{_name(name)} * {self.z('stride', factor, name)}" for name in names]
+        found = [f"{self.name(name)} * {self.z('stride', factor, name)}" for name in names]
         entries = self.nest.pattern if factor < 0 else factor
         if entries >= 0 and self.nest.factors[entries].levels:
             found.append(f"{self.entry(entries)} * {self.z('span', factor)}")
@@ -322,17 +333,17 @@ class _Writer:
         if isinstance(first := self.nest.steps[0].loop, Entries) and first.factor == factor:
             return f"e{factor}"
         last = f"p{factor}_{len(self.nest.factors[factor].levels) - 1}"
-        return f"((const int *){self.z('order', factor)})[{last}]" if self.ordered[factor] else last
+        return f"((const int *){self.z('order', factor)})[{last}]" if self.reads.ordered[factor] else last
 
     def accumulators(self) -> None:
         """The accumulators, and the place in the target that they belong to."""
-        self.put(f"real *t = (real *){self.z('values', -1)} + ({self.address(-1)}){' + j' * self.along[0]};")
+        self.put(f"real *t = (real *){self.z('values', -1)} + ({self.address(-1)}){' + j' * self.reads.along[0]};")
         names = ", ".join(f"s{k} = {{0}}" if self.width > 1 else f"s{k} = 0" for k in range(self.count))
         self.put(f"{self.kind} {names};")
 
     def store(self) -> None:
         for k in range(self.count):
-            self.put(f"{self.place('t', self.along[0], k)} += s{k};")
+            self.put(f"{self.place('t', self.reads.along[0], k)} += s{k};")
 
     def place(self, pointer: str, along: bool, k: int) -> str:
         if not along:
@@ -343,21 +354,21 @@ class _Writer:
         nest = self.nest
         once, vectors = ["1"], []
         for n in range(len(nest.factors)):
-            if self.valued[n]:
-                along = " + j" * self.along[n + 1]
+            if self.reads.valued[n]:
+                along = " + j" * self.reads.along[n + 1]
                 self.put(f"const real *f{n} = (const real *){self.z('values', n)} + ({self.address(n)}){along};")
-                (vectors if self.along[n + 1] else once).append(f"f{n}")
+                (vectors if self.reads.along[n + 1] else once).append(f"f{n}")
         scale = " * ".join(f"*{f}" for f in once[1:]) or "1"
         self.put(f"const real scale = {scale};")
         kept = nest.held < len(nest.steps)
         if not kept:
-            self.put(f"real *t = (real *){self.z('values', -1)} + ({self.address(-1)}){' + j' * self.along[0]};")
+            self.put(f"real *t = (real *){self.z('values', -1)} + ({self.address(-1)}){' + j' * self.reads.along[0]};")
         if nest.sums:
             self.summed(vectors, "s0" if kept else "*t")
             return
         for k in range(self.count):
             product = " * ".join(["scale", *(self.place(f, True, k) for f in vectors)])
-            target = f"s{k}" if kept else self.place("t", self.along[0], k)
+            target = f"s{k}" if kept else self.place("t", self.reads.along[0], k)
             self.put(f"{target} += {product};")
 
     def summed(self, vectors: list[str], target: str) -> None:
@@ -375,7 +386,3 @@ def _split(expression: Affine, index: str) -> tuple[int, list[tuple[int, str]]]:
     """(coefficient of the index, the other terms)."""
     terms = [(c, str(atom)) for c, atom in expression.terms]
     return next(c for c, name in terms if name == index), [(c, name) for c, name in terms if name != index]
-
-
-def _name(index: str) -> str:
-    return f"i_{index}"

@@ -9,39 +9,34 @@ import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
-from pumice.language.nodes import Access, indices_of
-from pumice.lower import iterate
+from pumice.language.nodes import Access, Statement, indices_of
+from pumice.lower.iterate import SparseProduct, StoredOperand, refusal, run
 from pumice.ops.sparse import Sparse
 
 
-def windowed(statement: Any, sparse: Mapping[str, tuple[int, ...]]) -> bool:
+def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> bool:
     """True if a coordinate of a sparse factor is a sum of indices, so that its entries would write through windows.
     sparse: the axes of each sparse operand that have coordinates."""
-    factors = (f for term in statement.terms for f in term.factors if isinstance(f, Access) and f.name in sparse)
-    return any(len(indices_of(f.indices[axis])) > 1 for f in factors for axis in sparse[f.name])
-
-
-def product_of(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> iterate.SparseProduct:
-    """A statement of one product, with its operands by place. pattern: the factor whose pattern the target has, or -1."""
-    factors = [f for f in bound.statement.terms[0].factors if isinstance(f, Access)]
-    given = {number: operands[f.name] for number, f in enumerate(factors)}
-    sparse = {number: stored_operand(x) for number, x in given.items() if isinstance(x, Sparse)}
-    return iterate.SparseProduct(bound, sparse, {n: x for n, x in given.items() if n not in sparse}, pattern)
-
-
-def stored_operand(x: Sparse) -> iterate.StoredOperand:
-    """An operand without groups and blocks."""
-    names = [name for level in x.format.levels for name in level.axes]
-    coords = x.parts[0].coords
-    found = tuple((x.format.axes.index(name), coords[name]) for name in names if name in coords)
-    return iterate.StoredOperand(x.format, x.shape, found, x.parts[0].values)
+    factors = [f for term in statement.terms for f in term.factors if isinstance(f, Access) and f.name in sparse]
+    coordinates = (f.indices[axis] for f in factors for axis in sparse[f.name])
+    return statement.reduction == "sum" and any(len(indices_of(e)) > 1 for e in coordinates)
 
 
 def computed(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> Tensor | None:
-    """The target of one product (its values at the entries of the pattern), or None if no nest computes it."""
-    product = product_of(bound, operands, pattern)
-    if iterate.refusal(product) is not None:
+    """The target of one product, or None if no nest computes it. pattern: the place of the factor at whose entries the
+    target has values, which are returned; or -1."""
+    given = [operands[f.name] for f in bound.statement.terms[0].factors if isinstance(f, Access)]
+    product = SparseProduct(bound, tuple(x if isinstance(x, Tensor) else stored(x) for x in given), pattern)
+    if refusal(product) is not None:
         return None
-    tensors = [x if isinstance(x, Tensor) else x.parts[0].values for x in operands.values()]
+    tensors = [x if isinstance(x, Tensor) else x.values for x in product.factors]
     kinds = [t.dtype for t in tensors if t is not None and t.dtype.is_floating_point]
-    return iterate.run(product, kinds[0] if kinds else torch.get_default_dtype())
+    return run(product, kinds[0] if kinds else torch.get_default_dtype())
+
+
+def stored(x: Sparse) -> StoredOperand:
+    """An operand without groups and blocks."""
+    names = dict.fromkeys(name for level in x.format.levels for name in level.axes)
+    coords = x.parts[0].coords
+    found = tuple((x.format.axes.index(name), coords[name]) for name in names if name in coords)
+    return StoredOperand(x.format, x.shape, found, x.parts[0].values)

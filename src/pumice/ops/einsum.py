@@ -25,7 +25,6 @@ from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
-from pumice.ops.direct import windowed
 from pumice.ops.join import joined_einsum
 from pumice.ops.operands import (
     DeclarationCheck,
@@ -184,8 +183,7 @@ class Einsum:
         if _GROUP.search(self.text):
             return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
         ready = self._checked(operands)
-        axes = _coordinate_axes(ready.operands)
-        if joins(ready.statement, axes) or (not self.lowering and windowed(ready.statement, axes)):
+        if joins(ready.statement, _coordinate_axes(ready.operands)):
             return joined_einsum(ready.statement, ready.operands, self.lowering)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
         if not dense and all(ready.operands[name] is x for name, x in operands.items()):

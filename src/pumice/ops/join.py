@@ -27,7 +27,6 @@ from pumice.language.meet import (
     StoredAxes,
     aggregation,
     meets,
-    pattern_place,
     position_axes,
     refusal,
     sized,
@@ -37,7 +36,6 @@ from pumice.language.nodes import Access, Affine, Index, Range, Statement, acces
 from pumice.language.rewrite import single_terms
 from pumice.ops import autograd
 from pumice.ops.convert import Entries, FormatBucket, arrange, raveled
-from pumice.ops.direct import computed
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
 
@@ -244,9 +242,6 @@ def joined_einsum(statement: Statement, operands: Mapping[str, Any], lowering: s
 def _term(step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> Any:
     sparse = _stored_axes(operands)
     coordinates = {name: axes.coordinates for name, axes in sparse.items()}
-    place = pattern_place(step, sparse) if step.pattern else -1
-    if (direct := computed(replace(bound, statement=step), operands, place)) is not None:
-        return _with_pattern(direct, operands[step.pattern], replace(bound, statement=step)) if step.pattern else direct
     if not step.pattern and not meets(step.terms[0], coordinates):
         text = str(declare(step, bound.ranges))
         tensors, names, _ = flatten_used(text, operands, ())

@@ -1,0 +1,223 @@
+"""Loop nests over the levels of sparse operands, against the oracle's loops."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from einsum_oracle import evaluate
+
+import pumice as pm
+from pumice.language.bind import bind
+from pumice.language.iteration import IterationChoices
+from pumice.language.parse import parse
+from pumice.lower import iterate, nest_c
+from pumice.ops.direct import stored
+
+pytestmark = pytest.mark.skipif(nest_c.unavailable() is not None, reason="no C compiler")
+
+
+def product(text, pattern=-1, choices=None, **operands):
+    """A statement of one product."""
+    statement = parse(text, {})
+    bound = bind(statement, {name: tuple(x.shape) for name, x in operands.items()})
+    given = (operands[f.name] for f in statement.terms[0].factors)
+    factors = tuple(x if isinstance(x, torch.Tensor) else stored(x) for x in given)
+    return iterate.SparseProduct(bound, factors, pattern, choices or IterationChoices())
+
+
+def check(text, dense, formats, **options):
+    """Evaluate a statement with operands in these formats, and compare it with loops over dense ones."""
+    given = {name: pm.sparse(x, formats[name]) if name in formats else x for name, x in dense.items()}
+    made = product(text, **options, **given)
+    if (why := iterate.refusal(made)) is not None:
+        assert why == "it is empty", f"{text}: {why}"
+        return made
+    got = iterate.run(made, torch.float64)
+    wanted = torch.from_numpy(evaluate(text, {name: x.numpy() for name, x in dense.items()}))
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9, msg=lambda found: f"{text} {formats}\n{found}")
+    return made
+
+
+def draw(*shape, density=1.0, seed=0):
+    chance = torch.Generator().manual_seed(seed + sum(shape))
+    x = torch.randn(*shape, generator=chance, dtype=torch.float64)
+    return x * (torch.rand(*shape, generator=chance) < density)
+
+
+PRODUCTS = {
+    "rows by rows": ("C[i,j] = A[i,k] * B[k,j]", {"A": (9, 12), "B": (12, 7)}, ["m:U k:C", "m:C k:C", "(m k):C"]),
+    "dot products": ("C[i,j] = A[i,k] * B[j,k]", {"A": (9, 12), "B": (7, 12)}, ["m:U k:C", "[m,k] k:U m:C"]),
+    "elements": ("C[i,j] = A[i,j] * B[i,j]", {"A": (9, 12), "B": (9, 12)}, ["m:U k:C", "(m k):C", "[m,k] k:C m:C"]),
+    "transposed": ("C[i,j] = A[i,j] * B[j,i]", {"A": (9, 12), "B": (12, 9)}, ["m:U k:C", "(m k):C"]),
+    "diagonal": ("C[i] = A[i,i] * B[i,2]", {"A": (9, 9), "B": (9, 4)}, ["m:U k:C", "(m k):C"]),
+    "three": ("C[i,l] = A[i,k] * B[k,j] * D[j,l]", {"A": (5, 6), "B": (6, 7), "D": (7, 4)}, ["m:U k:C", "(m k):C"]),
+    "squares": ("C[i] = A[i,k] * A[i,k]", {"A": (9, 12)}, ["m:U k:C", "(m k):C"]),
+    "reversed": ("C[p] = A[p-r+2,0] * B[r,1] ; p:9", {"A": (9, 2), "B": (3, 2)}, ["m:C k:C", "(m k):C"]),
+    "strided": ("C[p] = A[3*p+2*r-1,0] * B[r,0] ; p:7", {"A": (19, 1), "B": (4, 1)}, ["m:C k:C", "(m k):C"]),
+    "window of a target": ("C[2*p+r] = A[p,r] * B[r,p] ; C:[12]", {"A": (5, 3), "B": (3, 5)}, ["m:C k:C", "m:U k:C"]),
+    "scaled": ("C[i] = -2.5 * A[i,k] * B[k,i]", {"A": (9, 12), "B": (12, 9)}, ["m:U k:C"]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_matrices(name):
+    text, shapes, forms = PRODUCTS[name]
+    dense = {key: draw(*shape, density=0.4) for key, shape in shapes.items()}
+    for number, first in enumerate(forms):
+        formats = {key: forms[(number + n) % len(forms)] if n else first for n, key in enumerate(dense)}
+        check(text, dense, formats, choices=IterationChoices(merged=(None, True)[number % 2]))
+    check(text, dense, dict.fromkeys(dense, forms[0]), choices=IterationChoices(merged=True))
+
+
+@pytest.mark.parametrize("searched", [True, False])
+@pytest.mark.parametrize(("stride", "dilation", "channels"), [(1, 1, 3), (2, 1, 70), (1, 2, 9), (3, 2, 8)])
+def test_convolutions_of_sparse_images(stride, dilation, channels, searched):
+    image, weight = draw(2, 9, 8, 5, density=0.3), draw(3, 2, 5, channels, density=0.5)
+    rows, columns = -(-9 // stride), -(-8 // stride)
+    text = (
+        f"O[n,p,q,m] = I[n,{stride}*p+{dilation}*r-1,{stride}*q+{dilation}*s-1,c] * F[r,s,c,m] ; p:{rows}, q:{columns}"
+    )
+    dense = {"I": image, "F": weight}
+    filters = (None, "r:U s:U c:U m:C", "(r s c m):C", "(r s):C c:U m:U", None)
+    images = ("n:U h:U w:U c:C", "(n h w c):C", "(n h w):C c:U", "n:U h:C w:C c:C", "[n,h,w,c] c:C (n h w):C")
+    for image_form, filter_form in zip(images, filters, strict=True):
+        formats = {"I": image_form} | ({"F": filter_form} if filter_form else {})
+        check(text, dense, formats, choices=IterationChoices(searched=searched))
+
+
+def test_every_order_of_loops_is_equal():
+    dense = {"I": draw(8, 5, density=0.4), "F": draw(3, 5, 10, density=0.5)}
+    text = "O[p,m] = I[p+r-1,c] * F[r,c,m] ; p:8"
+    for number, order in enumerate(itertools.permutations("prcm")):
+        if number % 3 == 0:
+            check(text, dense, {"I": "(h c):C", "F": "r:U c:C m:C"}, choices=IterationChoices(order, ""))
+    for order in itertools.permutations("prc"):
+        check(text, dense, {"I": "h:C c:C"}, choices=IterationChoices(order))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_at_the_entries_of_a_mask(threads):
+    mask, image, weight = draw(2, 9, 8, density=0.4), draw(2, 9, 8, 5, density=0.3), draw(3, 3, 5, 19)
+    text = "O[n,p,q,m] = M[n,p,q] * I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:9, q:8"
+    wanted = torch.from_numpy(evaluate(text, {"M": mask.numpy(), "I": image.numpy(), "F": weight.numpy()}))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C"):
+            given = {"M": pm.sparse(mask, form), "I": pm.sparse(image, "(n h w):C c:U"), "F": weight}
+            got = iterate.run(product(text, pattern=0, **given), torch.float64)
+            at = [given["M"].parts[0].coords[name].long() for name in "npq"]
+            torch.testing.assert_close(got, wanted[tuple(at)])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sums_over_vectors():
+    for inner in (1, 7, 8, 37):
+        dense = {"S": draw(9, 8, density=0.4), "P": draw(9, inner), "Q": draw(8, inner)}
+        made = check("O[i,j] = S[i,j] * P[i,k] * Q[j,k]", dense, {"S": "(m k):C"})
+        assert "vectors of k" in iterate.source_of(made, torch.float64) or inner == 1
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_products(seed):
+    """Two or three sparse factors over one to four windows, in random formats, orders and ways."""
+    chance = random.Random(seed)
+    dim = chance.choice((1, 1, 2, 2, 3, 4))
+    sizes, taps = [chance.randint(2, 5) for _ in range(dim)], [chance.randint(1, 3) for _ in range(dim)]
+    stride, dilation, shift = chance.randint(1, 3), chance.choice((-1, 1, 2)), chance.randint(-1, 2)
+    channels, outputs = chance.randint(1, 3), chance.choice((1, 3, 9, 20))
+    p, r = ([f"{letter}{n}" for n in range(dim)] for letter in "pr")
+    window = [f"{stride}*{a}{dilation:+d}*{b}{shift:+d}" for a, b in zip(p, r, strict=True)]
+    ranges = ", ".join(f"{a}:{size}" for a, size in zip(p, sizes, strict=True))
+    factors = [f"I[{','.join(window)},c]", f"F[{','.join(r)},c,m]"]
+    dense = {
+        "I": draw(*sizes, channels, density=0.5, seed=seed),
+        "F": draw(*taps, channels, outputs, density=0.6, seed=seed),
+    }
+    if chance.random() < 0.5:
+        factors.append(f"M[{','.join(p)}]")
+        dense["M"] = draw(*sizes, density=0.5, seed=seed)
+    chance.shuffle(factors)
+    text = f"O[{','.join(p)},m] = {' * '.join(factors)} ; {ranges}"
+    formats = {name: random_format(chance, x.ndim) for name, x in dense.items() if name == "I" or chance.random() < 0.6}
+    names = [*p, *r, "c", "m"]
+    chance.shuffle(names)
+    order = tuple(names) if chance.random() < 0.4 else ()
+    choices = IterationChoices(order, chance.choice((None, "")), chance.choice((None, True)), chance.random() < 0.7)
+    check(text, dense, formats, choices=choices)
+
+
+def random_format(chance, ndim):
+    """Levels of kinds U and C over the axes in a random order, at least one C."""
+    axes = [f"a{n}" for n in range(ndim)]
+    order = chance.sample(axes, ndim) if chance.random() < 0.4 else axes
+    if chance.random() < 0.3:
+        return f"[{','.join(axes)}] ({' '.join(order)}):C"
+    kinds = [chance.choice("UC") for _ in order]
+    kinds[chance.randrange(ndim)] = "C"
+    return f"[{','.join(axes)}] " + " ".join(f"{a}:{kind}" for a, kind in zip(order, kinds, strict=True))
+
+
+def test_what_is_refused():
+    a, b = pm.sparse(draw(3, 4, density=0.5), "m:U k:C"), draw(4, 5)
+    text = "C[i,j] = A[i,k] * B[k,j]"
+    assert iterate.refusal(product(text, A=a, B=b)) is None
+    assert "gradients" in iterate.refusal(product(text, A=a, B=b.clone().requires_grad_()))
+    with torch.no_grad():
+        assert iterate.refusal(product(text, A=a, B=b.clone().requires_grad_())) is None
+    assert "sparse" in iterate.refusal(product(text, A=draw(3, 4), B=b))
+    assert "index arrays" in iterate.refusal(product("C[i] = A[i,K[i]]", A=a, K=torch.zeros(3, dtype=torch.int32)))
+    assert "sum" in iterate.refusal(product("C[i] max= A[i,k] * B[k,j]", A=a, B=b))
+    assert "empty" in iterate.refusal(product(text, A=pm.sparse(torch.zeros(3, 4), "m:U k:C"), B=b))
+    many = ",".join("abcdefghijk")
+    assert "11 indices" in iterate.refusal(
+        product(f"C[a] = A[{many}]", A=pm.sparse(torch.ones([1] * 11), f"({many.replace(',', ' ')}):C"))
+    )
+
+
+def test_einsum_takes_nests_and_their_dtypes():
+    image, weight = draw(1, 6, 5, 4, density=0.4), draw(3, 3, 4, 6)
+    text = "O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:6, q:5"
+    wanted = pm.einsum(text, I=image, F=weight)
+    for dtype, close in ((torch.float64, 1e-9), (torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 1e-1)):
+        got = pm.einsum(text, I=pm.sparse(image.to(dtype), "n:U h:U w:U c:C"), F=weight.to(dtype))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), wanted, rtol=close, atol=close)
+    leaf = weight.clone().requires_grad_()
+    sparse = pm.sparse(image, "n:U h:U w:U c:C")
+    pm.einsum(text, I=sparse, F=leaf).square().sum().backward()
+    dense = weight.clone().requires_grad_()
+    pm.einsum(text, I=image, F=dense).square().sum().backward()
+    torch.testing.assert_close(leaf.grad, dense.grad)
+
+
+def test_similar_scenes_share_a_nest():
+    made = [
+        product(
+            "C[i,j] = A[i,k] * B[k,j]",
+            A=pm.sparse(draw(40, 40, density=d), "CSR"),
+            B=pm.sparse(draw(40, 40, density=0.2), "CSR"),
+        )
+        for d in (0.2, 0.21)
+    ]
+    assert len({iterate.source_of(each, torch.float64) for each in made}) == 1
+
+
+def test_explain_shows_the_nest():
+    a = pm.sparse(draw(9, 9, density=0.3), "CSR")
+    told = pm.compile_einsum("C[i,j] = A[i,k] * B[k,j]").explain(A=a, B=a)
+    for piece in ("Count i", "Walk k over level 1 of factor 0", "Walk j over level 1 of factor 1", "void run("):
+        assert piece in told, told
+
+
+def test_offsets_beyond_int32_windows_are_bounded():
+    """A window far outside its operand has no points."""
+    dense = {"I": draw(6, 2, density=0.6), "F": draw(3, 2)}
+    got = iterate.run(
+        product("O[p] = I[p+r+2000000000,c] * F[r,c] ; p:4", I=pm.sparse(dense["I"], "h:C c:C"), F=dense["F"]),
+        torch.float64,
+    )
+    assert np.all(got.numpy() == 0)
