@@ -11,9 +11,10 @@ finds, taken as one axis. Cf. the two phases of a map-based convolution in "Unif
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, permutations, product
+from math import prod
 from typing import TypeVar
 
 from pumice.errors import OptionError, ShapeError
@@ -25,6 +26,7 @@ from pumice.language.nodes import (
     Affine,
     Factor,
     Index,
+    Range,
     Statement,
     Term,
     accesses_of,
@@ -114,24 +116,114 @@ class Flattened:
     indices: tuple[str, ...]
 
 
+Source = str | int | Flattened
+"""What an index array holds: the values of an index, entries of the factor at a place, or positions."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two sparse factors, of which the entries of one lie in a window around those of the other: on each axis
+
+        coordinate of `other` = stride * coordinate of `base` + offset
+
+    so that a kernel map holds all that meet. base, other: places of the factors. columns: their axes (of base, of
+    other) in the order of the map's, first that of the batch, which has no offsets, (-1, -1) if there is none. stride,
+    offsets: of the axes but the batch's; an offset for each point of `taps`, the window's indices, the last one fastest.
+    """
+
+    base: int
+    other: int
+    columns: tuple[tuple[int, int], ...]
+    stride: tuple[int, ...]
+    taps: tuple[tuple[str, Range], ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+    def role(self, source: Source) -> str | None:
+        """The index of map[o, k, i] that stands for an index array of the join, or None."""
+        if isinstance(source, int):
+            return {self.base: "o", self.other: "i"}.get(source)
+        names = (source,) if isinstance(source, str) else source.indices
+        whole = names == tuple(name for name, _ in self.taps) and not any(r.start for _, r in self.taps)
+        return "k" if whole else None
+
+
+_MOST_TAPS = 1 << 12  # of a window that is tried point by point
+_MOST_AXES = 4
+_INT32 = 1 << 31
+
+
+def window_of(
+    term: Term, sparse: Mapping[str, StoredAxes], ranges: Mapping[str, Range], shapes: Mapping[str, Sequence[int]]
+) -> Window | None:
+    """The window in which two sparse factors of a term meet; None if no pair of them does so."""
+    factors = {n: f for n, f in enumerate(term.factors) if isinstance(f, Access)}
+    sides = {
+        n: [f.indices[axis] for axis in sparse[f.name].coordinates] for n, f in factors.items() if f.name in sparse
+    }
+    dense = indices_of(*(f for f in factors.values() if f.name not in sparse))
+    for base, other in permutations(sides, 2):
+        bare, window = [e.bare for e in sides[base]], sides[other]
+        extents = [shapes[factors[base].name][axis] for axis in sparse[factors[base].name].coordinates]
+        whole = all(name and ranges[name] == Range(0, n) for name, n in zip(bare, extents, strict=True))
+        strides = _strides(bare, window) if whole else None
+        if strides is None:
+            continue
+        names = indices_of(*window)
+        taps = tuple((n, ranges[n]) for n in dict.fromkeys((*dense, *names)) if n in names and n not in bare)
+        columns = [(bare.index(name), number) for number, (name, _) in enumerate(strides)]
+        batch = next((n for n, e in enumerate(window) if e.bare and len(window) > 1), -1)
+        kept = [n for n in range(len(window)) if n != batch]
+        if len(kept) > _MOST_AXES or not 0 < prod(len(points) for _, points in taps) <= _MOST_TAPS:
+            continue
+        offsets = tuple(
+            _offset([window[n] for n in kept], dict(zip(dict(taps), at, strict=True))) for at in _points(taps)
+        )
+        step, first = tuple(strides[n][1] for n in kept), columns[batch] if batch >= 0 else (-1, -1)
+        reach = max(step) * max(extents, default=0) + max((abs(o) for offset in offsets for o in offset), default=0)
+        if len(set(offsets)) == len(offsets) and reach < _INT32:
+            return Window(base, other, (first, *(columns[n] for n in kept)), step, taps, offsets)
+    return None
+
+
+def _strides(bare: Sequence[str | None], window: Sequence[Affine]) -> list[tuple[str, int]] | None:
+    """(index, stride) of each expression of a window, in each of which one of the bare indices stands; else None."""
+    found = []
+    for expression in window:
+        own = [(a.name, c) for c, a in expression.terms if isinstance(a, Index) and a.name in bare]
+        if len(own) != 1 or own[0][1] < 1 or expression.arrays:
+            return None
+        found += own
+    return found if len({*bare}) == len({name for name, _ in found}) == len(bare) == len(window) else None
+
+
+def _points(taps: Sequence[tuple[str, Range]]) -> Iterator[tuple[int, ...]]:
+    return product(*(range(points.start, points.stop) for _, points in taps))
+
+
+def _offset(window: Sequence[Affine], values: Mapping[str, int]) -> tuple[int, ...]:
+    """What the constants and the window's indices add up to in each expression."""
+    return tuple(e.constant + sum(c * values.get(str(a), 0) for c, a in e.terms) for e in window)
+
+
 @dataclass(frozen=True)
 class Aggregation:
     """The statement over the result of a join.
 
-    statement: its operands are index arrays of the join, values of sparse operands, dense operands, of which some are
-        flattened; facts: it has none yet.
-    arrays: by name of an index array, the index whose values it holds, the place of the sparse factor whose entries, or
-        the positions in a dense operand.
-    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
-    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
+    statement: its operands are index arrays of the join, or the kernel map `map`, values of sparse operands, dense
+        operands, of which some are flattened; facts: it has none yet.
+    arrays: by name, what an index array holds. values: by name, the sparse operand. flattened: by name, the axes of a
+        dense operand; target: those of the target. scale: the sparse operand whose values the result is multiplied by,
+        as its entries are those of the target; or "". turned: the map is the transpose of the window's.
     """
 
     statement: Statement
-    arrays: Mapping[str, str | int | Flattened]
+    arrays: Mapping[str, Source]
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
     target: Flattened | None
     scale: str
+    map: str = ""
+    turned: bool = False
 
     def order(self) -> str | None:
         """The index array by which entries are best sorted: that of a dense factor, a weight, else of the target."""
@@ -145,31 +237,45 @@ class Aggregation:
 
 def aggregation(statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> Aggregation:
     """The second statement of one that joins, with one term. patterns: sparse operands without values."""
-    return _AggregationBuilder(statement, sparse, patterns).built()
+    return _AggregationBuilder(statement, sparse, patterns, None).built()
+
+
+def over_map(
+    statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str], window: Window
+) -> Aggregation | None:
+    """As `aggregation`, over the kernel map of a window; None if it reads more than which entries meet at which tap."""
+    found = _AggregationBuilder(statement, sparse, patterns, window).built()
+    return found if found.map and not found.arrays else None
 
 
 class _AggregationBuilder:
     """Collects the operands of an aggregation."""
 
-    def __init__(self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> None:
-        self.statement, self.sparse, self.patterns = statement, sparse, patterns
+    def __init__(
+        self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str], window: Window | None
+    ) -> None:
+        self.statement, self.sparse, self.patterns, self.window = statement, sparse, patterns, window
         self.taken = list(names_of(statement))
         self.entry = self.name("e")
         self.bound = bound_indices(statement.terms[0], sparse)
-        self.arrays: dict[str, str | int | Flattened] = {}
+        self.arrays: dict[str, Source] = {}
         self.values: dict[str, str] = {}
         self.flattened: dict[str, Flattened] = {}
+        self.roles: dict[str, str] = {}
         self.pattern = pattern_place(statement, sparse) if statement.pattern else None
         self.scale = ""
 
     def name(self, wanted: str) -> str:
-        found = fresh(wanted, self.taken)
-        self.taken.append(found)
-        return found
+        self.taken.append(fresh(wanted, self.taken))
+        return self.taken[-1]
 
     def built(self) -> Aggregation:
         target, flat = self.target()
         factors = [self.factor(place, f) for place, f in enumerate(self.statement.terms[0].factors)]
+        turned = self.window is not None and self.pattern == self.window.other
+        map = self.name("map") if len(self.roles) == 3 else ""
+        if map:
+            factors.append(Access(map, tuple(index(self.roles[role]) for role in ("iko" if turned else "oki"))))
         term = Term(tuple(f for f in factors if f is not None), self.statement.terms[0].coefficient)
         left = indices_of(target, term)
         names = {access.name for access in accesses_of(target, term)}
@@ -179,10 +285,13 @@ class _AggregationBuilder:
             ranges=tuple(r for r in self.statement.ranges if r[0] in left),
             facts=tuple(fact for fact in self.statement.facts if fact[0] in names),
         )
-        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.scale)
+        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.scale, map, turned)
 
-    def at(self, label: str, source: str | int | Flattened) -> Affine:
-        """The value of an index array at the entry."""
+    def at(self, label: str, source: Source) -> Affine:
+        """The value of an index array at the entry, or the index of the kernel map that stands for it."""
+        if self.window is not None and (role := self.window.role(source)) is not None:
+            self.roles[role] = self.roles.get(role) or self.name(role)
+            return index(self.roles[role])
         known = next((name for name, other in self.arrays.items() if other == source), None)
         name = known or self.name(f"{label}_at")
         self.arrays[name] = source
@@ -202,16 +311,16 @@ class _AggregationBuilder:
             name = self.name(f"{factor.name}_flat")
             self.flattened[name] = flat
             return Access(name, self.beside(factor, flat, self.at(factor.name, flat)))
-        at, stored = self.at(factor.name, place), self.sparse[factor.name]
+        stored = self.sparse[factor.name]
         if factor.name in self.patterns:
             return None
-        name = next((n for n, operand in self.values.items() if operand == factor.name), None)
         if place == self.pattern and not stored.dense:
             self.scale = factor.name
             return None
+        name = next((n for n, operand in self.values.items() if operand == factor.name), None)
         name = name or self.name(f"{factor.name}_values")
         self.values[name] = factor.name
-        return Access(name, (at, *(self.replaced(factor.indices[n]) for n in stored.dense)))
+        return Access(name, (self.at(factor.name, place), *(self.replaced(factor.indices[n]) for n in stored.dense)))
 
     def flat(self, access: Access) -> Flattened | None:
         """The axes of a dense operand whose indices are bound, if there are several, all bare and different."""
@@ -224,10 +333,9 @@ class _AggregationBuilder:
 
     def target(self) -> tuple[Access, Flattened | None]:
         target, pattern = self.statement.target, self.statement.pattern
-        if pattern:
-            axes = self.sparse[pattern].coordinates
-            rest = tuple(self.replaced(e) for e in target.indices[len(axes) :])
-            return Access(target.name, (self.at(pattern, pattern_place(self.statement, self.sparse)), *rest)), None
+        if self.pattern is not None:
+            rest = target.indices[len(self.sparse[pattern].coordinates) :]
+            return Access(target.name, (self.at(pattern, self.pattern), *map(self.replaced, rest))), None
         flat = self.flat(target)
         if flat is None:
             return Access(target.name, tuple(self.replaced(e) for e in target.indices)), None
