@@ -2,16 +2,16 @@
 
     O[n,p,q,m] = Mask[n,p,q] * I[n,p+r,q+s,c] * F[r,s,c,m]              with Mask and I sparse becomes
 
-    for each e: entries of Mask and I, and n, p, q, r, s, that satisfy all coordinates                 (the join)
-    O[O_at[e],m] = Mask_values[Mask_at[e]] * I_values[I_at[e],c] * F[F_at[e],c,m]
+    map[a,k,b] = 1 for entries a of Mask and b of I, and k: n, p, q, r, s, that satisfy all coordinates       (the join)
+    O[a,m] = map[a,k,b] * Mask_values[a] * I_values[b,c] * F[k,c,m]
 
-X_at[e] is the position of an entry of a sparse operand, or of a dense one on those of its axes whose indices the join
-finds, taken as one axis. Cf. the two phases of a map-based convolution in "Unified Convolution Framework", 4.2.2.
+where F and, if dense, O have as one axis those of their axes whose indices the join finds. Cf. the two phases of a
+map-based convolution in "Unified Convolution Framework", 4.2.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations, product
 from math import prod
@@ -30,11 +30,9 @@ from pumice.language.nodes import (
     Statement,
     Term,
     accesses_of,
-    affine,
     arrays_of,
     index,
     indices_of,
-    substitute,
 )
 from pumice.language.rewrite import single_terms
 
@@ -94,7 +92,7 @@ def check_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> None:
             if isinstance(factor, Access) and factor.name in sparse:
                 position_axes(factor, sparse)
     if statement.pattern in sparse:
-        aggregation(statement, sparse, ())
+        aggregation(statement, sparse)
 
 
 def steps_of_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> list[Statement]:
@@ -102,7 +100,7 @@ def steps_of_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> lis
     coordinates = {name: axes.coordinates for name, axes in sparse.items()}
     steps = single_terms(statement)
     return [
-        aggregation(step, sparse, ()).statement if statement.pattern or meets(step.terms[0], coordinates) else step
+        aggregation(step, sparse).statement if statement.pattern or meets(step.terms[0], coordinates) else step
         for step in steps
     ]
 
@@ -117,7 +115,7 @@ class Flattened:
 
 
 Source = str | int | Flattened
-"""What an index array holds: the values of an index, entries of the factor at a place, or positions."""
+"""What a join tells of each row: the value of an index, the entry of the factor at a place, or a position."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,8 @@ class Window:
         coordinate of `other` = stride * coordinate of `base` + offset
 
     so that a kernel map holds all that meet. base, other: places of the factors. columns: their axes (of base, of
-    other) in the order of the map's, first that of the batch, which has no offsets, (-1, -1) if there is none. stride,
-    offsets: of the axes but the batch's; an offset for each point of `taps`, the window's indices, the last one fastest.
+    other) in the order of the map's: first that of the batch, which has no offsets, (-1, -1) if there is none. stride,
+    offsets: of the other axes, an offset for each point of `taps`, the window's indices, the last one fastest.
     """
 
     base: int
@@ -138,13 +136,13 @@ class Window:
     taps: tuple[tuple[str, Range], ...]
     offsets: tuple[tuple[int, ...], ...]
 
-    def role(self, source: Source) -> str | None:
-        """The index of map[o, k, i] that stands for an index array of the join, or None."""
+    def role(self, source: Source) -> str:
+        """The index of map[o, k, i] that is this source; "" if none is."""
         if isinstance(source, int):
-            return {self.base: "o", self.other: "i"}.get(source)
+            return {self.base: "o", self.other: "i"}.get(source, "")
         names = (source,) if isinstance(source, str) else source.indices
         whole = names == tuple(name for name, _ in self.taps) and not any(r.start for _, r in self.taps)
-        return "k" if whole else None
+        return "k" if whole else ""
 
 
 _MOST_TAPS = 1 << 12  # of a window that is tried point by point
@@ -157,111 +155,81 @@ def window_of(
 ) -> Window | None:
     """The window in which two sparse factors of a term meet; None if no pair of them does so."""
     factors = {n: f for n, f in enumerate(term.factors) if isinstance(f, Access)}
-    sides = {
-        n: [f.indices[axis] for axis in sparse[f.name].coordinates] for n, f in factors.items() if f.name in sparse
-    }
-    dense = indices_of(*(f for f in factors.values() if f.name not in sparse))
-    for base, other in permutations(sides, 2):
-        bare, window = [e.bare for e in sides[base]], sides[other]
-        extents = [shapes[factors[base].name][axis] for axis in sparse[factors[base].name].coordinates]
-        whole = all(name and ranges[name] == Range(0, n) for name, n in zip(bare, extents, strict=True))
-        strides = _strides(bare, window) if whole else None
-        if strides is None:
+    order = indices_of(*(f for f in factors.values() if f.name not in sparse), *factors.values())
+    for places in permutations([n for n, f in factors.items() if f.name in sparse], 2):
+        base, window = ([factors[n].indices[a] for a in sparse[factors[n].name].coordinates] for n in places)
+        extents = [shapes[factors[places[0]].name][a] for a in sparse[factors[places[0]].name].coordinates]
+        steps = _steps([e.bare or "" for e in base], window)
+        if steps is None or any(ranges[str(e)] != Range(0, n) for e, n in zip(base, extents, strict=True)):
             continue
-        names = indices_of(*window)
-        taps = tuple((n, ranges[n]) for n in dict.fromkeys((*dense, *names)) if n in names and n not in bare)
-        columns = [(bare.index(name), number) for number, (name, _) in enumerate(strides)]
+        free = set(indices_of(*window)) - set(indices_of(*base))
+        taps = tuple((name, ranges[name]) for name in order if name in free)
         batch = next((n for n, e in enumerate(window) if e.bare and len(window) > 1), -1)
-        kept = [n for n in range(len(window)) if n != batch]
-        if len(kept) > _MOST_AXES or not 0 < prod(len(points) for _, points in taps) <= _MOST_TAPS:
-            continue
-        offsets = tuple(
-            _offset([window[n] for n in kept], dict(zip(dict(taps), at, strict=True))) for at in _points(taps)
-        )
-        step, first = tuple(strides[n][1] for n in kept), columns[batch] if batch >= 0 else (-1, -1)
-        reach = max(step) * max(extents, default=0) + max((abs(o) for offset in offsets for o in offset), default=0)
-        if len(set(offsets)) == len(offsets) and reach < _INT32:
-            return Window(base, other, (first, *(columns[n] for n in kept)), step, taps, offsets)
+        rest = [n for n in range(len(window)) if n != batch]
+        offsets = _offsets([window[n] for n in rest], taps)
+        stride, first = tuple(steps[n][1] for n in rest), (-1, -1) if batch < 0 else (steps[batch][0], batch)
+        reach = max(stride) * max(extents) + max((abs(o) for offset in offsets for o in offset), default=0)
+        if 0 < len(offsets) == len({*offsets}) and len(rest) <= _MOST_AXES and reach < _INT32:
+            return Window(*places, (first, *((steps[n][0], n) for n in rest)), stride, taps, offsets)
     return None
 
 
-def _strides(bare: Sequence[str | None], window: Sequence[Affine]) -> list[tuple[str, int]] | None:
-    """(index, stride) of each expression of a window, in each of which one of the bare indices stands; else None."""
-    found = []
-    for expression in window:
-        own = [(a.name, c) for c, a in expression.terms if isinstance(a, Index) and a.name in bare]
-        if len(own) != 1 or own[0][1] < 1 or expression.arrays:
-            return None
-        found += own
-    return found if len({*bare}) == len({name for name, _ in found}) == len(bare) == len(window) else None
+def _steps(bare: Sequence[str], window: Sequence[Affine]) -> list[tuple[int, int]] | None:
+    """(number of the bare index, stride) of each expression, if every bare index stands in just one; else None."""
+    found = [(bare.index(str(atom)), c) for e in window for c, atom in e.terms if str(atom) in bare]
+    places = [n for e in window for n in [sum(str(atom) in bare for _, atom in e.terms)]]
+    whole = sorted(n for n, _ in found) == [*range(len(bare))] and places == [1] * len(bare) == [1] * len(
+        {*bare} - {""}
+    )
+    return found if whole and all(c > 0 for _, c in found) and not any(e.arrays for e in window) else None
 
 
-def _points(taps: Sequence[tuple[str, Range]]) -> Iterator[tuple[int, ...]]:
-    return product(*(range(points.start, points.stop) for _, points in taps))
-
-
-def _offset(window: Sequence[Affine], values: Mapping[str, int]) -> tuple[int, ...]:
-    """What the constants and the window's indices add up to in each expression."""
-    return tuple(e.constant + sum(c * values.get(str(a), 0) for c, a in e.terms) for e in window)
+def _offsets(window: Sequence[Affine], taps: Sequence[tuple[str, Range]]) -> tuple[tuple[int, ...], ...]:
+    """What the expressions add to their bare index at each point of the taps; none if these are too many."""
+    if prod(len(points) for _, points in taps) > _MOST_TAPS:
+        return ()
+    points = product(*(range(points.start, points.stop) for _, points in taps))
+    values = [dict(zip(dict(taps), at, strict=True)) for at in points]
+    return tuple(tuple(e.constant + sum(c * at.get(str(a), 0) for c, a in e.terms) for e in window) for at in values)
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The statement over the result of a join.
+    """The statement over the result of a join, which is a sparse pattern: O[i,m] = map[i,k,j] * X[j,c] * W[k,c,m].
 
-    statement: its operands are index arrays of the join, or the kernel map `map`, values of sparse operands, dense
-        operands, of which some are flattened; facts: it has none yet.
-    arrays: by name, what an index array holds. values: by name, the sparse operand. flattened: by name, the axes of a
-        dense operand; target: those of the target. scale: the sparse operand whose values the result is multiplied by,
-        as its entries are those of the target; or "". turned: the map is the transpose of the window's.
+    map: the name of the pattern. sources: what its axes are, by their indices; a kernel map's come in the order o, k, i
+        or i, k, o. first: the axis by which it is best sorted, that of a dense factor, a weight, else of the target.
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
+    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
-    arrays: Mapping[str, Source]
+    map: str
+    sources: Mapping[str, Source]
+    first: str
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
     target: Flattened | None
     scale: str
-    map: str = ""
-    turned: bool = False
-
-    def order(self) -> str | None:
-        """The index array by which entries are best sorted: that of a dense factor, a weight, else of the target."""
-        dense = [f for f in self.statement.terms[0].factors if isinstance(f, Access) and f.name not in self.values]
-        for access in (*dense, self.statement.target):
-            found = [array.name for e in access.indices for array in e.arrays if array.name in self.arrays]
-            if found:
-                return found[0]
-        return None
 
 
-def aggregation(statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> Aggregation:
+def aggregation(
+    statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str] = (), window: Window | None = None
+) -> Aggregation:
     """The second statement of one that joins, with one term. patterns: sparse operands without values."""
-    return _AggregationBuilder(statement, sparse, patterns, None).built()
-
-
-def over_map(
-    statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str], window: Window
-) -> Aggregation | None:
-    """As `aggregation`, over the kernel map of a window; None if it reads more than which entries meet at which tap."""
-    found = _AggregationBuilder(statement, sparse, patterns, window).built()
-    return found if found.map and not found.arrays else None
+    return _AggregationBuilder(statement, sparse, patterns).built(window)
 
 
 class _AggregationBuilder:
     """Collects the operands of an aggregation."""
 
-    def __init__(
-        self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str], window: Window | None
-    ) -> None:
-        self.statement, self.sparse, self.patterns, self.window = statement, sparse, patterns, window
+    def __init__(self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> None:
+        self.statement, self.sparse, self.patterns = statement, sparse, patterns
         self.taken = list(names_of(statement))
-        self.entry = self.name("e")
         self.bound = bound_indices(statement.terms[0], sparse)
-        self.arrays: dict[str, Source] = {}
+        self.sources: dict[str, Source] = {}
         self.values: dict[str, str] = {}
         self.flattened: dict[str, Flattened] = {}
-        self.roles: dict[str, str] = {}
         self.pattern = pattern_place(statement, sparse) if statement.pattern else None
         self.scale = ""
 
@@ -269,48 +237,48 @@ class _AggregationBuilder:
         self.taken.append(fresh(wanted, self.taken))
         return self.taken[-1]
 
-    def built(self) -> Aggregation:
+    def built(self, window: Window | None) -> Aggregation:
+        old, map = self.statement, self.name("map")
         target, flat = self.target()
-        factors = [self.factor(place, f) for place, f in enumerate(self.statement.terms[0].factors)]
-        turned = self.window is not None and self.pattern == self.window.other
-        map = self.name("map") if len(self.roles) == 3 else ""
-        if map:
-            factors.append(Access(map, tuple(index(self.roles[role]) for role in ("iko" if turned else "oki"))))
-        term = Term(tuple(f for f in factors if f is not None), self.statement.terms[0].coefficient)
-        left = indices_of(target, term)
-        names = {access.name for access in accesses_of(target, term)}
-        new = Statement(
-            target,
-            (term,),
-            ranges=tuple(r for r in self.statement.ranges if r[0] in left),
-            facts=tuple(fact for fact in self.statement.facts if fact[0] in names),
-        )
-        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.scale, map, turned)
+        factors = [f for place, factor in enumerate(old.terms[0].factors) if (f := self.factor(place, factor))]
+        self.sources.update((name, name) for name in indices_of(target, *factors) if name in self.bound)
+        if not self.sources:
+            self.at("e", next(n for n, f in enumerate(old.terms[0].factors) if getattr(f, "name", "") in self.sparse))
+        names = self.ordered(window)
+        weights = (f for f in factors if isinstance(f, Access) and f.name not in self.values)
+        first = next(n for n in (*indices_of(*weights, target), *names) if n in names)
+        term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.terms[0].coefficient)
+        left, operands = indices_of(target, term), {access.name for access in accesses_of(target, term)}
+        ranges = tuple(r for r in old.ranges if r[0] in left)
+        new = Statement(target, (term,), ranges=ranges, facts=tuple(f for f in old.facts if f[0] in operands))
+        sources = {name: self.sources[name] for name in names}
+        return Aggregation(new, map, sources, first, self.values, self.flattened, flat, self.scale)
+
+    def ordered(self, window: Window | None) -> list[str]:
+        """The axes of the map, those of a kernel map in the order that its storage forms have."""
+        names = [*self.sources]
+        roles = [window.role(self.sources[name]) if window else "" for name in names]
+        if sorted(roles) != ["i", "k", "o"]:
+            return names
+        tap = names.pop(roles.index("k"))
+        return [names[0], tap, names[1]]
 
     def at(self, label: str, source: Source) -> Affine:
-        """The value of an index array at the entry, or the index of the kernel map that stands for it."""
-        if self.window is not None and (role := self.window.role(source)) is not None:
-            self.roles[role] = self.roles.get(role) or self.name(role)
-            return index(self.roles[role])
-        known = next((name for name, other in self.arrays.items() if other == source), None)
+        """The index that stands for a source."""
+        known = next((name for name, other in self.sources.items() if other == source), None)
         name = known or self.name(f"{label}_at")
-        self.arrays[name] = source
-        return affine([(1, Access(name, (index(self.entry),)))])
-
-    def replaced(self, node: Node) -> Node:
-        inside = [name for name in indices_of(node) if name in self.bound]
-        return substitute(node, {name: self.at(name, name) for name in inside}) if inside else node
+        self.sources[name] = source
+        return index(name)
 
     def factor(self, place: int, factor: Factor) -> Factor | None:
         if not isinstance(factor, Access):
-            return self.replaced(factor)
+            return factor
         if factor.name not in self.sparse:
-            flat = self.flat(factor)
-            if flat is None:
-                return self.replaced(factor)
+            if (flat := self.flat(factor)) is None:
+                return factor
             name = self.name(f"{factor.name}_flat")
             self.flattened[name] = flat
-            return Access(name, self.beside(factor, flat, self.at(factor.name, flat)))
+            return Access(name, self.beside(factor, flat))
         stored = self.sparse[factor.name]
         if factor.name in self.patterns:
             return None
@@ -320,7 +288,7 @@ class _AggregationBuilder:
         name = next((n for n, operand in self.values.items() if operand == factor.name), None)
         name = name or self.name(f"{factor.name}_values")
         self.values[name] = factor.name
-        return Access(name, (self.at(factor.name, place), *(self.replaced(factor.indices[n]) for n in stored.dense)))
+        return Access(name, (self.at(factor.name, place), *(factor.indices[n] for n in stored.dense)))
 
     def flat(self, access: Access) -> Flattened | None:
         """The axes of a dense operand whose indices are bound, if there are several, all bare and different."""
@@ -328,18 +296,17 @@ class _AggregationBuilder:
         names = tuple(access.indices[n].bare or "" for n in axes)
         return Flattened(access.name, axes, names) if len(set(names) - {""}) == len(axes) > 1 else None
 
-    def beside(self, access: Access, flat: Flattened, position: Affine) -> tuple[Affine, ...]:
-        return (position, *(self.replaced(e) for n, e in enumerate(access.indices) if n not in flat.axes))
+    def beside(self, access: Access, flat: Flattened) -> tuple[Affine, ...]:
+        return (self.at(access.name, flat), *(e for n, e in enumerate(access.indices) if n not in flat.axes))
 
     def target(self) -> tuple[Access, Flattened | None]:
         target, pattern = self.statement.target, self.statement.pattern
         if self.pattern is not None:
             rest = target.indices[len(self.sparse[pattern].coordinates) :]
-            return Access(target.name, (self.at(pattern, self.pattern), *map(self.replaced, rest))), None
-        flat = self.flat(target)
-        if flat is None:
-            return Access(target.name, tuple(self.replaced(e) for e in target.indices)), None
-        return Access(target.name, self.beside(target, flat, self.at(target.name, flat))), flat
+            return Access(target.name, (self.at(pattern, self.pattern), *rest)), None
+        if (flat := self.flat(target)) is None:
+            return target, None
+        return Access(target.name, self.beside(target, flat)), flat
 
 
 def pattern_place(statement: Statement, sparse: Mapping[str, StoredAxes]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,18 +34,17 @@ from pumice.language.meet import (
     Window,
     aggregation,
     meets,
-    over_map,
     position_axes,
     refusal,
     sized,
     window_of,
     with_pattern,
 )
-from pumice.language.nodes import Access, Affine, Index, Range, Statement, accesses_of, indices_of
+from pumice.language.nodes import Access, Affine, Index, Range, Statement, Term, accesses_of, indices_of
 from pumice.language.rewrite import single_terms
-from pumice.lower import maps
+from pumice.lower import maps, plan
 from pumice.ops import autograd
-from pumice.ops.convert import Entries, FormatBucket, arrange, raveled
+from pumice.ops.convert import FormatBucket, raveled
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import cached_per_tensor
@@ -102,14 +102,12 @@ class Rows:
         found = self.taken(rows)
         return replace(found, indices={**found.indices, name: values.repeat(self.count)})
 
-    def array(self, source: Source, shapes: Mapping[str, Sequence[int]]) -> Tensor:
-        """What an index array over the rows holds. shapes: of dense operands."""
-        if isinstance(source, int):
-            return self.entries[source]
-        if isinstance(source, str):
-            return self.indices[source]
-        extents = [shapes[source.name][axis] for axis in source.axes]
-        return raveled([self.indices[name] for name in source.indices], extents)
+    def of(self, source: Source, shapes: Mapping[str, Sequence[int]]) -> Tensor:
+        """What each row is on an axis of a pattern. shapes: of the operands."""
+        if isinstance(source, Flattened):
+            extents = [shapes[source.name][axis] for axis in source.axes]
+            return raveled([self.indices[name] for name in source.indices], extents)
+        return self.entries[source] if isinstance(source, int) else self.indices[source]
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,46 +251,42 @@ def _geometry(*coordinates: Tensor, axes: tuple[int, ...], extents: tuple[int, .
     return found
 
 
-def _geometries(sides: Mapping[int, Side], window: Window) -> tuple[Geometry | None, ...]:
-    places = (window.base, window.other)
-    every = zip(map(sides.__getitem__, places), zip(*window.columns, strict=True), strict=True)
-    return tuple(_geometry(*side.coordinates, axes=axes, extents=side.extents) for side, axes in every)
-
-
 @cached_per_tensor
 def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-def found_map(sides: Mapping[int, Side], window: Window) -> KernelMap | None:
-    """The kernel map of a window: its outputs are the entries of `base`; None if it is too large, or entries equal."""
-    if sides[window.base].entries * len(window.offsets) > MOST_ROWS:
+@lru_cache(maxsize=256)
+def _relation(window: Window, policy: str) -> Relation:
+    return Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy).shared()
+
+
+def map_of(window: Window, base: Side, other: Side) -> KernelMap | None:
+    """The kernel map of a window: its outputs are the entries of `base`. None if it is too large, or entries equal."""
+    if base.entries * len(window.offsets) > MOST_ROWS:
         return None
-    outputs, inputs = _geometries(sides, window)
+    axes = zip(*window.columns, strict=True)
+    both = (_geometry(*s.coordinates, axes=own, extents=s.extents) for s, own in zip((base, other), axes, strict=True))
+    outputs, inputs = both
     if outputs is None or inputs is None:
         return None
-    same = outputs is inputs or _equal(outputs.coords, inputs.coords)
-    policy, target = ("same", None) if same and {*window.stride} == {1} else ("given", inputs if same else outputs)
-    relation = Relation.of_offsets(inputs.dim, window.offsets, stride=window.stride, policy=policy).shared()
-    return kernel_map(inputs, relation, target)[0]
+    same = {*window.stride} == {1} and (outputs is inputs or _equal(outputs.coords, inputs.coords))
+    return kernel_map(inputs, _relation(window, "same" if same else "given"), None if same else outputs)[0]
 
 
 def _pairs(found: KernelMap) -> dict[str, Tensor]:
-    """The index arrays o, k, i of the pairs of a map, by k and then o."""
-    tokens, arrays = maps.form_operands(found, "pairs")
-    return {name.rpartition("@")[2]: x for name, x in zip(tokens, arrays, strict=True)}
+    """The lists o, k, i of the pairs of a map, by k and then o."""
+    return dict(zip("oki", maps.form_operands(found, "pairs")[1], strict=True))
 
 
 def _rows_of_map(found: KernelMap, window: Window, base: Side, arrays: Mapping[str, Tensor]) -> Rows:
     """The pairs of a map as rows of a join."""
-    pairs = {name: x.long() for name, x in _pairs(found).items()}
+    pairs = {role: x.long() for role, x in _pairs(found).items()}
     every = zip(base.expressions, base.coordinates, strict=True)
-    indices = {str(e): x[pairs["o"]].long() for e, x in every}
-    rest = pairs["k"]
+    indices, rest = {str(e): x[pairs["o"]].long() for e, x in every}, pairs["k"]
     for name, points in reversed(window.taps):
         indices[name], rest = rest % len(points) + points.start, rest // len(points)
-    entries = {window.base: pairs["o"], window.other: pairs["i"]}
-    return Rows(len(rest), found.device, indices, entries, arrays)
+    return Rows(len(rest), found.device, indices, {window.base: pairs["o"], window.other: pairs["i"]}, arrays)
 
 
 # Statements
@@ -328,13 +322,12 @@ class Joined:
     lowering: of the statements over the result of the join."""
 
     def __init__(self, statement: Statement, operands: Mapping[str, Any], lowering: str) -> None:
-        operands = stored(operands)
-        self.statement, self.terms = statement, list[_Term]()
-        if statement.positions:
-            self.positions = _Positions(statement, operands)
+        operands, self.terms = stored(operands), list[_Term]()
+        self.positions = _Positions(statement, operands) if statement.positions else None
+        if self.positions is not None:
             return
         bound = bind(statement, _shapes(operands))
-        self.shape = bound.shape
+        self.total, self.shape = statement.target.name if statement.accumulate else "", bound.shape
         for step in single_terms(replace(statement, accumulate=False)):
             step = replace(step, text=statement.text)
             read = {access.name for access in accesses_of(step)} - {step.target.name}
@@ -343,130 +336,132 @@ class Joined:
     def __call__(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result; a Sparse if the target has a pattern or positions."""
         operands = stored(operands)
-        if self.statement.positions:
+        if self.positions is not None:
             return self.positions.found(operands)
-        total = operands[self.statement.target.name] if self.statement.accumulate else None
+        total = operands[self.total] if self.total else None
         for term in self.terms:
-            found = term.evaluated(operands)
+            found = term.evaluated({name: operands[name] for name in term.read})
             total = found if total is None else total + found
         return torch.zeros(self.shape) if total is None else total
 
 
 class _Meeting:
-    """The sparse factors of a term, what is known of them before their coordinates, and how they are joined."""
+    """What meets in a term: a pattern whose axes are `sources`, by name.
 
-    def __init__(self, statement: Statement, operands: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
-        self.statement, self.ranges, self.sparse = statement, ranges, _stored_axes(operands)
-        (self.term,) = statement.terms
-        if (reason := refusal(statement, self.term, self.sparse)) is not None:
-            raise reason
-        self.window = window_of(self.term, self.sparse, ranges, _shapes(operands))
+    window: in which two of the factors meet, or None. roles: by role in its kernel map, the axis; "" if the axes are not
+    those of the map. turned: the map's i comes before its o."""
+
+    def __init__(
+        self, term: Term, sources: Mapping[str, Source], ranges: Mapping[str, Range], window: Window | None
+    ) -> None:
+        self.term, self.sources, self.ranges, self.window = term, sources, ranges, window
+        roles = {window.role(source): name for name, source in sources.items()} if window else {}
+        self.roles = roles if {*roles} == {"o", "k", "i"} and len(sources) == 3 else None
+        self.turned = [*roles].index("i") < [*roles].index("o") if self.roles else False
 
     def sides(self, operands: Mapping[str, Any]) -> dict[int, Side]:
+        """The sparse factors, by place."""
         found = {}
         for place, factor in enumerate(self.term.factors):
-            if isinstance(factor, Access) and factor.name in self.sparse:
-                x, axes = operands[factor.name], self.sparse[factor.name].coordinates
+            if isinstance(factor, Access) and isinstance(x := operands[factor.name], Sparse):
+                axes = StoredAxes.of(x.format).coordinates
                 coordinates = tuple(x.parts[0].coords[x.format.axes[n]] for n in axes)
-                expressions = tuple(factor.indices[n] for n in axes)
-                found[place] = Side(place, factor, expressions, coordinates, tuple(x.shape[n] for n in axes))
+                expressions, extents = (tuple(each[n] for n in axes) for each in (factor.indices, x.shape))
+                found[place] = Side(place, factor, expressions, coordinates, extents)
         return found
 
     def map(self, sides: Mapping[int, Side]) -> KernelMap | None:
-        return None if self.window is None else found_map(sides, self.window)
+        """The kernel map of the window, if there is one."""
+        return None if self.window is None else map_of(self.window, sides[self.window.base], sides[self.window.other])
 
-    def rows(self, sides: Mapping[int, Side], found: KernelMap | None, operands: Mapping[str, Any]) -> Rows:
-        """The rows of the join, from a kernel map of two factors on if there is one."""
-        if found is None or self.window is None:
-            start = Rows(1, next(iter(sides.values())).coordinates[0].device, {}, {}, operands)
-        else:
-            start = _rows_of_map(found, self.window, sides[self.window.base], operands)
-        return join(start, [side for place, side in sides.items() if place not in start.entries], self.ranges)
+    def whole_map(self, operands: Mapping[str, Any]) -> KernelMap | None:
+        """The kernel map that is the pattern, turned as the axes are; None if it is not one."""
+        found = self.map(self.sides(operands)) if self.roles else None
+        return found.transpose() if found is not None and self.turned else found
+
+    def lists(self, operands: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The coordinates of the pattern by a join, from the pairs of a kernel map on if there is one."""
+        sides, shapes = self.sides(operands), _shapes(operands)
+        rows = Rows(1, next(iter(sides.values())).coordinates[0].device, {}, {}, operands)
+        if self.window is not None and (found := self.map(sides)) is not None:
+            rows = _rows_of_map(found, self.window, sides[self.window.base], operands)
+        rows = join(rows, [side for place, side in sides.items() if place not in rows.entries], self.ranges)
+        for source in self.sources.values():
+            for name in source.indices if isinstance(source, Flattened) else ():
+                rows = rows if name in rows.indices else rows.with_points(name, self.ranges[name])
+        return {name: rows.of(source, shapes) for name, source in self.sources.items()}
+
+
+def _format(names: Sequence[str], first: str) -> Format:
+    """A pattern stored as lists of coordinates, sorted by one of its axes."""
+    return Format(tuple(names), (Level((first, *(name for name in names if name != first)), "C"),))
+
+
+def _in_order(lists: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
+    """The lists sorted by a key."""
+    if bool((key[1:] >= key[:-1]).all()):
+        return dict(lists)
+    order = torch.argsort(key, stable=True)
+    return {name: x[order] for name, x in lists.items()}
 
 
 class _Term:
     """A statement of one term."""
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
-        sparse, self.bound, self.lowering = _stored_axes(operands), bound, lowering
-        self.text, self.read = str(declare(step, bound.ranges)), [*operands]
-        self.meeting: _Meeting | None = None
+        sparse, self.bound, self.lowering, self.read = _stored_axes(operands), bound, lowering, [*operands]
+        self.meeting, self.text, self.pattern = None, str(declare(step, bound.ranges)), bool(step.pattern)
         if not step.pattern and not meets(step.terms[0], {name: axes.coordinates for name, axes in sparse.items()}):
             return
-        self.meeting = _Meeting(step, operands, bound.ranges)
+        if (reason := refusal(step, step.terms[0], sparse)) is not None:
+            raise reason
+        window = window_of(step.terms[0], sparse, bound.ranges, _shapes(operands))
         step = step if step.pattern else with_pattern(step, sparse)
         patterns = [name for name in sparse if operands[name].parts[0].values is None]
-        self.pattern = step.pattern
-        self.over_rows = aggregation(step, sparse, patterns)
-        window = self.meeting.window
-        self.over_map = None if window is None or len(sparse) > 2 else over_map(step, sparse, patterns, window)
-        if self.pattern:
-            self.format = _with_dense_axes(operands[self.pattern].format, step, sparse[self.pattern])
+        self.found = found = aggregation(step, sparse, patterns, window)
+        self.meeting = _Meeting(step.terms[0], found.sources, bound.ranges, window)
+        self.text = str(declare(found.statement, bound.ranges))
+        self.like, self.format = step.pattern, _format([*found.sources], found.first)
+        self.rest = bound.shape[len(sparse[step.pattern].coordinates) :] if step.pattern else ()
+        self.result = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
 
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        operands = {name: operands[name] for name in self.read}
+        """The result; a Sparse if the statement has a pattern."""
         if self.meeting is None:
             tensors, names, _ = flatten_used(self.text, operands, ())
             return autograd.einsum(tensors, names, self.text, self.bound.shape, self.lowering)
-        # From the fastest way on: a kernel map, a join.
-        sides = self.meeting.sides(operands)
-        found = self.meeting.map(sides)
-        if found is not None and self.over_map is not None:
-            return self.aggregated(self.over_map, operands, found)
-        return self.aggregated(self.over_rows, operands, self.meeting.rows(sides, found, operands))
+        shape, target, found = self.bound.shape, self.found.target, self.found
+        values = _values(found, operands)
+        given = values | self.over(operands, [*values.values()])
+        if not self.like:
+            flat = shape if target is None else _flat_shape(shape, target)
+            result = autograd.einsum([*given.values()], "|".join(given), self.text, flat, self.lowering)
+            return result if target is None else _unflat(result, target, shape)
+        like = operands[self.like]
+        flat = _entries(like), *self.rest
+        result = autograd.einsum([*given.values()], "|".join(given), self.text, flat, self.lowering)
+        if found.scale:
+            result = result * operands[found.scale].parts[0].values.reshape(-1, *[1] * (result.ndim - 1))
+        coords = like.parts[0].coords
+        made = Sparse(self.result, shape, (FormatBucket(dict(coords), result),), result.numel())
+        return made if self.pattern else made.to_dense()
 
-    def aggregated(self, found: Aggregation, operands: Mapping[str, Any], over: Rows | KernelMap) -> Tensor | Sparse:
-        """The second statement, evaluated over the rows of the join or the kernel map."""
-        bound, values = self.bound, _values(found, operands)
-        statement = declare(found.statement, bound.ranges)
-        if isinstance(over, Rows):
-            statement, index_arrays = _over_rows(
-                found, statement, over, _shapes(operands) | {statement.target.name: bound.shape}
-            )
-        else:
-            index_arrays = _over_map(found, over, [*values.values()])
-        read = {access.name for access in accesses_of(statement)}
-        given = {name: x for name, x in (values | index_arrays).items() if name.partition("@")[0] in read}
-
-        def evaluated(shape: Sequence[int]) -> Tensor:
-            return autograd.einsum([*given.values()], "|".join(given), str(statement), shape, self.lowering)
-
-        if self.pattern:
-            like = operands[self.pattern]
-            result = evaluated((_entries(like), *bound.shape[len(self.meeting.sparse[self.pattern].coordinates) :]))
-            if found.scale:
-                result = result * operands[found.scale].parts[0].values.reshape(-1, *[1] * (result.ndim - 1))
-            coords = {axis: like.parts[0].coords[axis] for axis in self.format.axes if axis in like.parts[0].coords}
-            made = Sparse(self.format, bound.shape, (FormatBucket(coords, result),), result.numel())
-            return made if bound.statement.pattern else made.to_dense()
-        if found.target is None:
-            return evaluated(bound.shape)
-        return _unflat(evaluated(_flat_shape(bound.shape, found.target)), found.target, bound.shape)
-
-
-def _over_map(found: Aggregation, map: KernelMap, values: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The arrays of a kernel map by their names as operands."""
-    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in values)
-    tokens, arrays = maps.planner_operands(map.transpose() if found.turned else map, differentiable)
-    return {found.map + token.removeprefix("map"): x for token, x in zip(tokens, arrays, strict=True)}
-
-
-def _over_rows(
-    found: Aggregation, statement: Statement, rows: Rows, shapes: Mapping[str, Sequence[int]]
-) -> tuple[Statement, dict[str, Tensor]]:
-    """(the statement with facts of its index arrays, these by name)."""
-    arrays = {name: rows.array(source, shapes) for name, source in found.arrays.items()}
-    if (order := found.order()) is not None:
-        if not bool((arrays[order][1:] >= arrays[order][:-1]).all()):
-            by = torch.argsort(arrays[order], stable=True)
-            arrays = {name: x[by] for name, x in arrays.items()}
-        statement = replace(statement, facts=(*statement.facts, (order, "sorted")))
-    return statement, arrays
+    def over(self, operands: Mapping[str, Any], values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The arrays of what meets, by the fastest way: as a kernel map, else by a join."""
+        name = self.found.map
+        if (found := self.meeting.whole_map(operands)) is not None:
+            differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in values)
+            tokens, arrays = maps.planner_operands(found, differentiable)
+            return {name + token.removeprefix("map"): x for token, x in zip(tokens, arrays, strict=True)}
+        lists = self.meeting.lists(operands)
+        lists = _in_order(lists, lists[self.found.first])
+        return {plan.token(name, str(self.format), 0, axis): x for axis, x in lists.items()}
 
 
 def _values(found: Aggregation, operands: Mapping[str, Any]) -> dict[str, Tensor]:
     """The dense operands, flattened ones, and the values of sparse ones, by their names in the second statement."""
-    given: dict[str, Tensor] = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
+    flat = {one.name for one in found.flattened.values()}
+    given: dict[str, Tensor] = {n: x for n, x in operands.items() if isinstance(x, Tensor) and n not in flat}
     given.update((name, operands[operand].parts[0].values) for name, operand in found.values.items())
     given.update((name, _flat(operands[flat.name], flat)) for name, flat in found.flattened.items())
     return given
@@ -490,12 +485,12 @@ def _unflat(x: Tensor, flat: Flattened, shape: Sequence[int]) -> Tensor:
     return x.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(shape))])
 
 
-def _with_dense_axes(format: Format, step: Statement, stored: StoredAxes) -> Format:
+def _with_dense_axes(format: Format, step: Statement) -> Format:
     """The coordinates of a format, and dense axes for the indices of the target behind them."""
     levels, taken = format.flattened, list(format.axes)
     names = [axis for axis in format.axes if any(axis in level.axes for level in levels)]
     more = []
-    for expression in step.target.indices[len(stored.coordinates) :]:
+    for expression in step.target.indices[len(names) :]:
         more.append(fresh(str(expression.bare), taken))
         taken.append(more[-1])
     return Format((*names, *more), (*levels, *(Level((name,), "U") for name in more)))
@@ -505,55 +500,38 @@ class _Positions:
     """A statement whose target has positions of its operands as axes."""
 
     def __init__(self, statement: Statement, operands: Mapping[str, Any]) -> None:
-        sparse, of = _stored_axes(operands), dict(statement.positions)
+        (term,), sparse, own = statement.terms, _stored_axes(operands), dict[str, Source]()
         if not sparse:
             raise OptionError(f"`{statement.text or statement}` finds positions of sparse operands, and all are dense")
-        own = dict[str, Source]()
-        for place, access in enumerate(f for f in statement.terms[0].factors if isinstance(f, Access)):
+        if (reason := refusal(statement, term, sparse)) is not None:
+            raise reason
+        for place, access in enumerate(f for f in term.factors if isinstance(f, Access)):
             axes = position_axes(access, sparse)
             flat = Flattened(access.name, axes, tuple(access.indices[axis].bare or "" for axis in axes))
             own[access.name] = place if access.name in sparse else flat
-        names = [str(expression.bare) for expression in statement.target.indices]
-        self.operands, self.sources = [of[name] for name in names], [own[of[name]] for name in names]
-        self.meeting = _Meeting(statement, operands, bind(sized(statement), _shapes(operands)).ranges)
-        extents = self.extents(operands)
-        # Grouped by the smallest axis, in a convolution the offsets of its window.
-        self.first = extents.index(min(extents))
-        axes = (names[self.first], *(name for name in names if name != names[self.first]))
-        self.format = Format(tuple(names), (Level(axes, "C"),))
-
-    def extents(self, operands: Mapping[str, Any]) -> tuple[int, ...]:
-        """The number of positions of each operand."""
-        every = zip(self.operands, self.sources, strict=True)
-        return tuple(
-            math.prod(operands[name].shape[axis] for axis in source.axes)
-            if isinstance(source, Flattened)
-            else _entries(operands[name])
-            for name, source in every
+        ranges = bind(sized(statement), _shapes(operands)).ranges
+        names, of = [str(expression.bare) for expression in statement.target.indices], dict(statement.positions)
+        window = window_of(term, sparse, ranges, _shapes(operands))
+        self.meeting = _Meeting(term, {name: own[of[name]] for name in names}, ranges, window)
+        every = ((operands[of[name]], own[of[name]]) for name in names)
+        self.shape = tuple(
+            math.prod(x.shape[n] for n in s.axes) if isinstance(s, Flattened) else _entries(x) for x, s in every
         )
+        # Grouped by the smallest axis, in a convolution the offsets of its window.
+        self.format = _format(names, min(names, key=lambda name: self.shape[names.index(name)]))
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
         """The positions of the entries that meet."""
-        sides, shape = self.meeting.sides(operands), self.extents(operands)
-        found = self.meeting.map(sides)
-        if found is not None and (part := self.listed(found)) is not None:
-            return Sparse(self.format, shape, (part,), len(part.coords[self.format.axes[0]]))
-        rows = self.meeting.rows(sides, found, operands)
-        for source in self.sources:
-            for name in source.indices if isinstance(source, Flattened) else ():
-                rows = rows if name in rows.indices else rows.with_points(name, self.meeting.ranges[name])
-        coords = tuple(rows.array(source, _shapes(operands)) for source in self.sources)
-        resolved, parts = arrange(entries := Entries(coords, None, shape), self.format, "count")
-        return Sparse(resolved, shape, parts, len(entries))
-
-    def listed(self, found: KernelMap) -> FormatBucket | None:
-        """The pairs of a kernel map in the order of the format, which is theirs; None if it is another."""
-        window = self.meeting.window
-        roles = [window and window.role(source) for source in self.sources]
-        if roles[self.first] != "k" or {*roles} != {"o", "k", "i"}:
-            return None
-        if turned := roles.index("i") < roles.index("o"):
-            found = found.transpose()
-        pairs, names = _pairs(found), {"o": "i", "i": "o", "k": "k"} if turned else dict(zip("oki", "oki", strict=True))
-        every = zip(self.format.axes, roles, strict=True)
-        return FormatBucket({axis: pairs[names[role or ""]].int() for axis, role in every}, None)
+        roles, found, axes = self.meeting.roles, self.meeting.whole_map(operands), self.format.levels[0].axes
+        if found is not None and roles is not None and axes[0] == roles["k"]:
+            # The pairs are sorted so.
+            named = zip(
+                (roles[role] for role in ("iko" if self.meeting.turned else "oki")), _pairs(found).values(), strict=True
+            )
+            lists = dict(named)
+        else:
+            lists = self.meeting.lists(operands)
+            extents = [self.shape[self.format.axes.index(axis)] for axis in axes]
+            lists = _in_order(lists, raveled([lists[axis] for axis in axes], extents))
+        part = FormatBucket({axis: lists[axis].int() for axis in self.format.axes}, None)
+        return Sparse(self.format, self.shape, (part,), len(lists[axes[0]]))
