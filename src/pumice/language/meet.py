@@ -199,8 +199,8 @@ class Aggregation:
 
     map: the name of the pattern. sources: what its axes are, by their indices; a kernel map's come in the order o, k, i
         or i, k, o. first: the axis by which it is best sorted, that of a dense factor, a weight, else of the target.
-    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
-    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand, or of the target. scale: the
+        sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
@@ -209,7 +209,6 @@ class Aggregation:
     first: str
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
-    target: Flattened | None
     scale: str
 
 
@@ -238,30 +237,28 @@ class _AggregationBuilder:
         return self.taken[-1]
 
     def built(self, window: Window | None) -> Aggregation:
-        old, map = self.statement, self.name("map")
-        target, flat = self.target()
-        factors = [f for place, factor in enumerate(old.terms[0].factors) if (f := self.factor(place, factor))]
+        (old,), map, target = self.statement.terms, self.name("map"), self.target()
+        factors = [f for place, factor in enumerate(old.factors) if (f := self.factor(place, factor))]
         self.sources.update((name, name) for name in indices_of(target, *factors) if name in self.bound)
         if not self.sources:
-            self.at("e", next(n for n, f in enumerate(old.terms[0].factors) if getattr(f, "name", "") in self.sparse))
+            self.at("e", next(n for n, f in enumerate(old.factors) if isinstance(f, Access) and f.name in self.sparse))
         names = self.ordered(window)
         weights = (f for f in factors if isinstance(f, Access) and f.name not in self.values)
-        first = next(n for n in (*indices_of(*weights, target), *names) if n in names)
-        term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.terms[0].coefficient)
+        first = next(n for n in (*indices_of(*weights), *indices_of(target), *names) if n in names)
+        term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.coefficient)
         left, operands = indices_of(target, term), {access.name for access in accesses_of(target, term)}
-        ranges = tuple(r for r in old.ranges if r[0] in left)
-        new = Statement(target, (term,), ranges=ranges, facts=tuple(f for f in old.facts if f[0] in operands))
-        sources = {name: self.sources[name] for name in names}
-        return Aggregation(new, map, sources, first, self.values, self.flattened, flat, self.scale)
+        ranges = tuple(r for r in self.statement.ranges if r[0] in left)
+        facts = tuple(f for f in self.statement.facts if f[0] in operands)
+        sources, new = {n: self.sources[n] for n in names}, Statement(target, (term,), ranges=ranges, facts=facts)
+        return Aggregation(new, map, sources, first, self.values, self.flattened, self.scale)
 
     def ordered(self, window: Window | None) -> list[str]:
         """The axes of the map, those of a kernel map in the order that its storage forms have."""
         names = [*self.sources]
         roles = [window.role(self.sources[name]) if window else "" for name in names]
-        if sorted(roles) != ["i", "k", "o"]:
-            return names
-        tap = names.pop(roles.index("k"))
-        return [names[0], tap, names[1]]
+        if sorted(roles) == ["i", "k", "o"]:
+            names.insert(1, names.pop(roles.index("k")))
+        return names
 
     def at(self, label: str, source: Source) -> Affine:
         """The index that stands for a source."""
@@ -271,42 +268,36 @@ class _AggregationBuilder:
         return index(name)
 
     def factor(self, place: int, factor: Factor) -> Factor | None:
-        if not isinstance(factor, Access):
-            return factor
+        if not isinstance(factor, Access) or factor.name in self.patterns:
+            return None if isinstance(factor, Access) else factor
         if factor.name not in self.sparse:
-            if (flat := self.flat(factor)) is None:
-                return factor
-            name = self.name(f"{factor.name}_flat")
-            self.flattened[name] = flat
-            return Access(name, self.beside(factor, flat))
-        stored = self.sparse[factor.name]
-        if factor.name in self.patterns:
-            return None
-        if place == self.pattern and not stored.dense:
+            return self.dense(factor, f"{factor.name}_flat")
+        dense = self.sparse[factor.name].dense
+        if place == self.pattern and not dense:
             self.scale = factor.name
             return None
         name = next((n for n, operand in self.values.items() if operand == factor.name), None)
         name = name or self.name(f"{factor.name}_values")
         self.values[name] = factor.name
-        return Access(name, (self.at(factor.name, place), *(factor.indices[n] for n in stored.dense)))
+        return Access(name, (self.at(factor.name, place), *(factor.indices[n] for n in dense)))
 
-    def flat(self, access: Access) -> Flattened | None:
-        """The axes of a dense operand whose indices are bound, if there are several, all bare and different."""
+    def dense(self, access: Access, wanted: str) -> Access:
+        """The access with the axes whose indices are bound as one, if they are several, all bare and different."""
         axes = tuple(n for n, e in enumerate(access.indices) if set(indices_of(e)) & set(self.bound))
         names = tuple(access.indices[n].bare or "" for n in axes)
-        return Flattened(access.name, axes, names) if len(set(names) - {""}) == len(axes) > 1 else None
+        if not len(set(names) - {""}) == len(axes) > 1:
+            return access
+        name = wanted if wanted == access.name else self.name(wanted)
+        self.flattened[name] = flat = Flattened(access.name, axes, names)
+        rest = (e for n, e in enumerate(access.indices) if n not in axes)
+        return Access(name, (self.at(access.name, flat), *rest))
 
-    def beside(self, access: Access, flat: Flattened) -> tuple[Affine, ...]:
-        return (self.at(access.name, flat), *(e for n, e in enumerate(access.indices) if n not in flat.axes))
-
-    def target(self) -> tuple[Access, Flattened | None]:
-        target, pattern = self.statement.target, self.statement.pattern
-        if self.pattern is not None:
-            rest = target.indices[len(self.sparse[pattern].coordinates) :]
-            return Access(target.name, (self.at(pattern, self.pattern), *rest)), None
-        if (flat := self.flat(target)) is None:
-            return target, None
-        return Access(target.name, self.beside(target, flat)), flat
+    def target(self) -> Access:
+        target = self.statement.target
+        if self.pattern is None:
+            return self.dense(target, target.name)
+        rest = target.indices[len(self.sparse[self.statement.pattern].coordinates) :]
+        return Access(target.name, (self.at(self.statement.pattern, self.pattern), *rest))
 
 
 def pattern_place(statement: Statement, sparse: Mapping[str, StoredAxes]) -> int:

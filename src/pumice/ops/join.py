@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
 from pumice.language.meet import (
-    Aggregation,
     Flattened,
     Source,
     StoredAxes,
@@ -274,9 +273,9 @@ def map_of(window: Window, base: Side, other: Side) -> KernelMap | None:
     return kernel_map(inputs, _relation(window, "same" if same else "given"), None if same else outputs)[0]
 
 
-def _pairs(found: KernelMap) -> dict[str, Tensor]:
-    """The lists o, k, i of the pairs of a map, by k and then o."""
-    return dict(zip("oki", maps.form_operands(found, "pairs")[1], strict=True))
+def _pairs(found: KernelMap, turned: bool = False) -> dict[str, Tensor]:
+    """The lists o, k, i of the pairs of a map, by k and then outputs. turned: it is the transpose of map[o, k, i]."""
+    return dict(zip("iko" if turned else "oki", maps.form_operands(found, "pairs")[1], strict=True))
 
 
 def _rows_of_map(found: KernelMap, window: Window, base: Side, arrays: Mapping[str, Tensor]) -> Rows:
@@ -345,19 +344,29 @@ class Joined:
         return torch.zeros(self.shape) if total is None else total
 
 
+@dataclass(frozen=True, eq=False)
 class _Meeting:
     """What meets in a term: a pattern whose axes are `sources`, by name.
 
-    window: in which two of the factors meet, or None. roles: by role in its kernel map, the axis; "" if the axes are not
-    those of the map. turned: the map's i comes before its o."""
+    shapes: of the operands and the target. window: in which two of the factors meet, or None."""
 
-    def __init__(
-        self, term: Term, sources: Mapping[str, Source], ranges: Mapping[str, Range], window: Window | None
-    ) -> None:
-        self.term, self.sources, self.ranges, self.window = term, sources, ranges, window
-        roles = {window.role(source): name for name, source in sources.items()} if window else {}
-        self.roles = roles if {*roles} == {"o", "k", "i"} and len(sources) == 3 else None
-        self.turned = [*roles].index("i") < [*roles].index("o") if self.roles else False
+    term: Term
+    sources: Mapping[str, Source]
+    ranges: Mapping[str, Range]
+    shapes: Mapping[str, Sequence[int]]
+    window: Window | None
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """The axes by their roles in the window's kernel map, in order; empty if they are not those of the map."""
+        every = self.sources.items()
+        roles = {} if self.window is None else {self.window.role(source): name for name, source in every}
+        return roles if {*roles} == {"o", "k", "i"} and len(every) == 3 else {}
+
+    @cached_property
+    def turned(self) -> bool:
+        """True if the axes are those of the map's transpose."""
+        return bool(self.roles) and [*self.roles].index("i") < [*self.roles].index("o")
 
     def sides(self, operands: Mapping[str, Any]) -> dict[int, Side]:
         """The sparse factors, by place."""
@@ -381,7 +390,7 @@ class _Meeting:
 
     def lists(self, operands: Mapping[str, Any]) -> dict[str, Tensor]:
         """The coordinates of the pattern by a join, from the pairs of a kernel map on if there is one."""
-        sides, shapes = self.sides(operands), _shapes(operands)
+        sides = self.sides(operands)
         rows = Rows(1, next(iter(sides.values())).coordinates[0].device, {}, {}, operands)
         if self.window is not None and (found := self.map(sides)) is not None:
             rows = _rows_of_map(found, self.window, sides[self.window.base], operands)
@@ -389,7 +398,7 @@ class _Meeting:
         for source in self.sources.values():
             for name in source.indices if isinstance(source, Flattened) else ():
                 rows = rows if name in rows.indices else rows.with_points(name, self.ranges[name])
-        return {name: rows.of(source, shapes) for name, source in self.sources.items()}
+        return {name: rows.of(source, self.shapes) for name, source in self.sources.items()}
 
 
 def _format(names: Sequence[str], first: str) -> Format:
@@ -409,80 +418,86 @@ class _Term:
     """A statement of one term."""
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
-        sparse, self.bound, self.lowering, self.read = _stored_axes(operands), bound, lowering, [*operands]
-        self.meeting, self.text, self.pattern = None, str(declare(step, bound.ranges)), bool(step.pattern)
+        sparse, self.shape, self.lowering, self.read = _stored_axes(operands), bound.shape, lowering, [*operands]
+        self.meeting, self.text, self.pattern = None, str(declare(step, bound.ranges)), step.pattern
         if not step.pattern and not meets(step.terms[0], {name: axes.coordinates for name, axes in sparse.items()}):
             return
         if (reason := refusal(step, step.terms[0], sparse)) is not None:
             raise reason
-        window = window_of(step.terms[0], sparse, bound.ranges, _shapes(operands))
+        shapes = _shapes(operands) | {step.target.name: bound.shape}
+        window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern else with_pattern(step, sparse)
         patterns = [name for name in sparse if operands[name].parts[0].values is None]
-        self.found = found = aggregation(step, sparse, patterns, window)
-        self.meeting = _Meeting(step.terms[0], found.sources, bound.ranges, window)
-        self.text = str(declare(found.statement, bound.ranges))
-        self.like, self.format = step.pattern, _format([*found.sources], found.first)
-        self.rest = bound.shape[len(sparse[step.pattern].coordinates) :] if step.pattern else ()
-        self.result = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
+        self.second = aggregation(step, sparse, patterns, window)
+        self.meeting = _Meeting(step.terms[0], self.second.sources, bound.ranges, shapes, window)
+        self.text = str(declare(self.second.statement, bound.ranges))
+        self.format, self.target = _format([*self.second.sources], self.second.first), step.target.name
+        self.like = step.pattern
+        self.made = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
 
-    def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        """The result; a Sparse if the statement has a pattern."""
+    def evaluated(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
+        """The result, by the first way that applies; a Sparse if the statement has a pattern."""
         if self.meeting is None:
             tensors, names, _ = flatten_used(self.text, operands, ())
-            return autograd.einsum(tensors, names, self.text, self.bound.shape, self.lowering)
-        shape, target, found = self.bound.shape, self.found.target, self.found
-        values = _values(found, operands)
-        given = values | self.over(operands, [*values.values()])
-        if not self.like:
-            flat = shape if target is None else _flat_shape(shape, target)
-            result = autograd.einsum([*given.values()], "|".join(given), self.text, flat, self.lowering)
-            return result if target is None else _unflat(result, target, shape)
-        like = operands[self.like]
-        flat = _entries(like), *self.rest
-        result = autograd.einsum([*given.values()], "|".join(given), self.text, flat, self.lowering)
-        if found.scale:
-            result = result * operands[found.scale].parts[0].values.reshape(-1, *[1] * (result.ndim - 1))
-        coords = like.parts[0].coords
-        made = Sparse(self.result, shape, (FormatBucket(dict(coords), result),), result.numel())
-        return made if self.pattern else made.to_dense()
+            return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
+        result = self.over_map(operands)
+        result = self.over_join(operands) if result is None else result
+        if self.made is None:
+            return result
+        part = FormatBucket(dict(operands[self.like].parts[0].coords), result)
+        found = Sparse(self.made, self.shape, (part,), result.numel())
+        return found if self.pattern else found.to_dense()
 
-    def over(self, operands: Mapping[str, Any], values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The arrays of what meets, by the fastest way: as a kernel map, else by a join."""
-        name = self.found.map
-        if (found := self.meeting.whole_map(operands)) is not None:
-            differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in values)
-            tokens, arrays = maps.planner_operands(found, differentiable)
-            return {name + token.removeprefix("map"): x for token, x in zip(tokens, arrays, strict=True)}
+    def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
+        """The result over a kernel map; None if what meets is none."""
+        if (found := self.meeting.whole_map(operands)) is None:
+            return None
+        values = self.values(operands)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in values.values())
+        tokens, arrays = maps.planner_operands(found, differentiable)
+        named = (self.second.map + token.removeprefix("map") for token in tokens)
+        return self.aggregated(operands, values | dict(zip(named, arrays, strict=True)))
+
+    def over_join(self, operands: Mapping[str, Any]) -> Tensor:
+        """The result over the rows of a join."""
         lists = self.meeting.lists(operands)
-        lists = _in_order(lists, lists[self.found.first])
-        return {plan.token(name, str(self.format), 0, axis): x for axis, x in lists.items()}
+        lists = _in_order(lists, lists[self.second.first])
+        named = {plan.token(self.second.map, str(self.format), 0, axis): x for axis, x in lists.items()}
+        return self.aggregated(operands, self.values(operands) | named)
 
+    def values(self, operands: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The operands of the second statement by name: dense ones, some flattened, and the values of sparse ones."""
+        flat = {name: axes for name, axes in self.second.flattened.items() if name != self.target}
+        kept = {*operands} - {axes.name for axes in flat.values()}
+        given = {name: x for name, x in operands.items() if isinstance(x, Tensor) and name in kept}
+        given.update((name, operands[operand].parts[0].values) for name, operand in self.second.values.items())
+        given.update((name, _flat(operands[axes.name], axes)) for name, axes in flat.items())
+        return given
 
-def _values(found: Aggregation, operands: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The dense operands, flattened ones, and the values of sparse ones, by their names in the second statement."""
-    flat = {one.name for one in found.flattened.values()}
-    given: dict[str, Tensor] = {n: x for n, x in operands.items() if isinstance(x, Tensor) and n not in flat}
-    given.update((name, operands[operand].parts[0].values) for name, operand in found.values.items())
-    given.update((name, _flat(operands[flat.name], flat)) for name, flat in found.flattened.items())
-    return given
-
-
-def _order(flat: Flattened, count: int) -> list[int]:
-    return [*flat.axes, *(axis for axis in range(count) if axis not in flat.axes)]
-
-
-def _flat_shape(shape: Sequence[int], flat: Flattened) -> tuple[int, ...]:
-    first, *rest = [shape[axis] for axis in flat.axes], *[n for axis, n in enumerate(shape) if axis not in flat.axes]
-    return math.prod(first), *rest
+    def aggregated(self, operands: Mapping[str, Any], given: Mapping[str, Tensor]) -> Tensor:
+        """The second statement, evaluated: the target, or its values at the entries of the pattern."""
+        shape, flat = self.shape, self.second.flattened.get(self.target)
+        if self.made is not None:
+            like = operands[self.like]
+            shape = _entries(like), *shape[len(like.parts[0].coords) :]
+        elif flat is not None:
+            shape = (
+                math.prod(shape[n] for n in flat.axes),
+                *(size for n, size in enumerate(shape) if n not in flat.axes),
+            )
+        result = autograd.einsum([*given.values()], "|".join(given), self.text, shape, self.lowering)
+        if self.second.scale:
+            scale = operands[self.second.scale].parts[0].values
+            return result * scale.reshape(-1, *[1] * (result.ndim - 1))
+        if self.made is None and flat is not None:
+            order = range(len(flat.axes))
+            return result.unflatten(0, [self.shape[n] for n in flat.axes]).movedim([*order], flat.axes)
+        return result
 
 
 def _flat(x: Tensor, flat: Flattened) -> Tensor:
-    return x.permute(_order(flat, x.ndim)).reshape(_flat_shape(x.shape, flat))
-
-
-def _unflat(x: Tensor, flat: Flattened, shape: Sequence[int]) -> Tensor:
-    order = _order(flat, len(shape))
-    return x.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(shape))])
+    """The operand with these axes as one, the first."""
+    return x.movedim(flat.axes, [*range(len(flat.axes))]).flatten(0, len(flat.axes) - 1)
 
 
 def _with_dense_axes(format: Format, step: Statement) -> Format:
@@ -509,10 +524,10 @@ class _Positions:
             axes = position_axes(access, sparse)
             flat = Flattened(access.name, axes, tuple(access.indices[axis].bare or "" for axis in axes))
             own[access.name] = place if access.name in sparse else flat
-        ranges = bind(sized(statement), _shapes(operands)).ranges
-        names, of = [str(expression.bare) for expression in statement.target.indices], dict(statement.positions)
-        window = window_of(term, sparse, ranges, _shapes(operands))
-        self.meeting = _Meeting(term, {name: own[of[name]] for name in names}, ranges, window)
+        shapes, of = _shapes(operands), dict(statement.positions)
+        ranges, names = bind(sized(statement), shapes).ranges, [str(e.bare) for e in statement.target.indices]
+        window, sources = window_of(term, sparse, ranges, shapes), {name: own[of[name]] for name in names}
+        self.meeting = _Meeting(term, sources, ranges, shapes, window)
         every = ((operands[of[name]], own[of[name]]) for name in names)
         self.shape = tuple(
             math.prod(x.shape[n] for n in s.axes) if isinstance(s, Flattened) else _entries(x) for x, s in every
@@ -522,16 +537,12 @@ class _Positions:
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
         """The positions of the entries that meet."""
-        roles, found, axes = self.meeting.roles, self.meeting.whole_map(operands), self.format.levels[0].axes
-        if found is not None and roles is not None and axes[0] == roles["k"]:
-            # The pairs are sorted so.
-            named = zip(
-                (roles[role] for role in ("iko" if self.meeting.turned else "oki")), _pairs(found).values(), strict=True
-            )
-            lists = dict(named)
+        axes, found = self.format.levels[0].axes, self.meeting.whole_map(operands)
+        if found is not None and axes[0] == self.meeting.roles["k"]:
+            # Pairs are sorted so.
+            lists = {self.meeting.roles[role]: x for role, x in _pairs(found, self.meeting.turned).items()}
         else:
-            lists = self.meeting.lists(operands)
-            extents = [self.shape[self.format.axes.index(axis)] for axis in axes]
+            lists, extents = self.meeting.lists(operands), [self.shape[self.format.axes.index(axis)] for axis in axes]
             lists = _in_order(lists, raveled([lists[axis] for axis in axes], extents))
         part = FormatBucket({axis: lists[axis].int() for axis in self.format.axes}, None)
         return Sparse(self.format, self.shape, (part,), len(lists[axes[0]]))
