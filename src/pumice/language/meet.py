@@ -2,18 +2,19 @@
 
     O[n,p,q,m] = Mask[n,p,q] * I[n,p+r,q+s,c] * F[r,s,c,m]              with Mask and I sparse becomes
 
-    for each e: entries of Mask and I, and n, p, q, r, s, that satisfy all coordinates                 (the join)
-    O[O_at[e],m] = Mask_values[Mask_at[e]] * I_values[I_at[e],c] * F[F_at[e],c,m]
+    map[a,k,b] = 1 for entries a of Mask and b of I, and k: n, p, q, r, s, that satisfy all coordinates       (the join)
+    O[a,m] = map[a,k,b] * Mask_values[a] * I_values[b,c] * F[k,c,m]
 
-X_at[e] is the position of an entry of a sparse operand, or of a dense one on those of its axes whose indices the join
-finds, taken as one axis. Cf. the two phases of a map-based convolution in "Unified Convolution Framework", 4.2.2.
+where F and, if dense, O have as one axis those of their axes whose indices the join finds. Cf. the two phases of a
+map-based convolution in "Unified Convolution Framework", 4.2.2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, permutations, product
+from math import prod
 from typing import TypeVar
 
 from pumice.errors import OptionError, ShapeError
@@ -25,14 +26,13 @@ from pumice.language.nodes import (
     Affine,
     Factor,
     Index,
+    Range,
     Statement,
     Term,
     accesses_of,
-    affine,
     arrays_of,
     index,
     indices_of,
-    substitute,
 )
 from pumice.language.rewrite import single_terms
 
@@ -92,7 +92,7 @@ def check_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> None:
             if isinstance(factor, Access) and factor.name in sparse:
                 position_axes(factor, sparse)
     if statement.pattern in sparse:
-        aggregation(statement, sparse, ())
+        aggregation(statement, sparse)
 
 
 def steps_of_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> list[Statement]:
@@ -100,7 +100,7 @@ def steps_of_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> lis
     coordinates = {name: axes.coordinates for name, axes in sparse.items()}
     steps = single_terms(statement)
     return [
-        aggregation(step, sparse, ()).statement if statement.pattern or meets(step.terms[0], coordinates) else step
+        aggregation(step, sparse).statement if statement.pattern or meets(step.terms[0], coordinates) else step
         for step in steps
     ]
 
@@ -114,38 +114,109 @@ class Flattened:
     indices: tuple[str, ...]
 
 
+Source = str | int | Flattened
+"""What a join tells of each row: the value of an index, the entry of the factor at a place, or a position."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two sparse factors, of which the entries of one lie in a window around those of the other: on each axis
+
+        coordinate of `other` = stride * coordinate of `base` + offset
+
+    so that a kernel map holds all that meet. base, other: places of the factors. columns: their axes (of base, of
+    other) in the order of the map's: first that of the batch, which has no offsets, (-1, -1) if there is none. stride,
+    offsets: of the other axes, an offset for each point of `taps`, the window's indices, the last one fastest.
+    """
+
+    base: int
+    other: int
+    columns: tuple[tuple[int, int], ...]
+    stride: tuple[int, ...]
+    taps: tuple[tuple[str, Range], ...]
+    offsets: tuple[tuple[int, ...], ...]
+
+    def role(self, source: Source) -> str:
+        """The index of map[o, k, i] that is this source; "" if none is."""
+        if isinstance(source, int):
+            return {self.base: "o", self.other: "i"}.get(source, "")
+        names = (source,) if isinstance(source, str) else source.indices
+        whole = names == tuple(name for name, _ in self.taps) and not any(r.start for _, r in self.taps)
+        return "k" if whole else ""
+
+
+_MOST_TAPS = 1 << 12  # of a window that is tried point by point
+_MOST_AXES = 4
+_INT32 = 1 << 31
+
+
+def window_of(
+    term: Term, sparse: Mapping[str, StoredAxes], ranges: Mapping[str, Range], shapes: Mapping[str, Sequence[int]]
+) -> Window | None:
+    """The window in which two sparse factors of a term meet; None if no pair of them does so."""
+    factors = {n: f for n, f in enumerate(term.factors) if isinstance(f, Access)}
+    order = indices_of(*(f for f in factors.values() if f.name not in sparse), *factors.values())
+    for places in permutations([n for n, f in factors.items() if f.name in sparse], 2):
+        base, window = ([factors[n].indices[a] for a in sparse[factors[n].name].coordinates] for n in places)
+        extents = [shapes[factors[places[0]].name][a] for a in sparse[factors[places[0]].name].coordinates]
+        steps = _steps([e.bare or "" for e in base], window)
+        if steps is None or any(ranges[str(e)] != Range(0, n) for e, n in zip(base, extents, strict=True)):
+            continue
+        free = set(indices_of(*window)) - set(indices_of(*base))
+        taps = tuple((name, ranges[name]) for name in order if name in free)
+        batch = next((n for n, e in enumerate(window) if e.bare and len(window) > 1), -1)
+        rest = [n for n in range(len(window)) if n != batch]
+        offsets = _offsets([window[n] for n in rest], taps)
+        stride, first = tuple(steps[n][1] for n in rest), (-1, -1) if batch < 0 else (steps[batch][0], batch)
+        reach = max(stride) * max(extents) + max((abs(o) for offset in offsets for o in offset), default=0)
+        if 0 < len(offsets) == len({*offsets}) and len(rest) <= _MOST_AXES and reach < _INT32:
+            return Window(*places, (first, *((steps[n][0], n) for n in rest)), stride, taps, offsets)
+    return None
+
+
+def _steps(bare: Sequence[str], window: Sequence[Affine]) -> list[tuple[int, int]] | None:
+    """(number of the bare index, stride) of each expression, if every bare index stands in just one; else None."""
+    found = [(bare.index(str(atom)), c) for e in window for c, atom in e.terms if str(atom) in bare]
+    places = [n for e in window for n in [sum(str(atom) in bare for _, atom in e.terms)]]
+    whole = sorted(n for n, _ in found) == [*range(len(bare))] and places == [1] * len(bare) == [1] * len(
+        {*bare} - {""}
+    )
+    return found if whole and all(c > 0 for _, c in found) and not any(e.arrays for e in window) else None
+
+
+def _offsets(window: Sequence[Affine], taps: Sequence[tuple[str, Range]]) -> tuple[tuple[int, ...], ...]:
+    """What the expressions add to their bare index at each point of the taps; none if these are too many."""
+    if prod(len(points) for _, points in taps) > _MOST_TAPS:
+        return ()
+    points = product(*(range(points.start, points.stop) for _, points in taps))
+    values = [dict(zip(dict(taps), at, strict=True)) for at in points]
+    return tuple(tuple(e.constant + sum(c * at.get(str(a), 0) for c, a in e.terms) for e in window) for at in values)
+
+
 @dataclass(frozen=True)
 class Aggregation:
-    """The statement over the result of a join.
+    """The statement over the result of a join, which is a sparse pattern: O[i,m] = map[i,k,j] * X[j,c] * W[k,c,m].
 
-    statement: its operands are index arrays of the join, values of sparse operands, dense operands, of which some are
-        flattened; facts: it has none yet.
-    arrays: by name of an index array, the index whose values it holds, the place of the sparse factor whose entries, or
-        the positions in a dense operand.
-    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
-    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
+    map: the name of the pattern. sources: what its axes are, by their indices; a kernel map's come in the order o, k, i
+        or i, k, o. first: the axis by which it is best sorted, that of a dense factor, a weight, else of the target.
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand, or of the target. scale: the
+        sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
-    arrays: Mapping[str, str | int | Flattened]
+    map: str
+    sources: Mapping[str, Source]
+    first: str
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
-    target: Flattened | None
     scale: str
 
-    def order(self) -> str | None:
-        """The index array by which entries are best sorted: that of a dense factor, a weight, else of the target."""
-        dense = [f for f in self.statement.terms[0].factors if isinstance(f, Access) and f.name not in self.values]
-        for access in (*dense, self.statement.target):
-            found = [array.name for e in access.indices for array in e.arrays if array.name in self.arrays]
-            if found:
-                return found[0]
-        return None
 
-
-def aggregation(statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> Aggregation:
+def aggregation(
+    statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str] = (), window: Window | None = None
+) -> Aggregation:
     """The second statement of one that joins, with one term. patterns: sparse operands without values."""
-    return _AggregationBuilder(statement, sparse, patterns).built()
+    return _AggregationBuilder(statement, sparse, patterns).built(window)
 
 
 class _AggregationBuilder:
@@ -154,84 +225,79 @@ class _AggregationBuilder:
     def __init__(self, statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str]) -> None:
         self.statement, self.sparse, self.patterns = statement, sparse, patterns
         self.taken = list(names_of(statement))
-        self.entry = self.name("e")
         self.bound = bound_indices(statement.terms[0], sparse)
-        self.arrays: dict[str, str | int | Flattened] = {}
+        self.sources: dict[str, Source] = {}
         self.values: dict[str, str] = {}
         self.flattened: dict[str, Flattened] = {}
         self.pattern = pattern_place(statement, sparse) if statement.pattern else None
         self.scale = ""
 
     def name(self, wanted: str) -> str:
-        found = fresh(wanted, self.taken)
-        self.taken.append(found)
-        return found
+        self.taken.append(fresh(wanted, self.taken))
+        return self.taken[-1]
 
-    def built(self) -> Aggregation:
-        target, flat = self.target()
-        factors = [self.factor(place, f) for place, f in enumerate(self.statement.terms[0].factors)]
-        term = Term(tuple(f for f in factors if f is not None), self.statement.terms[0].coefficient)
-        left = indices_of(target, term)
-        names = {access.name for access in accesses_of(target, term)}
-        new = Statement(
-            target,
-            (term,),
-            ranges=tuple(r for r in self.statement.ranges if r[0] in left),
-            facts=tuple(fact for fact in self.statement.facts if fact[0] in names),
-        )
-        return Aggregation(new, self.arrays, self.values, self.flattened, flat, self.scale)
+    def built(self, window: Window | None) -> Aggregation:
+        (old,), map, target = self.statement.terms, self.name("map"), self.target()
+        factors = [f for place, factor in enumerate(old.factors) if (f := self.factor(place, factor))]
+        self.sources.update((name, name) for name in indices_of(target, *factors) if name in self.bound)
+        if not self.sources:
+            self.at("e", next(n for n, f in enumerate(old.factors) if isinstance(f, Access) and f.name in self.sparse))
+        names = self.ordered(window)
+        weights = (f for f in factors if isinstance(f, Access) and f.name not in self.values)
+        first = next(n for n in (*indices_of(*weights), *indices_of(target), *names) if n in names)
+        term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.coefficient)
+        left, operands = indices_of(target, term), {access.name for access in accesses_of(target, term)}
+        ranges = tuple(r for r in self.statement.ranges if r[0] in left)
+        facts = tuple(f for f in self.statement.facts if f[0] in operands)
+        sources, new = {n: self.sources[n] for n in names}, Statement(target, (term,), ranges=ranges, facts=facts)
+        return Aggregation(new, map, sources, first, self.values, self.flattened, self.scale)
 
-    def at(self, label: str, source: str | int | Flattened) -> Affine:
-        """The value of an index array at the entry."""
-        known = next((name for name, other in self.arrays.items() if other == source), None)
+    def ordered(self, window: Window | None) -> list[str]:
+        """The axes of the map, those of a kernel map in the order that its storage forms have."""
+        names = [*self.sources]
+        roles = [window.role(self.sources[name]) if window else "" for name in names]
+        if sorted(roles) == ["i", "k", "o"]:
+            names.insert(1, names.pop(roles.index("k")))
+        return names
+
+    def at(self, label: str, source: Source) -> Affine:
+        """The index that stands for a source."""
+        known = next((name for name, other in self.sources.items() if other == source), None)
         name = known or self.name(f"{label}_at")
-        self.arrays[name] = source
-        return affine([(1, Access(name, (index(self.entry),)))])
-
-    def replaced(self, node: Node) -> Node:
-        inside = [name for name in indices_of(node) if name in self.bound]
-        return substitute(node, {name: self.at(name, name) for name in inside}) if inside else node
+        self.sources[name] = source
+        return index(name)
 
     def factor(self, place: int, factor: Factor) -> Factor | None:
-        if not isinstance(factor, Access):
-            return self.replaced(factor)
+        if not isinstance(factor, Access) or factor.name in self.patterns:
+            return None if isinstance(factor, Access) else factor
         if factor.name not in self.sparse:
-            flat = self.flat(factor)
-            if flat is None:
-                return self.replaced(factor)
-            name = self.name(f"{factor.name}_flat")
-            self.flattened[name] = flat
-            return Access(name, self.beside(factor, flat, self.at(factor.name, flat)))
-        at, stored = self.at(factor.name, place), self.sparse[factor.name]
-        if factor.name in self.patterns:
-            return None
-        name = next((n for n, operand in self.values.items() if operand == factor.name), None)
-        if place == self.pattern and not stored.dense:
+            return self.dense(factor, f"{factor.name}_flat")
+        dense = self.sparse[factor.name].dense
+        if place == self.pattern and not dense:
             self.scale = factor.name
             return None
+        name = next((n for n, operand in self.values.items() if operand == factor.name), None)
         name = name or self.name(f"{factor.name}_values")
         self.values[name] = factor.name
-        return Access(name, (at, *(self.replaced(factor.indices[n]) for n in stored.dense)))
+        return Access(name, (self.at(factor.name, place), *(factor.indices[n] for n in dense)))
 
-    def flat(self, access: Access) -> Flattened | None:
-        """The axes of a dense operand whose indices are bound, if there are several, all bare and different."""
+    def dense(self, access: Access, wanted: str) -> Access:
+        """The access with the axes whose indices are bound as one, if they are several, all bare and different."""
         axes = tuple(n for n, e in enumerate(access.indices) if set(indices_of(e)) & set(self.bound))
         names = tuple(access.indices[n].bare or "" for n in axes)
-        return Flattened(access.name, axes, names) if len(set(names) - {""}) == len(axes) > 1 else None
+        if not len(set(names) - {""}) == len(axes) > 1:
+            return access
+        name = wanted if wanted == access.name else self.name(wanted)
+        self.flattened[name] = flat = Flattened(access.name, axes, names)
+        rest = (e for n, e in enumerate(access.indices) if n not in axes)
+        return Access(name, (self.at(access.name, flat), *rest))
 
-    def beside(self, access: Access, flat: Flattened, position: Affine) -> tuple[Affine, ...]:
-        return (position, *(self.replaced(e) for n, e in enumerate(access.indices) if n not in flat.axes))
-
-    def target(self) -> tuple[Access, Flattened | None]:
-        target, pattern = self.statement.target, self.statement.pattern
-        if pattern:
-            axes = self.sparse[pattern].coordinates
-            rest = tuple(self.replaced(e) for e in target.indices[len(axes) :])
-            return Access(target.name, (self.at(pattern, pattern_place(self.statement, self.sparse)), *rest)), None
-        flat = self.flat(target)
-        if flat is None:
-            return Access(target.name, tuple(self.replaced(e) for e in target.indices)), None
-        return Access(target.name, self.beside(target, flat, self.at(target.name, flat))), flat
+    def target(self) -> Access:
+        target = self.statement.target
+        if self.pattern is None:
+            return self.dense(target, target.name)
+        rest = target.indices[len(self.sparse[self.statement.pattern].coordinates) :]
+        return Access(target.name, (self.at(self.statement.pattern, self.pattern), *rest))
 
 
 def pattern_place(statement: Statement, sparse: Mapping[str, StoredAxes]) -> int:

@@ -25,7 +25,7 @@ from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
-from pumice.ops.join import joined_einsum
+from pumice.ops.join import Joined
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
@@ -173,6 +173,8 @@ class Einsum:
             return self._first_call(operands, facts)
         for check in seen.checks:
             check.check(operands)
+        if seen.joined is not None:
+            return seen.joined(operands)
         if not autograd.is_plain_call(tensors):
             return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
         if seen.plan is None:
@@ -183,10 +185,14 @@ class Einsum:
         if _GROUP.search(self.text):
             return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
         ready = self._checked(operands)
+        unchanged = all(ready.operands[name] is x for name, x in operands.items())
         if joins(ready.statement, _coordinate_axes(ready.operands)):
-            return joined_einsum(ready.statement, ready.operands, self.lowering)
+            joined = Joined(ready.statement, ready.operands, self.lowering)
+            if unchanged:
+                self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
+            return joined(ready.operands)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
-        if not dense and all(ready.operands[name] is x for name, x in operands.items()):
+        if not dense and unchanged:
             self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
@@ -247,11 +253,13 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: the operator's; plan: of the first plain call."""
+    """Cached call of operands that need no conversion. names: the operator's; plan: of the first plain call; joined: of
+    a statement that takes a join."""
 
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     plan: plan.Plan | None = None
+    joined: Joined | None = None
 
 
 @lru_cache(maxsize=256)

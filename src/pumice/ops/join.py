@@ -2,42 +2,51 @@
 
     rows = every combination of one entry of each sparse factor, and indices, that satisfies all their coordinates
 
-computed factor by factor: the coordinates that are known by then are looked up by binary search in the sorted entries
-of the next factor. An index that several coordinates leave open (the window of a convolution) is either tried at each
-of its points, or solved for in each entry found, whichever makes fewer rows.
+Where the entries of one factor lie in a window around those of another, the kernels of pumice.coords find them as a
+kernel map. Other factors are joined one by one: the coordinates that are known by then are looked up by binary search
+in the sorted entries of the next factor. An index that several coordinates leave open (the window of a convolution) is
+either tried at each of its points, or solved for in each entry found, whichever makes fewer rows.
+
+Maps and sorted entries are kept with the coordinates, for calls with other values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pumice.errors import OptionError
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.errors import CoordinateError, OptionError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
 from pumice.language.meet import (
-    Aggregation,
     Flattened,
+    Source,
     StoredAxes,
+    Window,
     aggregation,
     meets,
     position_axes,
     refusal,
     sized,
+    window_of,
     with_pattern,
 )
-from pumice.language.nodes import Access, Affine, Index, Range, Statement, accesses_of, indices_of
+from pumice.language.nodes import Access, Affine, Index, Range, Statement, Term, accesses_of, indices_of
 from pumice.language.rewrite import single_terms
+from pumice.lower import maps, plan
 from pumice.ops import autograd
-from pumice.ops.convert import Entries, FormatBucket, arrange, raveled
+from pumice.ops.convert import FormatBucket, raveled
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
+from pumice.runtime.cache import cached_per_tensor
 
 MOST_ROWS = 1 << 26
 """Rows of a join at which it is refused: half a GiB for each index."""
@@ -92,6 +101,13 @@ class Rows:
         found = self.taken(rows)
         return replace(found, indices={**found.indices, name: values.repeat(self.count)})
 
+    def of(self, source: Source, shapes: Mapping[str, Sequence[int]]) -> Tensor:
+        """What each row is on an axis of a pattern. shapes: of the operands."""
+        if isinstance(source, Flattened):
+            extents = [shapes[source.name][axis] for axis in source.axes]
+            return raveled([self.indices[name] for name in source.indices], extents)
+        return self.entries[source] if isinstance(source, int) else self.indices[source]
+
 
 @dataclass(frozen=True, eq=False)
 class Side:
@@ -112,17 +128,20 @@ class Side:
         bare = {e.bare for e in self.expressions}
         return tuple(name for name in indices_of(*self.expressions) if name not in known and name not in bare)
 
-    def solvable(self, known: Mapping[str, Any]) -> Callable[[Affine], bool]:
-        """Whether a coordinate gives all unknown indices of an expression: at most one, and not within an array."""
+    def solvable(self, known: Mapping[str, Any]) -> bool:
+        """True if each coordinate gives all unknown indices of its expression: at most one, not within an array."""
         unknown = set(self.unknown(known))
-        return lambda e: len(unknown.intersection(indices_of(e))) <= (not unknown.intersection(indices_of(*e.arrays)))
+        return all(
+            len(unknown.intersection(indices_of(e))) <= (not unknown.intersection(indices_of(*e.arrays)))
+            for e in self.expressions
+        )
 
 
-def join(sides: Sequence[Side], ranges: Mapping[str, Range], arrays: Mapping[str, Tensor]) -> Rows:
-    """The rows of a join. arrays: the index arrays that coordinates read. Raises OptionError if they are too many."""
-    rows, left = Rows(1, sides[0].coordinates[0].device, {}, {}, arrays), list(sides)
+def join(rows: Rows, sides: Sequence[Side], ranges: Mapping[str, Range]) -> Rows:
+    """The rows with the entries of further factors. Raises OptionError if they are too many."""
+    left = list(sides)
     while left:
-        side = min(left, key=lambda s: (len(s.unknown(rows.indices)), s.entries if len(left) == len(sides) else 0))
+        side = min(left, key=lambda s: (len(s.unknown(rows.indices)), 0 if rows.entries else s.entries))
         left.remove(side)
         rows = _joined(rows, side, ranges)
     return rows
@@ -132,13 +151,12 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     """The rows with every entry of the factor that fits them."""
     tried = [name for name in side.unknown(rows.indices) if name in ranges]
     points = rows.count * math.prod(len(ranges[name]) for name in tried)
-    search = _EntrySearch.of(rows, side)
-    if tried and (search is None or points < search.total):
+    search = _EntrySearch.of(rows, side) if side.solvable(rows.indices) else None
+    if search is None or (tried and points < search.total):
         _check_rows(points, side)
         for name in tried:
             rows = rows.with_points(name, ranges[name])
         search = _EntrySearch.of(rows, side)
-    assert search is not None
     _check_rows(search.total, side)
     return _solved(search.found(rows), side, rows.indices, ranges)
 
@@ -162,22 +180,21 @@ class _EntrySearch:
     place: int
 
     @staticmethod
-    def of(rows: Rows, side: Side) -> _EntrySearch | None:
-        """None if a coordinate does not give all indices of its expression."""
+    def of(rows: Rows, side: Side) -> _EntrySearch:
         known = [n for n, e in enumerate(side.expressions) if set(indices_of(e)) <= rows.indices.keys()]
-        if not all(map(side.solvable(rows.indices), side.expressions)):
-            return None
+        extents = tuple(side.extents[n] for n in known)
+        keys, order, distinct = _sorted_entries(*(side.coordinates[n] for n in known or (0,)), extents=extents)
         there = torch.ones(rows.count, dtype=torch.bool, device=rows.device)
         wanted = torch.zeros(rows.count, dtype=torch.int64, device=rows.device)
-        keys = torch.zeros(side.entries, dtype=torch.int64, device=rows.device)
-        for number in known:
-            value, extent = rows.value(side.expressions[number]), side.extents[number]
+        for number, extent in zip(known, extents, strict=True):
+            value = rows.value(side.expressions[number])
             there &= (value >= 0) & (value < extent)
             wanted = wanted * extent + value
-            keys = keys * extent + side.coordinates[number].long()
-        keys, order = torch.sort(keys)
         first = torch.searchsorted(keys, wanted)
-        counts = torch.where(there, torch.searchsorted(keys, wanted, right=True) - first, 0)
+        if distinct:
+            counts = (there & (keys[first.clamp(max=len(keys) - 1)] == wanted)).long()
+        else:
+            counts = torch.where(there, torch.searchsorted(keys, wanted, right=True) - first, 0)
         return _EntrySearch(order, first, counts, int(counts.sum()), side.place)
 
     def found(self, rows: Rows) -> Rows:
@@ -187,6 +204,15 @@ class _EntrySearch:
         rank = torch.arange(self.total, device=rows.device) - start[numbers]
         made = rows.taken(numbers)
         return replace(made, entries={**made.entries, self.place: self.order[self.first[numbers] + rank]})
+
+
+@cached_per_tensor
+def _sorted_entries(*coordinates: Tensor, extents: tuple[int, ...]) -> tuple[Tensor, Tensor, bool]:
+    """(sorted row-major keys of entries, their order, True if no key occurs twice). No extents: all keys are 0."""
+    lists = [x.long() for x in coordinates]
+    keys = raveled(lists, extents) if extents else torch.zeros_like(lists[0])
+    keys, order = torch.sort(keys, stable=True)
+    return keys, order, len(keys) > 0 and not bool((keys[1:] == keys[:-1]).any())
 
 
 def _solved(rows: Rows, side: Side, known: Mapping[str, Any], ranges: Mapping[str, Range]) -> Rows:
@@ -209,6 +235,59 @@ def _solved(rows: Rows, side: Side, known: Mapping[str, Any], ranges: Mapping[st
     return rows
 
 
+# Kernel maps
+@cached_per_tensor
+def _geometry(*coordinates: Tensor, axes: tuple[int, ...], extents: tuple[int, ...]) -> Geometry | None:
+    """The geometry of entries, with these of their coordinates (-1: none) as its columns; None if entries are equal."""
+    none = torch.zeros_like(coordinates[0])
+    columns = [none if axis < 0 else coordinates[axis] for axis in axes]
+    items, *shape = (1 if axis < 0 else max(1, extents[axis]) for axis in axes)
+    try:
+        found = Geometry.checked(torch.stack(columns, 1).int(), spatial_shape=shape, batch_size=items)
+        found.settle()
+    except CoordinateError:
+        return None
+    return found
+
+
+@cached_per_tensor
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other)
+
+
+@lru_cache(maxsize=256)
+def _relation(window: Window, policy: str) -> Relation:
+    return Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy).shared()
+
+
+def map_of(window: Window, base: Side, other: Side) -> KernelMap | None:
+    """The kernel map of a window: its outputs are the entries of `base`. None if it is too large, or entries equal."""
+    if base.entries * len(window.offsets) > MOST_ROWS:
+        return None
+    axes = zip(*window.columns, strict=True)
+    both = (_geometry(*s.coordinates, axes=own, extents=s.extents) for s, own in zip((base, other), axes, strict=True))
+    outputs, inputs = both
+    if outputs is None or inputs is None:
+        return None
+    same = {*window.stride} == {1} and (outputs is inputs or _equal(outputs.coords, inputs.coords))
+    return kernel_map(inputs, _relation(window, "same" if same else "given"), None if same else outputs)[0]
+
+
+def _pairs(found: KernelMap, turned: bool = False) -> dict[str, Tensor]:
+    """The lists o, k, i of the pairs of a map, by k and then outputs. turned: it is the transpose of map[o, k, i]."""
+    return dict(zip("iko" if turned else "oki", maps.form_operands(found, "pairs")[1], strict=True))
+
+
+def _rows_of_map(found: KernelMap, window: Window, base: Side, arrays: Mapping[str, Tensor]) -> Rows:
+    """The pairs of a map as rows of a join."""
+    pairs = {role: x.long() for role, x in _pairs(found).items()}
+    every = zip(base.expressions, base.coordinates, strict=True)
+    indices, rest = {str(e): x[pairs["o"]].long() for e, x in every}, pairs["k"]
+    for name, points in reversed(window.taps):
+        indices[name], rest = rest % len(points) + points.start, rest // len(points)
+    return Rows(len(rest), found.device, indices, {window.base: pairs["o"], window.other: pairs["i"]}, arrays)
+
+
 # Statements
 def stored(operands: Mapping[str, Any]) -> dict[str, Any]:
     """The operands, sparse ones in formats that give each entry its coordinates, or dense if all their levels are."""
@@ -224,163 +303,246 @@ def _entrywise(x: Sparse) -> Sparse | Tensor:
     return x
 
 
-def joined_einsum(statement: Statement, operands: Mapping[str, Any], lowering: str) -> Tensor | Sparse:
-    """Evaluate a statement that takes a join; a Sparse if the target has a pattern or positions."""
-    operands = stored(operands)
-    if statement.positions:
-        return _retrieved(statement, operands)
-    bound = bind(statement, {name: tuple(x.shape) for name, x in operands.items()})
-    total = operands[statement.target.name] if statement.accumulate else None
-    for step in single_terms(replace(statement, accumulate=False)):
-        read = {access.name for access in accesses_of(step)}
-        given = {name: x for name, x in operands.items() if name in read and name != statement.target.name}
-        found = _term(replace(step, text=statement.text), given, bound, lowering)
-        total = found if total is None else total + found
-    return torch.zeros(bound.shape) if total is None else total
-
-
-def _term(step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> Any:
-    sparse = _stored_axes(operands)
-    coordinates = {name: axes.coordinates for name, axes in sparse.items()}
-    if not step.pattern and not meets(step.terms[0], coordinates):
-        text = str(declare(step, bound.ranges))
-        tensors, names, _ = flatten_used(text, operands, ())
-        return autograd.einsum(tensors, names, text, bound.shape, lowering)
-    if (reason := refusal(step, step.terms[0], sparse)) is not None:
-        raise reason
-    step = step if step.pattern else with_pattern(step, sparse)
-    found = aggregation(step, sparse, [name for name in sparse if operands[name].parts[0].values is None])
-    rows = join(_sides(step, operands, sparse), bound.ranges, operands)
-    result = _aggregated(found, operands, replace(bound, statement=step), rows, lowering)
-    return result if bound.statement.pattern or isinstance(result, Tensor) else result.to_dense()
-
-
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
     return {name: StoredAxes.of(x.format) for name, x in operands.items() if isinstance(x, Sparse)}
 
 
-def _sides(step: Statement, operands: Mapping[str, Any], sparse: Mapping[str, StoredAxes]) -> list[Side]:
-    found = []
-    for place, factor in enumerate(step.terms[0].factors):
-        if isinstance(factor, Access) and factor.name in sparse:
-            x, axes = operands[factor.name], sparse[factor.name].coordinates
-            coordinates = tuple(x.parts[0].coords[x.format.axes[n]] for n in axes)
-            expressions = tuple(factor.indices[n] for n in axes)
-            found.append(Side(place, factor, expressions, coordinates, tuple(x.shape[n] for n in axes)))
-    return found
-
-
-def _aggregated(
-    found: Aggregation, operands: Mapping[str, Any], bound: BoundStatement, rows: Rows, lowering: str
-) -> Tensor | Sparse:
-    """The second statement, evaluated over the rows of the join."""
-    shapes = {name: x.shape for name, x in operands.items()} | {bound.statement.target.name: bound.shape}
-    arrays = {name: _array(source, rows, shapes) for name, source in found.arrays.items()}
-    statement, order = declare(found.statement, bound.ranges), found.order()
-    if order is not None:
-        by = torch.argsort(arrays[order], stable=True)
-        arrays = {name: x[by] for name, x in arrays.items()}
-        statement = replace(statement, facts=(*statement.facts, (order, "sorted")))
-    read = {access.name for access in accesses_of(statement)}
-    given = {name: x for name, x in (_values(found, operands) | arrays).items() if name in read}
-
-    def evaluated(shape: Sequence[int]) -> Tensor:
-        return autograd.einsum([*given.values()], "|".join(given), str(statement), shape, lowering)
-
-    if pattern := bound.statement.pattern:
-        like = operands[pattern]
-        values = evaluated((_entries(like), *bound.shape[len(StoredAxes.of(like.format).coordinates) :]))
-        if found.scale:
-            values = values * operands[found.scale].parts[0].values.reshape(-1, *[1] * (values.ndim - 1))
-        return _with_pattern(values, like, bound)
-    if found.target is None:
-        return evaluated(bound.shape)
-    return _unflat(evaluated(_flat_shape(bound.shape, found.target)), found.target, bound.shape)
+def _shapes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in operands.items()}
 
 
 def _entries(x: Sparse) -> int:
     return next(iter(x.parts[0].coords.values())).shape[0]
 
 
-def _values(found: Aggregation, operands: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The dense operands, flattened ones, and the values of sparse ones, by their names in the second statement."""
-    given: dict[str, Tensor] = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
-    given.update((name, operands[operand].parts[0].values) for name, operand in found.values.items())
-    given.update((name, _flat(operands[flat.name], flat)) for name, flat in found.flattened.items())
-    return given
+class Joined:
+    """A statement that takes a join, planned for operands of given shapes and formats.
+
+    lowering: of the statements over the result of the join."""
+
+    def __init__(self, statement: Statement, operands: Mapping[str, Any], lowering: str) -> None:
+        operands, self.terms = stored(operands), list[_Term]()
+        self.positions = _Positions(statement, operands) if statement.positions else None
+        if self.positions is not None:
+            return
+        bound = bind(statement, _shapes(operands))
+        self.total, self.shape = statement.target.name if statement.accumulate else "", bound.shape
+        for step in single_terms(replace(statement, accumulate=False)):
+            step = replace(step, text=statement.text)
+            read = {access.name for access in accesses_of(step)} - {step.target.name}
+            self.terms.append(_Term(step, {n: x for n, x in operands.items() if n in read}, bound, lowering))
+
+    def __call__(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
+        """The result; a Sparse if the target has a pattern or positions."""
+        operands = stored(operands)
+        if self.positions is not None:
+            return self.positions.found(operands)
+        total = operands[self.total] if self.total else None
+        for term in self.terms:
+            found = term.evaluated({name: operands[name] for name in term.read})
+            total = found if total is None else total + found
+        return torch.zeros(self.shape) if total is None else total
 
 
-def _array(source: str | int | Flattened, rows: Rows, shapes: Mapping[str, Sequence[int]]) -> Tensor:
-    if isinstance(source, str):
-        return rows.indices[source]
-    if isinstance(source, int):
-        return rows.entries[source]
-    extents = [shapes[source.name][axis] for axis in source.axes]
-    return raveled([rows.indices[name] for name in source.indices], extents)
+@dataclass(frozen=True, eq=False)
+class _Meeting:
+    """What meets in a term: a pattern whose axes are `sources`, by name.
+
+    shapes: of the operands and the target. window: in which two of the factors meet, or None."""
+
+    term: Term
+    sources: Mapping[str, Source]
+    ranges: Mapping[str, Range]
+    shapes: Mapping[str, Sequence[int]]
+    window: Window | None
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """The axes by their roles in the window's kernel map, in order; empty if they are not those of the map."""
+        every = self.sources.items()
+        roles = {} if self.window is None else {self.window.role(source): name for name, source in every}
+        return roles if {*roles} == {"o", "k", "i"} and len(every) == 3 else {}
+
+    @cached_property
+    def turned(self) -> bool:
+        """True if the axes are those of the map's transpose."""
+        return bool(self.roles) and [*self.roles].index("i") < [*self.roles].index("o")
+
+    def sides(self, operands: Mapping[str, Any]) -> dict[int, Side]:
+        """The sparse factors, by place."""
+        found = {}
+        for place, factor in enumerate(self.term.factors):
+            if isinstance(factor, Access) and isinstance(x := operands[factor.name], Sparse):
+                axes = StoredAxes.of(x.format).coordinates
+                coordinates = tuple(x.parts[0].coords[x.format.axes[n]] for n in axes)
+                expressions, extents = (tuple(each[n] for n in axes) for each in (factor.indices, x.shape))
+                found[place] = Side(place, factor, expressions, coordinates, extents)
+        return found
+
+    def map(self, sides: Mapping[int, Side]) -> KernelMap | None:
+        """The kernel map of the window, if there is one."""
+        return None if self.window is None else map_of(self.window, sides[self.window.base], sides[self.window.other])
+
+    def whole_map(self, operands: Mapping[str, Any]) -> KernelMap | None:
+        """The kernel map that is the pattern, turned as the axes are; None if it is not one."""
+        found = self.map(self.sides(operands)) if self.roles else None
+        return found.transpose() if found is not None and self.turned else found
+
+    def lists(self, operands: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The coordinates of the pattern by a join, from the pairs of a kernel map on if there is one."""
+        sides = self.sides(operands)
+        rows = Rows(1, next(iter(sides.values())).coordinates[0].device, {}, {}, operands)
+        if self.window is not None and (found := self.map(sides)) is not None:
+            rows = _rows_of_map(found, self.window, sides[self.window.base], operands)
+        rows = join(rows, [side for place, side in sides.items() if place not in rows.entries], self.ranges)
+        for source in self.sources.values():
+            for name in source.indices if isinstance(source, Flattened) else ():
+                rows = rows if name in rows.indices else rows.with_points(name, self.ranges[name])
+        return {name: rows.of(source, self.shapes) for name, source in self.sources.items()}
 
 
-def _order(flat: Flattened, count: int) -> list[int]:
-    return [*flat.axes, *(axis for axis in range(count) if axis not in flat.axes)]
+def _format(names: Sequence[str], first: str) -> Format:
+    """A pattern stored as lists of coordinates, sorted by one of its axes."""
+    return Format(tuple(names), (Level((first, *(name for name in names if name != first)), "C"),))
 
 
-def _flat_shape(shape: Sequence[int], flat: Flattened) -> tuple[int, ...]:
-    first, *rest = [shape[axis] for axis in flat.axes], *[n for axis, n in enumerate(shape) if axis not in flat.axes]
-    return math.prod(first), *rest
+def _in_order(lists: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
+    """The lists sorted by a key."""
+    if bool((key[1:] >= key[:-1]).all()):
+        return dict(lists)
+    order = torch.argsort(key, stable=True)
+    return {name: x[order] for name, x in lists.items()}
+
+
+class _Term:
+    """A statement of one term."""
+
+    def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
+        sparse, self.shape, self.lowering, self.read = _stored_axes(operands), bound.shape, lowering, [*operands]
+        self.meeting, self.text, self.pattern = None, str(declare(step, bound.ranges)), step.pattern
+        if not step.pattern and not meets(step.terms[0], {name: axes.coordinates for name, axes in sparse.items()}):
+            return
+        if (reason := refusal(step, step.terms[0], sparse)) is not None:
+            raise reason
+        shapes = _shapes(operands) | {step.target.name: bound.shape}
+        window = window_of(step.terms[0], sparse, bound.ranges, shapes)
+        step = step if step.pattern else with_pattern(step, sparse)
+        patterns = [name for name in sparse if operands[name].parts[0].values is None]
+        self.second = aggregation(step, sparse, patterns, window)
+        self.meeting = _Meeting(step.terms[0], self.second.sources, bound.ranges, shapes, window)
+        self.text = str(declare(self.second.statement, bound.ranges))
+        self.format, self.target = _format([*self.second.sources], self.second.first), step.target.name
+        self.like = step.pattern
+        self.made = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
+
+    def evaluated(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
+        """The result, by the first way that applies; a Sparse if the statement has a pattern."""
+        if self.meeting is None:
+            tensors, names, _ = flatten_used(self.text, operands, ())
+            return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
+        result = self.over_map(operands)
+        result = self.over_join(operands) if result is None else result
+        if self.made is None:
+            return result
+        part = FormatBucket(dict(operands[self.like].parts[0].coords), result)
+        found = Sparse(self.made, self.shape, (part,), result.numel())
+        return found if self.pattern else found.to_dense()
+
+    def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
+        """The result over a kernel map; None if what meets is none."""
+        if (found := self.meeting.whole_map(operands)) is None:
+            return None
+        values = self.values(operands)
+        differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in values.values())
+        tokens, arrays = maps.planner_operands(found, differentiable)
+        named = (self.second.map + token.removeprefix("map") for token in tokens)
+        return self.aggregated(operands, values | dict(zip(named, arrays, strict=True)))
+
+    def over_join(self, operands: Mapping[str, Any]) -> Tensor:
+        """The result over the rows of a join."""
+        lists = self.meeting.lists(operands)
+        lists = _in_order(lists, lists[self.second.first])
+        named = {plan.token(self.second.map, str(self.format), 0, axis): x for axis, x in lists.items()}
+        return self.aggregated(operands, self.values(operands) | named)
+
+    def values(self, operands: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The operands of the second statement by name: dense ones, some flattened, and the values of sparse ones."""
+        flat = {name: axes for name, axes in self.second.flattened.items() if name != self.target}
+        kept = {*operands} - {axes.name for axes in flat.values()}
+        given = {name: x for name, x in operands.items() if isinstance(x, Tensor) and name in kept}
+        given.update((name, operands[operand].parts[0].values) for name, operand in self.second.values.items())
+        given.update((name, _flat(operands[axes.name], axes)) for name, axes in flat.items())
+        return given
+
+    def aggregated(self, operands: Mapping[str, Any], given: Mapping[str, Tensor]) -> Tensor:
+        """The second statement, evaluated: the target, or its values at the entries of the pattern."""
+        shape, flat = self.shape, self.second.flattened.get(self.target)
+        if self.made is not None:
+            like = operands[self.like]
+            shape = _entries(like), *shape[len(like.parts[0].coords) :]
+        elif flat is not None:
+            shape = (
+                math.prod(shape[n] for n in flat.axes),
+                *(size for n, size in enumerate(shape) if n not in flat.axes),
+            )
+        result = autograd.einsum([*given.values()], "|".join(given), self.text, shape, self.lowering)
+        if self.second.scale:
+            scale = operands[self.second.scale].parts[0].values
+            return result * scale.reshape(-1, *[1] * (result.ndim - 1))
+        if self.made is None and flat is not None:
+            order = range(len(flat.axes))
+            return result.unflatten(0, [self.shape[n] for n in flat.axes]).movedim([*order], flat.axes)
+        return result
 
 
 def _flat(x: Tensor, flat: Flattened) -> Tensor:
-    return x.permute(_order(flat, x.ndim)).reshape(_flat_shape(x.shape, flat))
+    """The operand with these axes as one, the first."""
+    return x.movedim(flat.axes, [*range(len(flat.axes))]).flatten(0, len(flat.axes) - 1)
 
 
-def _unflat(x: Tensor, flat: Flattened, shape: Sequence[int]) -> Tensor:
-    order = _order(flat, len(shape))
-    return x.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(shape))])
-
-
-def _with_pattern(values: Tensor, like: Sparse, bound: BoundStatement) -> Sparse:
-    """A sparse tensor of these values [entries, ...] at the coordinates of `like`, with dense axes behind them."""
-    levels, taken = like.format.flattened, list(like.format.axes)
-    names = [axis for axis in like.format.axes if any(axis in level.axes for level in levels)]
+def _with_dense_axes(format: Format, step: Statement) -> Format:
+    """The coordinates of a format, and dense axes for the indices of the target behind them."""
+    levels, taken = format.flattened, list(format.axes)
+    names = [axis for axis in format.axes if any(axis in level.axes for level in levels)]
     more = []
-    for expression in bound.statement.target.indices[len(names) :]:
+    for expression in step.target.indices[len(names) :]:
         more.append(fresh(str(expression.bare), taken))
         taken.append(more[-1])
-    format = Format((*names, *more), (*levels, *(Level((name,), "U") for name in more)))
-    coords = {axis: like.parts[0].coords[axis] for axis in names}
-    return Sparse(format, bound.shape, (FormatBucket(coords, values),), values.numel())
+    return Format((*names, *more), (*levels, *(Level((name,), "U") for name in more)))
 
 
-def _retrieved(statement: Statement, operands: Mapping[str, Any]) -> Sparse:
-    """The positions of the entries that meet."""
-    sparse = _stored_axes(operands)
-    if not sparse:
-        raise OptionError(f"`{statement.text or statement}` finds positions of sparse operands, and all are dense")
-    if (reason := refusal(statement, statement.terms[0], sparse)) is not None:
-        raise reason
-    factors = {place: f for place, f in enumerate(statement.terms[0].factors) if isinstance(f, Access)}
-    axes = {place: position_axes(factor, sparse) for place, factor in factors.items()}
-    names = {place: [factors[place].indices[axis].bare or "" for axis in axes[place]] for place in factors}
-    bound = bind(sized(statement), {name: tuple(x.shape) for name, x in operands.items()})
-    rows = join(_sides(statement, operands, sparse), bound.ranges, operands)
-    dense = [place for place, factor in factors.items() if factor.name not in sparse]
-    for name in dict.fromkeys(name for place in dense for name in names[place]):
-        rows = rows if name in rows.indices else rows.with_points(name, bound.ranges[name])
-    found, extents = dict[str, Tensor](), dict[str, int]()
-    for place, factor in factors.items():
-        x, shape = operands[factor.name], operands[factor.name].shape[: len(axes[place])]
-        extents[factor.name] = math.prod(shape) if place in dense else _entries(x)
-        own = raveled([rows.indices[name] for name in names[place]], shape) if place in dense else rows.entries[place]
-        found[factor.name] = own
-    return _as_pattern(statement, found, extents)
+class _Positions:
+    """A statement whose target has positions of its operands as axes."""
 
+    def __init__(self, statement: Statement, operands: Mapping[str, Any]) -> None:
+        (term,), sparse, own = statement.terms, _stored_axes(operands), dict[str, Source]()
+        if not sparse:
+            raise OptionError(f"`{statement.text or statement}` finds positions of sparse operands, and all are dense")
+        if (reason := refusal(statement, term, sparse)) is not None:
+            raise reason
+        for place, access in enumerate(f for f in term.factors if isinstance(f, Access)):
+            axes = position_axes(access, sparse)
+            flat = Flattened(access.name, axes, tuple(access.indices[axis].bare or "" for axis in axes))
+            own[access.name] = place if access.name in sparse else flat
+        shapes, of = _shapes(operands), dict(statement.positions)
+        ranges, names = bind(sized(statement), shapes).ranges, [str(e.bare) for e in statement.target.indices]
+        window, sources = window_of(term, sparse, ranges, shapes), {name: own[of[name]] for name in names}
+        self.meeting = _Meeting(term, sources, ranges, shapes, window)
+        every = ((operands[of[name]], own[of[name]]) for name in names)
+        self.shape = tuple(
+            math.prod(x.shape[n] for n in s.axes) if isinstance(s, Flattened) else _entries(x) for x, s in every
+        )
+        # Grouped by the smallest axis, in a convolution the offsets of its window.
+        self.format = _format(names, min(names, key=lambda name: self.shape[names.index(name)]))
 
-def _as_pattern(statement: Statement, found: Mapping[str, Tensor], extents: Mapping[str, int]) -> Sparse:
-    of = dict(statement.positions)
-    names = [str(expression.bare) for expression in statement.target.indices]
-    shape = tuple(extents[of[name]] for name in names)
-    entries = Entries(tuple(found[of[name]] for name in names), None, shape)
-    # Grouped by the smallest axis, in a convolution the offsets of its window.
-    first = min(names, key=lambda name: extents[of[name]])
-    format = Format(tuple(names), (Level((first, *(name for name in names if name != first)), "C"),))
-    resolved, parts = arrange(entries, format, "count")
-    return Sparse(resolved, shape, parts, len(entries))
+    def found(self, operands: Mapping[str, Any]) -> Sparse:
+        """The positions of the entries that meet."""
+        axes, found = self.format.levels[0].axes, self.meeting.whole_map(operands)
+        if found is not None and axes[0] == self.meeting.roles["k"]:
+            # Pairs are sorted so.
+            lists = {self.meeting.roles[role]: x for role, x in _pairs(found, self.meeting.turned).items()}
+        else:
+            lists, extents = self.meeting.lists(operands), [self.shape[self.format.axes.index(axis)] for axis in axes]
+            lists = _in_order(lists, raveled([lists[axis] for axis in axes], extents))
+        part = FormatBucket({axis: lists[axis].int() for axis in self.format.axes}, None)
+        return Sparse(self.format, self.shape, (part,), len(lists[axes[0]]))

@@ -115,8 +115,8 @@ def one_dtype(operands: dict[str, Any], values: set[str]) -> dict[str, Any]:
         if isinstance(x, int | float):
             # Filled on the device: a copy from the host would synchronise.
             done[name] = torch.full((), x, dtype=dtype, device=device)
-        elif x.dtype != dtype:
-            done[name] = x.to(dtype=dtype)
+        elif x.dtype != dtype and not (isinstance(x, Sparse) and x.parts[0].values is None):
+            done[name] = x.to(dtype=dtype)  # a pattern has no values to convert
     return done
 
 
