@@ -170,7 +170,7 @@ def test_what_is_refused():
         assert iterate.refusal(product(text, A=a, B=b.clone().requires_grad_())) is None
     assert "sparse" in iterate.refusal(product(text, A=draw(3, 4), B=b))
     assert "index arrays" in iterate.refusal(product("C[i] = A[i,K[i]]", A=a, K=torch.zeros(3, dtype=torch.int32)))
-    assert "sum" in iterate.refusal(product("C[i] max= A[i,k] * B[k,j]", A=a, B=b))
+    assert "sum" in iterate.refusal(product("C[i] max= A[i,k]", A=a))
     assert "empty" in iterate.refusal(product(text, A=pm.sparse(torch.zeros(3, 4), "m:U k:C"), B=b))
     many = ",".join("abcdefghijk")
     assert "11 indices" in iterate.refusal(

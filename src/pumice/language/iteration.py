@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pumice.language.nodes import Access, Affine, indices_of
@@ -27,6 +28,8 @@ DENSE, COMPRESSED = "dense", "compressed"
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
 _MOST_INDICES = 10
 _LANES = 8
+_COLUMNS = 64  # Of a tile of vectors
+_CACHED = 8192  # Values that the first-level cache holds
 _SHARED = 16  # Points of a loop that are enough to share them among threads
 
 
@@ -50,6 +53,14 @@ class IteratedAccess:
     def coordinate(self, depth: int) -> Affine:
         return self.access.indices[self.levels[depth].axis]
 
+    @cached_property
+    def used(self) -> frozenset[str]:
+        return frozenset(indices_of(self.access))
+
+    @cached_property
+    def _coordinate_indices(self) -> tuple[frozenset[str], ...]:
+        return tuple(frozenset(indices_of(self.coordinate(depth))) for depth in range(len(self.levels)))
+
     @property
     def dense(self) -> tuple[int, ...]:
         """The axes without a level."""
@@ -63,10 +74,8 @@ class IteratedAccess:
 
     def known(self, bound: frozenset[str]) -> int:
         """The number of leading levels whose coordinates have no other indices than these."""
-        for depth in range(len(self.levels)):
-            if not bound.issuperset(indices_of(self.coordinate(depth))):
-                return depth
-        return len(self.levels)
+        found = (depth for depth, names in enumerate(self._coordinate_indices) if not names <= bound)
+        return next(found, len(self.levels))
 
     def share(self, depth: int) -> float:
         """Coordinates present in a level, of those below a position of the level above."""
@@ -212,8 +221,8 @@ def loop_nest(product: Product, choices: IterationChoices) -> LoopNest:
     vector = _vector_index(product) if choices.vector is None else choices.vector
     ranges = {name: (start, stop) for name, start, stop in product.ranges}
     vectors = -(-(ranges[vector][1] if vector else 1) // _LANES)
-    planner = _Planner(product.target, product.shape, product.factors, ranges, product.pattern, choices, vectors)
-    return planner.nest(vector)
+    sizes = product.target, product.shape, product.factors, ranges, product.pattern
+    return _Planner(*sizes, choices, vector, vectors).nest()
 
 
 def refused(product: Product) -> str | None:
@@ -253,10 +262,20 @@ class _Planner:
     ranges: Mapping[str, tuple[int, int]]
     pattern: int
     choices: IterationChoices
+    vector: str
     vectors: int  # Operations for all points of the vector index, about
+    seen: dict[frozenset[str], tuple[tuple[int, ...], float]] = field(default_factory=dict)
 
-    def nest(self, vector: str) -> LoopNest:
-        order, entries = self.order(vector)
+    @cached_property
+    def written(self) -> frozenset[str]:
+        return frozenset(indices_of(self.target))
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return self.written.union(*(f.used for f in self.factors))
+
+    def nest(self) -> LoopNest:
+        order, entries = self.order()
         bound, steps = frozenset[str](), list[Step]()
         located = self.locatable(bound, ())
         done = set(located)
@@ -276,7 +295,7 @@ class _Planner:
             steps.append(Step(loop, self.bounds(names, bound), more))
         held = self.held(steps)
         parallel = self.parallel(steps)
-        return LoopNest(self.target, self.factors, located, tuple(steps), vector, held, parallel, self.pattern)
+        return LoopNest(self.target, self.factors, located, tuple(steps), self.vector, held, parallel, self.pattern)
 
     def extent(self, index: str) -> int:
         start, stop = self.ranges[index]
@@ -358,7 +377,7 @@ class _Planner:
         alone = {e.terms[0][1] for e in self.target.indices if len(e.terms) == 1}
         safe = {str(atom) for atom in alone} | ({*self.factors[self.pattern].stored} if self.pattern >= 0 else set())
         sizes = {}
-        for number, step in enumerate(steps[:3]):
+        for number, step in enumerate(steps):
             if isinstance(step.loop, Entries):
                 return number if safe.issuperset(step.indices) else -1
             if step.loop.index in safe:
@@ -367,9 +386,9 @@ class _Planner:
 
     # Order
 
-    def order(self, vector: str) -> tuple[list[str], int]:
+    def order(self) -> tuple[list[str], int]:
         """(indices in the order of their loops, the factor whose entries the first loop runs over, or -1)."""
-        names = [n for n in indices_of(*(f.access for f in self.factors), self.target) if n != vector]
+        names = [n for n in indices_of(*(f.access for f in self.factors), self.target) if n != self.vector]
         entries = self.entries()
         if self.choices.order:
             first = self.factors[entries].stored if entries >= 0 else ()
@@ -391,25 +410,41 @@ class _Planner:
                 return number
         return -1
 
-    def survivors(self, bound: frozenset[str]) -> float:
-        """The estimated number of points of these indices at which all known coordinates are present."""
-        shares = (f.share(depth) for f in self.factors for depth in range(f.known(bound)))
-        return math.prod(self.extent(name) for name in bound) * math.prod(shares)
+    def reached(self, bound: frozenset[str]) -> tuple[tuple[int, ...], float]:
+        """(levels of each factor whose coordinates are known, estimated number of points of these indices at which all
+        known coordinates are present)."""
+        if (found := self.seen.get(bound)) is None:
+            depths = tuple(factor.known(bound) for factor in self.factors)
+            shares = (f.share(d) for f, depth in zip(self.factors, depths, strict=True) for d in range(depth))
+            found = self.seen[bound] = depths, math.prod(map(self.extent, bound)) * math.prod(shares)
+        return found
 
     def cost(self, bound: frozenset[str], index: str) -> float:
         """The estimated operations of the loop of an index inside the loops of others."""
-        before, after, shares = self.survivors(bound), bound | {index}, list[float]()
-        located = 0
-        for factor in self.factors:
-            for depth in range(factor.known(bound), factor.known(after)):
-                located += factor.levels[depth].kind == COMPRESSED
-                if depth == factor.known(bound) and factor.levels[depth].kind == COMPRESSED:
-                    shares.append(factor.share(depth))
+        after = bound | {index}
+        (depths, before), (reached, _) = self.reached(bound), self.reached(after)
+        located, shares = 0, list[float]()
+        for factor, start, stop in zip(self.factors, depths, reached, strict=True):
+            kinds = [level.kind == COMPRESSED for level in factor.levels[start:stop]]
+            located += sum(kinds)
+            if kinds and kinds[0]:
+                shares.append(factor.share(start))
         points = before * self.extent(index) * min(shares, default=1.0)
-        target = {*indices_of(self.target)}
         # Inside a loop that sums, each point reads and writes its part of the target.
-        stores = 2 * self.vectors * points * (index in target and not bound <= target)
-        return 4 * before + points * (1 + 4 * max(0, located - bool(shares))) + stores
+        stores = 2 * self.vectors * points * (index in self.written and not bound <= self.written)
+        return 4 * before + points * (1 + 4 * max(0, located - bool(shares))) + stores + self.reloads(after, index)
+
+    def reloads(self, bound: frozenset[str], index: str) -> float:
+        """The cost of reading dense factors from behind the first-level cache, if this is the last loop that repeats
+        what is read of them inside it."""
+        names, total = self.names - {self.vector}, 0.0
+        for factor in self.factors:
+            used = factor.used
+            if not factor.levels and self.vector in used and index not in used and names - bound <= used:
+                columns = min(_COLUMNS, self.extent(self.vector))
+                if columns * math.prod(map(self.extent, names - bound)) > _CACHED:
+                    total += 0.4 * self.vectors * self.reached(names)[1]
+        return total
 
 
 def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[frozenset[str], str], float]) -> list[str]:

@@ -118,6 +118,17 @@ def _sorting(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
     return None if bool((keys[1:] > keys[:-1]).all()) else keys.argsort(stable=True)
 
 
+class _Key(NamedTuple):
+    """What a nest depends on of a factor. positions: of the levels, rounded: similar scenes have one nest; shape: of
+    the operand; dense: its axes in the array of values; ordered: see Fibers.order."""
+
+    shape: tuple[int, ...]
+    levels: tuple[LevelSize, ...]
+    dense: tuple[int, ...]
+    valued: bool = True
+    ordered: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class SparseProduct:
     """A product of sparse and dense operands, by place of the factor. pattern: the place of the factor at whose entries
@@ -132,6 +143,17 @@ class SparseProduct:
     def fibers(self) -> tuple[Fibers | None, ...]:
         """The levels of sparse factors without repeated entries, None of others."""
         return tuple(None if isinstance(x, Tensor) else fibers(x) for x in self.factors)
+
+    @cached_property
+    def keys(self) -> tuple[_Key, ...]:
+        found = []
+        for x, levels in zip(self.factors, self.fibers, strict=True):
+            if isinstance(x, Tensor):
+                found.append(_Key(tuple(x.shape), (), tuple(range(x.ndim))))
+            elif levels is not None:
+                rounded = tuple(level._replace(positions=1 << level.positions.bit_length()) for level in levels.levels)
+                found.append(_Key(x.shape, rounded, x.dense, x.values is not None, levels.order is not None))
+        return tuple(found)
 
     @property
     def sparse(self) -> Iterator[StoredOperand]:
@@ -166,7 +188,7 @@ def refusal(product: SparseProduct) -> str | None:
         found is None and not isinstance(x, Tensor) for found, x in zip(product.fibers, product.factors, strict=True)
     ):
         return "entries of an operand have the same coordinates"
-    return refused(_symbols(product.bound, product.pattern, _keys(product)))
+    return _refused(product.bound, product.pattern, product.keys)
 
 
 def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
@@ -184,26 +206,9 @@ def source_of(product: SparseProduct, dtype: torch.dtype) -> str:
     return f"{found.nest}\n\n{found.code.source}"
 
 
-class _Key(NamedTuple):
-    """What a nest depends on of a factor. positions: of the levels, rounded: similar scenes have one nest; shape: of
-    the operand; dense: its axes in the array of values; ordered: see Fibers.order."""
-
-    shape: tuple[int, ...]
-    levels: tuple[LevelSize, ...]
-    dense: tuple[int, ...]
-    valued: bool = True
-    ordered: bool = False
-
-
-def _keys(product: SparseProduct) -> tuple[_Key, ...]:
-    found = []
-    for x, levels in zip(product.factors, product.fibers, strict=True):
-        if isinstance(x, Tensor):
-            found.append(_Key(tuple(x.shape), (), tuple(range(x.ndim))))
-        elif levels is not None:
-            rounded = tuple(level._replace(positions=1 << level.positions.bit_length()) for level in levels.levels)
-            found.append(_Key(x.shape, rounded, x.dense, x.values is not None, levels.order is not None))
-    return tuple(found)
+@lru_cache(maxsize=1024)
+def _refused(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -> str | None:
+    return refused(_symbols(bound, pattern, keys))
 
 
 def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> Product:
@@ -214,7 +219,7 @@ def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> Produ
 
 
 def _prepared(product: SparseProduct, dtype: torch.dtype) -> PreparedNest:
-    return _prepare(product.bound, product.pattern, product.choices, _keys(product), dtype)
+    return _prepare(product.bound, product.pattern, product.choices, product.keys, dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement, indices_of
-from pumice.lower.iterate import SparseProduct, StoredOperand, refusal, run
+from pumice.lower.iterate import SparseProduct, StoredOperand, refusal, run, source_of
 from pumice.ops.sparse import Sparse
 
 
@@ -25,13 +25,26 @@ def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> boo
 def computed(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> Tensor | None:
     """The target of one product, or None if no nest computes it. pattern: the place of the factor at whose entries the
     target has values, which are returned; or -1."""
+    product = _product(bound, operands, pattern)
+    return None if refusal(product) is not None else run(product, _dtype(product))
+
+
+def explained(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> str:
+    """The loop nest of a product and its C source, or the reason why there is none."""
+    product = _product(bound, operands, pattern)
+    why = refusal(product)
+    return f"no nest over levels: {why}" if why else f"loop nest over levels\n{source_of(product, _dtype(product))}"
+
+
+def _product(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> SparseProduct:
     given = [operands[f.name] for f in bound.statement.terms[0].factors if isinstance(f, Access)]
-    product = SparseProduct(bound, tuple(x if isinstance(x, Tensor) else stored(x) for x in given), pattern)
-    if refusal(product) is not None:
-        return None
+    return SparseProduct(bound, tuple(x if isinstance(x, Tensor) else stored(x) for x in given), pattern)
+
+
+def _dtype(product: SparseProduct) -> torch.dtype:
     tensors = [x if isinstance(x, Tensor) else x.values for x in product.factors]
     kinds = [t.dtype for t in tensors if t is not None and t.dtype.is_floating_point]
-    return run(product, kinds[0] if kinds else torch.get_default_dtype())
+    return kinds[0] if kinds else torch.get_default_dtype()
 
 
 def stored(x: Sparse) -> StoredOperand:

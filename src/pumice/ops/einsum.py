@@ -25,6 +25,7 @@ from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
+from pumice.ops.direct import windowed
 from pumice.ops.join import Joined
 from pumice.ops.operands import (
     DeclarationCheck,
@@ -186,7 +187,7 @@ class Einsum:
             return _without_groups(self.text, operands, lambda text, given: replace(self, text=text)(**given))
         ready = self._checked(operands)
         unchanged = all(ready.operands[name] is x for name, x in operands.items())
-        if joins(ready.statement, _coordinate_axes(ready.operands)):
+        if self._meets(ready):
             joined = Joined(ready.statement, ready.operands, self.lowering)
             if unchanged:
                 self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
@@ -195,6 +196,11 @@ class Einsum:
         if not dense and unchanged:
             self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
+
+    def _meets(self, ready: _CheckedOperands) -> bool:
+        """True for statements of sparse operands that meet, or that are read through windows."""
+        axes = _coordinate_axes(ready.operands)
+        return joins(ready.statement, axes) or (not self.lowering and windowed(ready.statement, axes))
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
@@ -208,8 +214,9 @@ class Einsum:
             )
         ready = self._checked(operands)
         formats = {name: x.format for name, x in ready.operands.items() if isinstance(x, Sparse)}
-        if told := _join_told(self.text, ready.constants, formats):
-            return told
+        if self._meets(ready):
+            told = [_join_told(self.text, ready.constants, formats) or f"statement\n  {ready.statement}"]
+            return "\n\n".join(told + Joined(ready.statement, ready.operands, self.lowering).explained(ready.operands))
         tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         return explanation(tensors, names, self.text, self.lowering)
 

@@ -33,6 +33,7 @@ from pumice.language.meet import (
     Window,
     aggregation,
     meets,
+    pattern_place,
     position_axes,
     refusal,
     sized,
@@ -44,6 +45,7 @@ from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
+from pumice.ops.direct import computed, explained
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import cached_per_tensor
@@ -343,6 +345,11 @@ class Joined:
             total = found if total is None else total + found
         return torch.zeros(self.shape) if total is None else total
 
+    def explained(self, operands: Mapping[str, Any]) -> list[str]:
+        """How each term is computed, as text."""
+        operands = stored(operands)
+        return [term.explained({name: operands[name] for name in term.read}) for term in self.terms]
+
 
 @dataclass(frozen=True, eq=False)
 class _Meeting:
@@ -419,6 +426,7 @@ class _Term:
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         sparse, self.shape, self.lowering, self.read = _stored_axes(operands), bound.shape, lowering, [*operands]
+        self.bound, self.place = replace(bound, statement=step), pattern_place(step, sparse) if step.pattern else -1
         self.meeting, self.text, self.pattern = None, str(declare(step, bound.ranges)), step.pattern
         if not step.pattern and not meets(step.terms[0], {name: axes.coordinates for name, axes in sparse.items()}):
             return
@@ -438,15 +446,26 @@ class _Term:
     def evaluated(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result, by the first way that applies; a Sparse if the statement has a pattern."""
         if self.meeting is None:
+            if (direct := self.over_levels(operands)) is not None:
+                return direct
             tensors, names, _ = flatten_used(self.text, operands, ())
             return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
         result = self.over_map(operands)
+        if result is None and (direct := self.over_levels(operands)) is not None:
+            if not self.pattern:
+                return direct
+            result = direct
         result = self.over_join(operands) if result is None else result
         if self.made is None:
             return result
         part = FormatBucket(dict(operands[self.like].parts[0].coords), result)
         found = Sparse(self.made, self.shape, (part,), result.numel())
         return found if self.pattern else found.to_dense()
+
+    def explained(self, operands: Mapping[str, Any]) -> str:
+        if self.meeting is not None and self.meeting.roles:
+            return "kernel map of the window"
+        return explained(self.bound, operands, self.place)
 
     def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result over a kernel map; None if what meets is none."""
@@ -457,6 +476,10 @@ class _Term:
         tokens, arrays = maps.planner_operands(found, differentiable)
         named = (self.second.map + token.removeprefix("map") for token in tokens)
         return self.aggregated(operands, values | dict(zip(named, arrays, strict=True)))
+
+    def over_levels(self, operands: Mapping[str, Any]) -> Tensor | None:
+        """The result by a loop nest over the levels of the operands; None if there is none for them."""
+        return None if self.lowering else computed(self.bound, operands, self.place)
 
     def over_join(self, operands: Mapping[str, Any]) -> Tensor:
         """The result over the rows of a join."""
