@@ -233,8 +233,9 @@ def _prepare(
         _Array.of(f.access, key.dense, nest.vector, bool(f.levels)) for f, key in zip(nest.factors, keys, strict=True)
     ]
     along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
+    length = bound.extents[nest.vector] if nest.vector else 1
     reads = Reads(along, tuple(key.valued for key in keys), tuple(key.ordered for key in keys))
-    return PreparedNest(bound, nest, emitted(nest, reads, *nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
+    return PreparedNest(bound, nest, emitted(nest, reads, length, nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
 
 
 class _Array(NamedTuple):

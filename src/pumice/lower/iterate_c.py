@@ -21,6 +21,7 @@ ACROSS = 8  # Vectors of a tile
 
 _HEAD = """typedef {real} real;
 typedef long long i64;
+typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));
 typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
 static inline i64 most(i64 a, i64 b) {{ return a > b ? a : b; }}
 static inline i64 least(i64 a, i64 b) {{ return a < b ? a : b; }}
@@ -46,7 +47,6 @@ static inline i64 find(const int *c, i64 a, i64 b, i64 x, int *h) {{
     return k < b && c[k] == x ? k : -1;
 }}
 """
-_VECTOR = "typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));\n"
 _MAIN = """static void work(void *data) {{
     i64 *z = data;
     const i64 thread = __atomic_fetch_add(z + 2, 1, __ATOMIC_RELAXED);
@@ -83,28 +83,30 @@ class Emitted:
     arguments: tuple[tuple[Hashable, ...], ...]
 
 
-def emitted(nest: LoopNest, reads: Reads, real: str, lanes: int) -> Emitted:
-    """The C source of a nest."""
-    slots: dict[tuple[Hashable, ...], int] = {}
-    widths = [lanes >> n for n in range(lanes.bit_length() - 1)]
-    size = 4 if real == "float" else 8
-    text = [_HEAD.format(real=real), *(_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths)]
-    tiles = [(1, 1)]
-    if nest.vector and not nest.sums:
-        tiles = [(ACROSS, lanes), *((1, width) for width in (*widths, 1))]
-    indices = indices_of(nest.target, *(f.access for f in nest.factors))
-    for count, width in tiles:
+def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) -> Emitted:
+    """The C source of a nest. length: points of the vector index; vector: C type and number of the lanes."""
+    real, lanes = vector
+    slots, size = dict[tuple[Hashable, ...], int](), 4 if real == "float" else 8
+    text = [_HEAD.format(real=real, lanes=lanes, bytes=lanes * size, align=size)]
+    indices, calls, begin = indices_of(nest.target, *(f.access for f in nest.factors)), list[str](), 0
+    for count, width, times in [(1, 1, 1)] if nest.sums or not nest.vector else _tiles(length, lanes):
         text.append(_Writer(nest, reads, count, width, lanes, slots, indices).function())
-    calls = [f"tile_{count}_{width}(z, thread, L, H, 0);" for count, width in tiles]
-    if nest.vector and not nest.sums:
-        length = _slot(slots, ("length",))
-        calls = ["i64 j = 0;"] + [
-            f"for (; j + {count * width} <= {length}; j += {count * width}) tile_{count}_{width}(z, thread, L, H, j);"
-            for count, width in tiles
-        ]
+        end = begin + count * width * times
+        step = (
+            f"for (i64 j = {begin}; j < {end}; j += {count * width}) " if times > 1 else f"{{ const i64 j = {begin}; "
+        )
+        calls.append(f"{step}tile_{count}_{width}(z, thread, L, H, j);{' }' * (times == 1)}")
+        begin = end
     start, stop = (_slot(slots, (end,)) for end in ("first", "last"))
     text.append(_MAIN.format(start=start, stop=stop, calls="\n        ".join(calls)))
     return Emitted("".join(text), tuple(slots))
+
+
+def _tiles(length: int, lanes: int) -> list[tuple[int, int, int]]:
+    """(accumulators, lanes of each, times) of the tiles that cover a vector index: each walks the loops once."""
+    whole, vectors = divmod(length // lanes, ACROSS)
+    found = [(ACROSS, lanes, whole), (vectors, lanes, 1), (length % lanes, 1, 1)]
+    return [(count, width, times) for count, width, times in found if count * times]
 
 
 def _slot(slots: dict[tuple[Hashable, ...], int], key: tuple[Hashable, ...]) -> str:
