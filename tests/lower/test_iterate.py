@@ -54,7 +54,7 @@ def draw(*shape, density=1.0, seed=0):
 PRODUCTS = {
     "rows by rows": ("C[i,j] = A[i,k] * B[k,j]", {"A": (9, 12), "B": (12, 7)}, ["m:U k:C", "m:C k:C", "(m k):C"]),
     "dot products": ("C[i,j] = A[i,k] * B[j,k]", {"A": (9, 12), "B": (7, 12)}, ["m:U k:C", "[m,k] k:U m:C"]),
-    "elements": ("C[i,j] = A[i,j] * B[i,j]", {"A": (9, 12), "B": (9, 12)}, ["m:U k:C", "(m k):C", "[m,k] k:C m:C"]),
+    "elements": ("C[i,j] = A[i,j] * B[i,j]", {"A": (9, 12), "B": (9, 12)}, ["m:U k:C", "(m k):H", "[m,k] k:C m:C"]),
     "transposed": ("C[i,j] = A[i,j] * B[j,i]", {"A": (9, 12), "B": (12, 9)}, ["m:U k:C", "(m k):C"]),
     "diagonal": ("C[i] = A[i,i] * B[i,2]", {"A": (9, 9), "B": (9, 4)}, ["m:U k:C", "(m k):C"]),
     "three": ("C[i,l] = A[i,k] * B[k,j] * D[j,l]", {"A": (5, 6), "B": (6, 7), "D": (7, 4)}, ["m:U k:C", "(m k):C"]),
@@ -88,7 +88,7 @@ def test_convolutions_of_sparse_images(stride, dilation, channels, searched):
     dense = {"I": image, "F": weight}
     wanted = loops(text, dense)
     filters = (None, "r:U s:U c:U m:C", "(r s c m):C", "(r s):C c:U m:U", None)
-    images = ("n:U h:U w:U c:C", "(n h w c):C", "(n h w):C c:U", "n:U h:C w:C c:C", "[n,h,w,c] c:C (n h w):C")
+    images = ("n:U h:U w:U c:C", "(n h w c):C", "(n h w):H c:U", "n:U h:C w:H c:C", "[n,h,w,c] c:U2 (n h w c):C h:M4")
     for image_form, filter_form in zip(images, filters, strict=True):
         formats = {"I": image_form} | ({"F": filter_form} if filter_form else {})
         check(text, dense, formats, wanted, choices=IterationChoices(searched=searched))
@@ -164,7 +164,7 @@ def random_format(chance, ndim):
     order = chance.sample(axes, ndim) if chance.random() < 0.4 else axes
     if chance.random() < 0.3:
         return f"[{','.join(axes)}] ({' '.join(order)}):C"
-    kinds = [chance.choice("UC") for _ in order]
+    kinds = [chance.choice("UCCH") for _ in order]
     kinds[chance.randrange(ndim)] = "C"
     return f"[{','.join(axes)}] " + " ".join(f"{a}:{kind}" for a, kind in zip(order, kinds, strict=True))
 

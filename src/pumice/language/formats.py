@@ -6,14 +6,19 @@ m:U k:C             CSR: every m, and for each the k that occur
 m:C k:G4            groups: an m is stored once per 4 of its coordinates k; short groups are padded with -1
 m:C k:G2,8,32       buckets: each m is stored with the group size that suits its number of k
 m:U k:C m:B4 k:B4   blocks of 4 x 4: m:U and k:C run over block coordinates
+m:U k:H             as C, and a coordinate is found by a hash instead of a search
+(m k):C m:M4 k:M8   bricks of 4 x 8 that occur, each with a bitmap of its cells: only those that occur are stored
+k:U16 m:U k:C       split: entries are sorted by k // 16, then m, then k
 
-level    U: all coordinates, not stored.  C: coordinates that occur.  B: the position in a block.  G: groups of C
+level    U: all coordinates, not stored.  C: coordinates that occur.  B: the position in a block.  G: groups of C.
+         H: C with a hash.  M: the position in a brick, as bits.  U<n>: all multiples of n, split from a level below
 format   the logical order of the axes, and the levels in storage order
 layout   the arrays of a format; kernels depend on nothing else
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +27,35 @@ from types import MappingProxyType
 
 from pumice.errors import OptionError, StatementError
 
-KINDS = ("U", "C", "B", "G")
+MOST_BITS = 64  # Of the bitmap of a brick
+
+
+@dataclass(frozen=True)
+class LevelKind:
+    """What a level of a kind offers. stored: has coordinates of its own; locate: how the position of a coordinate below
+    a position of the level above is found; fused: may be of several axes; sizes: it has.
+
+    Source: "Unified Convolution Framework", 4.2 (level formats and their capabilities)."""
+
+    stored: bool
+    locate: str
+    fused: bool = False
+    sizes: tuple[int, ...] = (0,)  # Possible numbers of sizes; -1: any
+
+
+KINDS: Mapping[str, LevelKind] = MappingProxyType(
+    {
+        "U": LevelKind(False, "multiply", sizes=(0, 1)),
+        "C": LevelKind(True, "search", fused=True),
+        "H": LevelKind(True, "hash", fused=True),
+        "M": LevelKind(True, "search", sizes=(1,)),
+        "B": LevelKind(False, "multiply", sizes=(1,)),
+        "G": LevelKind(True, "search", fused=True, sizes=(-1,)),
+    }
+)
+"""The kinds of levels."""
+
+_LISTED = tuple(kind for kind, found in KINDS.items() if found.stored and kind != "G")  # one coordinate per entry
 
 AUTOMATIC = (0,)  # `sizes` of a level G*: its buckets are chosen at conversion
 
@@ -44,7 +77,7 @@ NAMED: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Level:
-    """A level. sizes: block size of B; group sizes of G, () if chosen at conversion; () for U and C."""
+    """A level. sizes: of the block, brick or split; group sizes of G, () if chosen at conversion; else ()."""
 
     axes: tuple[str, ...]
     kind: str
@@ -84,11 +117,27 @@ class Format:
 
     @property
     def flattened(self) -> tuple[Level, ...]:
-        """The levels up to the last C, over which one position runs."""
+        """The levels up to the last one with a coordinate per entry, over which one position runs."""
         count = 0
         for place, level in enumerate(self.levels, 1):
-            count = place if level.kind == "C" else count
+            count = place if level.kind in _LISTED else count
         return self.levels[:count]
+
+    @property
+    def sorting(self) -> tuple[tuple[str, int], ...]:
+        """(axis, divisor): entries are sorted by these quotients of their coordinates, the first one outermost."""
+        bricks = {level.axes[0]: level.sizes[0] for level in self.levels if level.kind == "M"}
+        found = []
+        for level in self.flattened:
+            own = level.sizes[0] if level.kind == "U" and level.sizes else 1
+            found += [(a, own if level.kind in "UM" else bricks.get(a, 1)) for a in level.axes]
+        return tuple(found)
+
+    @property
+    def coordinates(self) -> tuple[tuple[str, Level], ...]:
+        """(axis, level) of every axis, outermost first, without blocks, bricks and splits."""
+        found = (level for level in self.levels if level.kind not in "BM" and not (level.kind == "U" and level.sizes))
+        return tuple((axis, level) for level in found for axis in level.axes)
 
     @property
     def parents(self) -> tuple[Level, ...]:
@@ -193,7 +242,7 @@ def parse_format(text: str | Format) -> Format:
 _NAME = r"[^\W\d]\w*"
 _PREFIX = re.compile(rf"\s*\[\s*({_NAME}(?:\s*,\s*{_NAME})*)\s*\]")
 _LEVEL = re.compile(rf"\s*(?P<axes>{_NAME}|\(\s*{_NAME}(?:\s+{_NAME})*\s*\))\s*:\s*(?P<kind>[^\s\[\]():]+)")
-_KIND = re.compile(r"(?P<kind>[UC])|(?P<block>B)(?P<size>[0-9]+)|(?P<group>G)(?P<sizes>\*|[0-9]+(?:,[0-9]+)*)?")
+_KIND = re.compile(r"(?P<kind>[UCH])|(?P<block>[BMU])(?P<size>[0-9]+)|(?P<group>G)(?P<sizes>\*|[0-9]+(?:,[0-9]+)*)?")
 _LONGEST_TEXT = 2000
 _LARGEST_SIZE = 2**31 - 1  # coordinates are int32
 
@@ -225,7 +274,7 @@ def _parse(text: str) -> Format:
 def _level(text: str, found: re.Match[str]) -> Level:
     kind = _KIND.fullmatch(found["kind"])
     if kind is None:
-        known = "U, C, B<size>, G, G<size>, G<size>,<size>,..., G*"
+        known = "U, U<size>, C, H, M<size>, B<size>, G, G<size>, G<size>,<size>,..., G*"
         raise _error(text, *found.span("kind"), f"unknown kind of level {found['kind']!r}; known: {known}")
     axes = tuple(re.findall(_NAME, found["axes"]))
     if kind["sizes"] == "*":
@@ -238,45 +287,81 @@ def _level(text: str, found: re.Match[str]) -> Level:
 
 def _problems(levels: Sequence[Level]) -> Iterator[tuple[int, str]]:
     """(number of the level, message) for every error in the levels."""
-    seen: dict[str, int] = {}  # by axis, its level other than B
-    blocked: set[str] = set()
+    seen: dict[str, int] = {}  # by axis, its level that is no part of another one
+    inner: set[str] = set()  # axes with a block or a brick
     for place, level in enumerate(levels):
         if problem := _level_problem(level):
             yield place, problem
             continue
-        above = [other.kind for other in levels[:place]]
-        if level.kind == "B":
-            axis = level.axes[0]
-            if axis in blocked:
-                yield place, f"axis {axis!r} has two block levels"
-            elif axis not in seen:
-                yield place, _stray_block(axis, levels)
-            blocked.add(axis)
-            continue
-        for axis in level.axes:
-            if axis in seen:
-                yield place, f"axis {axis!r} has two levels, {str(levels[seen[axis]])!r} and {str(level)!r}"
-            seen[axis] = place
-        if level.kind == "C" and ("G" in above or "B" in above):
-            first = next(str(other) for other in levels if other.kind in "GB")
-            yield place, f"{str(level)!r} comes after {first!r}; compressed levels come before groups and blocks"
-        if level.kind == "G" and "G" in above:
-            yield place, f"a second grouped level {str(level)!r}; a format has at most one"
-        if _bucketed(level) and ("C" not in above or _last_above(levels[:place]) != "C"):
-            yield place, f"{str(level)!r} has buckets; they need a compressed level right before, as in 'm:C k:G2,8'"
+        above = levels[:place]
+        if level.kind in "BM":
+            if problem := _inner_problem(level, levels, seen, inner):
+                yield place, problem
+            inner.add(level.axes[0])
+        elif level.kind == "U" and level.sizes:
+            if problem := _split_problem(level, levels[place + 1 :]):
+                yield place, problem
+        else:
+            for axis in level.axes:
+                if axis in seen:
+                    yield place, f"axis {axis!r} has two levels, {str(levels[seen[axis]])!r} and {str(level)!r}"
+                seen[axis] = place
+        if problem := _place_problem(level, above):
+            yield place, problem
+    bricks = [level for level in levels if level.kind == "M"]
+    if (bits := math.prod(level.sizes[0] for level in bricks if len(level.sizes) == 1)) > MOST_BITS:
+        place = max(number for number, level in enumerate(levels) if level.kind == "M")
+        yield place, f"a brick has at most {MOST_BITS} cells, found {bits}"
+    refined = [level for level in levels if level.kind == "M" or (level.kind == "U" and level.sizes)]
+    other = next((level for level in levels if level.kind in "BG"), None)
+    if refined and other:
+        yield levels.index(refined[0]), f"{str(refined[0])!r} and {str(other)!r}: expected either of them"
+
+
+def _inner_problem(level: Level, levels: Sequence[Level], seen: Mapping[str, int], inner: set[str]) -> str | None:
+    """What is wrong with a block or a brick."""
+    axis, word = level.axes[0], "block" if level.kind == "B" else "brick"
+    if axis in inner:
+        return f"axis {axis!r} has two {word} levels"
+    if axis not in seen:
+        return _stray_block(axis, levels, word)
+    if level.kind == "M" and levels[seen[axis]].kind not in _LISTED:
+        return f"{str(level)!r} is in bricks that occur: expected '{axis}:C' above, found {str(levels[seen[axis]])!r}"
+    return None
+
+
+def _split_problem(level: Level, below: Sequence[Level]) -> str | None:
+    """What is wrong with a split level."""
+    axis = level.axes[0]
+    if any(axis in other.axes and other.kind in ("C", "H") for other in below):
+        return None
+    return f"{str(level)!r} splits a level below it: expected '{axis}:C' there"
+
+
+def _place_problem(level: Level, above: Sequence[Level]) -> str | None:
+    """What is wrong with a level below these."""
+    kinds = [other.kind for other in above]
+    if level.kind in _LISTED and ("G" in kinds or "B" in kinds):
+        first = next(str(other) for other in above if other.kind in "GB")
+        return f"{str(level)!r} comes after {first!r}; compressed levels come before groups and blocks"
+    if level.kind == "G" and "G" in kinds:
+        return f"a second grouped level {str(level)!r}; a format has at most one"
+    if _bucketed(level) and _last_above(above) != "C":
+        return f"{str(level)!r} has buckets; they need a compressed level right before, as in 'm:C k:G2,8'"
+    return None
 
 
 def _level_problem(level: Level) -> str | None:
     if level.kind not in KINDS:
         return f"unknown kind of level {level.kind!r}; known: {', '.join(KINDS)}"
-    if level.kind in "UB" and len(level.axes) != 1:
-        return f"{str(level)!r} is of {len(level.axes)} axes; only levels of kind C and G can be fused"
     if not level.axes:
         return "a level without an axis"
-    if level.kind in "UC" and level.sizes:
-        return f"a level of kind {level.kind} has no sizes, found {level.sizes}"
-    if level.kind == "B" and len(level.sizes) != 1:
-        return f"a level of kind B has one size, found {len(level.sizes)}"
+    kind, count = KINDS[level.kind], len(level.sizes)
+    if not kind.fused and len(level.axes) != 1:
+        fused = ", ".join(name for name, other in KINDS.items() if other.fused)
+        return f"{str(level)!r} is of {len(level.axes)} axes; only levels of kind {fused} can be fused"
+    if -1 not in kind.sizes and count not in kind.sizes:
+        return f"a level of kind {level.kind} has {' or '.join(map(str, kind.sizes))} sizes, found {count}"
     if level.kind == "G" and level.sizes == AUTOMATIC:
         return None
     if any(size < 1 for size in level.sizes):
@@ -301,10 +386,11 @@ def _size_problem(kind: str, size: int) -> str:
     return f"a size of kind {kind} is at least 1, found {size}"
 
 
-def _stray_block(axis: str, levels: Sequence[Level]) -> str:
-    if any(axis in level.axes and level.kind != "B" for level in levels):
-        return f"the block of axis {axis!r} comes before the level that it is a block of"
-    return f"axis {axis!r} has a block and no other level; the blocks need one, as in '{axis}:C {axis}:B4'"
+def _stray_block(axis: str, levels: Sequence[Level], word: str) -> str:
+    if any(axis in level.axes and level.kind not in "BM" for level in levels):
+        return f"the {word} of axis {axis!r} comes before the level that it is a {word} of"
+    kind = "B" if word == "block" else "M"
+    return f"axis {axis!r} has a {word} and no other level; the {word}s need one, as in '{axis}:C {axis}:{kind}4'"
 
 
 def _order_problem(axes: tuple[str, ...], levels: Sequence[Level]) -> str | None:

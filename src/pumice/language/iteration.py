@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from pumice.language.nodes import Access, Affine, indices_of
 
-DENSE, COMPRESSED = "dense", "compressed"
+DENSE, COMPRESSED, HASHED = "dense", "compressed", "hashed"
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
 _MOST_INDICES = 10
 _LANES = 8
@@ -58,7 +58,7 @@ class IteratedAccess:
         return frozenset(indices_of(self.access))
 
     @cached_property
-    def _coordinate_indices(self) -> tuple[frozenset[str], ...]:
+    def coordinate_indices(self) -> tuple[frozenset[str], ...]:
         return tuple(frozenset(indices_of(self.coordinate(depth))) for depth in range(len(self.levels)))
 
     @property
@@ -74,7 +74,7 @@ class IteratedAccess:
 
     def known(self, bound: frozenset[str]) -> int:
         """The number of leading levels whose coordinates have no other indices than these."""
-        found = (depth for depth, names in enumerate(self._coordinate_indices) if not names <= bound)
+        found = (depth for depth, names in enumerate(self.coordinate_indices) if not names <= bound)
         return next(found, len(self.levels))
 
     def share(self, depth: int) -> float:
@@ -311,10 +311,12 @@ class _Planner:
         walkable = []
         for number, factor in enumerate(self.factors):
             depth = factor.known(bound)
-            if depth == len(factor.levels) or factor.levels[depth].kind != COMPRESSED:
+            if depth == len(factor.levels) or not factor.coordinate_indices[depth] <= bound | {index}:
                 continue
-            if {*indices_of(factor.coordinate(depth))} <= bound | {index}:
-                walkable.append((factor.share(depth) * factor.levels[depth].extent, LevelOf(number, depth)))
+            kind, at = factor.levels[depth].kind, LevelOf(number, depth)
+            # A hash finds no first coordinate of a window.
+            if kind == COMPRESSED or (kind == HASHED and not (self._windowed(index, at) and self.choices.searched)):
+                walkable.append((factor.share(depth) * factor.levels[depth].extent, at))
         if not walkable:
             return Count(index)
         walkable.sort()
@@ -324,7 +326,8 @@ class _Planner:
         return Walk(index, first, self._windowed(index, first), self.choices.searched)
 
     def _merges(self, index: str, walkable: Sequence[tuple[float, LevelOf]]) -> bool:
-        one = all(dict(_terms(self.factors[at.factor].coordinate(at.depth)))[index] == 1 for _, at in walkable)
+        one = all(self.factors[at.factor].levels[at.depth].kind == COMPRESSED for _, at in walkable)
+        one = one and all(dict(_terms(self.factors[at.factor].coordinate(at.depth)))[index] == 1 for _, at in walkable)
         if not one or self.choices.merged is not None:
             return one and bool(self.choices.merged)
         return walkable[1][0] < _MERGED * walkable[0][0]
@@ -425,7 +428,7 @@ class _Planner:
         (depths, before), (reached, _) = self.reached(bound), self.reached(after)
         located, shares = 0, list[float]()
         for factor, start, stop in zip(self.factors, depths, reached, strict=True):
-            kinds = [level.kind == COMPRESSED for level in factor.levels[start:stop]]
+            kinds = [level.kind != DENSE for level in factor.levels[start:stop]]
             located += sum(kinds)
             if kinds and kinds[0]:
                 shares.append(factor.share(start))

@@ -72,7 +72,7 @@ class StorageForm:
         plain = enumerate(shape.coordinates)
         dense = tuple((c.position or "", n) for n, c in plain if c.array is None and c.inner is None)
         first = format.flattened[0] if format.flattened else None
-        facts = ((first.axes[0], "sorted"),) if first else ()
+        facts = ((first.axes[0], "sorted"),) if first and format.sorting[0][1] == 1 else ()
         return StorageForm(tuple(map(_expression, shape.coordinates)), shape.values, dense, facts, parts, ones)
 
 

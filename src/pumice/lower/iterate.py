@@ -12,7 +12,7 @@ Source: "Unified Convolution Framework", 3.2 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from pumice.language.formats import Format
 from pumice.language.iteration import (
     COMPRESSED,
     DENSE,
+    HASHED,
     Entries,
     IteratedAccess,
     IterationChoices,
@@ -36,7 +37,7 @@ from pumice.language.iteration import (
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import Emitted, Reads, emitted
+from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
 from pumice.runtime.cache import cached_per_tensor
 
 _TASKS = 8  # Tasks per thread
@@ -57,57 +58,81 @@ class StoredOperand(NamedTuple):
     @property
     def dense(self) -> tuple[int, ...]:
         """The axes that the values have, as stored."""
-        names = [name for level in self.format.levels for name in level.axes]
         stored = {axis for axis, _ in self.coordinates}
-        axes = dict.fromkeys(self.format.axes.index(name) for name in names)
+        axes = (self.format.axes.index(name) for name, _ in self.format.coordinates)
         return tuple(axis for axis in axes if axis not in stored)
 
 
 @dataclass(frozen=True, eq=False)
 class Fibers:
-    """The levels of a sparse operand. order: entries by position of the last level, None if they are the same."""
+    """The levels of a sparse operand. order: entries by position of the last level, None if they are the same; hashes:
+    (table, keys) of the levels with a hash, by depth."""
 
     levels: tuple[LevelSize, ...]
     pos: tuple[Tensor, ...]
     crd: tuple[Tensor, ...]
     order: Tensor | None
+    hashes: Mapping[int, tuple[Tensor, Tensor]]
 
 
 def fibers(operand: StoredOperand) -> Fibers | None:
     """The levels of an operand; None if two entries have the same coordinates."""
     axes, arrays = (tuple(each) for each in zip(*operand.coordinates, strict=True))
-    levels = [level for level in operand.format.levels if set(level.axes) & {operand.format.axes[a] for a in axes}]
-    dense = next((n for n, level in enumerate(levels) if level.kind != "U"), len(levels))
-    return _fibers(arrays[0], axes, tuple(operand.shape[a] for a in axes), dense, *arrays[1:])
+    kinds = [
+        _KINDS[level.kind] for name, level in operand.format.coordinates if operand.format.axes.index(name) in axes
+    ]
+    # Below a compressed level, no level is dense.
+    dense = next((n for n, kind in enumerate(kinds) if kind != DENSE), len(kinds))
+    kinds = [kind if n < dense or kind != DENSE else COMPRESSED for n, kind in enumerate(kinds)]
+    return _fibers(arrays[0], axes, tuple(operand.shape[a] for a in axes), tuple(kinds), *arrays[1:])
+
+
+_KINDS = {"U": DENSE, "C": COMPRESSED, "H": HASHED}
 
 
 @cached_per_tensor
-def _fibers(first: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...], dense: int, *others: Tensor) -> Fibers | None:
+def _fibers(
+    first: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...], kinds: tuple[str, ...], *others: Tensor
+) -> Fibers | None:
     coordinates = [x.long() for x in (first, *others)]
     order = _sorting(coordinates, sizes)
     if order is not None:
         coordinates = [x[order] for x in coordinates]
-    count, position = len(first), torch.zeros(len(first), dtype=torch.int64, device="cpu")
-    levels, pos, crd, positions = list[LevelSize](), list[Tensor](), list[Tensor](), 1
+    position, positions = torch.zeros(len(first), dtype=torch.int64, device="cpu"), 1
     none = torch.zeros(0, dtype=torch.int32, device="cpu")
-    for number, (axis, size, x) in enumerate(zip(axes, sizes, coordinates, strict=True)):
-        if number < dense:
+    levels, pos, crd, hashes = list[LevelSize](), list[Tensor](), list[Tensor](), dict[int, tuple[Tensor, Tensor]]()
+    for axis, size, kind, x in zip(axes, sizes, kinds, coordinates, strict=True):
+        if kind == DENSE:
             position, positions = position * size + x, positions * size
-            levels.append(LevelSize(axis, size, DENSE, positions))
             pos.append(none)
             crd.append(none)
-            continue
-        starts = torch.ones(count, dtype=torch.bool, device="cpu")
-        starts[1:] = (x[1:] != x[:-1]) | (position[1:] != position[:-1])
-        firsts = starts.nonzero()[:, 0]
-        above = torch.arange(positions + 1, device="cpu")
-        pos.append(torch.searchsorted(position[firsts], above).int())
-        crd.append(x[firsts].int())
-        position, positions = starts.cumsum(0) - 1, len(firsts)
-        levels.append(LevelSize(axis, size, COMPRESSED, positions))
-    if positions != count or dense == len(axes):
+        else:
+            starts = torch.ones(len(first), dtype=torch.bool, device="cpu")
+            starts[1:] = (x[1:] != x[:-1]) | (position[1:] != position[:-1])
+            firsts = starts.nonzero()[:, 0]
+            pos.append(torch.searchsorted(position[firsts], torch.arange(positions + 1, device="cpu")).int())
+            crd.append(x[firsts].int())
+            if kind == HASHED:
+                hashes[len(levels)] = _hash(position[firsts] * size + x[firsts])
+            position, positions = starts.cumsum(0) - 1, len(firsts)
+        levels.append(LevelSize(axis, size, kind, positions))
+    if positions != len(first) or kinds[-1] == DENSE:
         return None
-    return Fibers(tuple(levels), tuple(pos), tuple(crd), None if order is None else order.int())
+    return Fibers(tuple(levels), tuple(pos), tuple(crd), None if order is None else order.int(), hashes)
+
+
+def _hash(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(int32 table of positions of distinct keys, -1 where it is empty; the keys): open addressing, linear probing."""
+    size = 1 << (2 * len(keys)).bit_length()
+    table = torch.full((size,), -1, dtype=torch.int32, device="cpu")
+    multiplier = MULTIPLIER - (1 << 64)  # As a signed number
+    left, slots = torch.arange(len(keys), dtype=torch.int32, device="cpu"), (keys * multiplier >> 32) & (size - 1)
+    while len(left):
+        free = table[slots] < 0
+        table[slots[free]] = left[free]
+        kept = table[slots] != left
+        left, slots = left[kept], (slots[kept] + 1) & (size - 1)
+    return table, keys
 
 
 def _sorting(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
@@ -403,6 +428,15 @@ class _Call:
 
     def crd(self, factor: int, depth: int) -> int:
         return self.fibers(factor).crd[depth].data_ptr()
+
+    def table(self, factor: int, depth: int) -> int:
+        return self.fibers(factor).hashes[depth][0].data_ptr()
+
+    def mask(self, factor: int, depth: int) -> int:
+        return len(self.fibers(factor).hashes[depth][0]) - 1
+
+    def hash_keys(self, factor: int, depth: int) -> int:
+        return self.fibers(factor).hashes[depth][1].data_ptr()
 
     def hints(self, *level: int) -> int:
         return self.hint_array.data_ptr() + 4 * self.offsets[level[0], level[1]] if level else self.positions

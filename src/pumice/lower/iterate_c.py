@@ -13,11 +13,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pumice.language.iteration import DENSE, AxisOf, Count, Entries, LevelOf, LoopNest, Merge, Step, Walk
+from pumice.language.iteration import DENSE, HASHED, AxisOf, Count, Entries, LevelOf, LoopNest, Merge, Step, Walk
 from pumice.language.nodes import Affine, indices_of
 
 HEADER = 4  # Integers before the arguments
 ACROSS = 8  # Vectors of a tile
+MULTIPLIER = 0x9E3779B97F4A7C15  # Of hashes: the high word of the product is the first slot
 
 _HEAD = """typedef {real} real;
 typedef long long i64;
@@ -41,6 +42,12 @@ static inline i64 at_least(const int *c, i64 a, i64 b, i64 x, int *h) {{
     }}
     *h = k;
     return k;
+}}
+static inline i64 probe(const int *table, i64 mask, const i64 *keys, i64 key) {{
+    for (unsigned long long h = (unsigned long long)key * {multiplier}ull >> 32;; h++) {{
+        const i64 p = table[h & mask];
+        if (p < 0 || keys[p] == key) return p;
+    }}
 }}
 static inline i64 find(const int *c, i64 a, i64 b, i64 x, int *h) {{
     const i64 k = at_least(c, a, b, x, h);
@@ -77,7 +84,7 @@ class Reads(NamedTuple):
 class Emitted:
     """C source, and what its arguments are: ("start" | "stop", index); ("size", level or axis); ("constant", axis);
     ("stride", factor, index); ("values" | "span" | "order", factor); ("pos" | "crd" | "hints", level);
-    ("coordinates", factor, depth); ("hints",): their number; ("length",): of the vector index."""
+    ("table" | "mask" | "hash_keys", level); ("coordinates", factor, depth); ("hints",): their number."""
 
     source: str
     arguments: tuple[tuple[Hashable, ...], ...]
@@ -87,7 +94,7 @@ def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) 
     """The C source of a nest. length: points of the vector index; vector: C type and number of the lanes."""
     real, lanes = vector
     slots, size = dict[tuple[Hashable, ...], int](), 4 if real == "float" else 8
-    text = [_HEAD.format(real=real, lanes=lanes, bytes=lanes * size, align=size)]
+    text = [_HEAD.format(real=real, lanes=lanes, bytes=lanes * size, align=size, multiplier=MULTIPLIER)]
     indices, calls, begin = indices_of(nest.target, *(f.access for f in nest.factors)), list[str](), 0
     for count, width, times in [(1, 1, 1)] if nest.sums or not nest.vector else _tiles(length, lanes):
         text.append(_Writer(nest, reads, count, width, lanes, slots, indices).function())
@@ -283,6 +290,14 @@ class _Writer:
         x, above = self.value(at), self.above(level)
         if stored.kind == DENSE:
             self.put(f"const i64 p{f}_{d} = ({above}) * {self.size(at)} + {x};")
+            return
+        if stored.kind == HASHED:
+            table, keys = f"(const int *){self.z('table', f, d)}", f"(const i64 *){self.z('hash_keys', f, d)}"
+            key = f"({above}) * {self.size(at)} + {x}"
+            # Outside the operand, the key is that of another position.
+            self.put(f"if ((unsigned long long)({x}) >= (unsigned long long){self.size(at)}) continue;")
+            self.put(f"const i64 p{f}_{d} = probe({table}, {self.z('mask', f, d)}, {keys}, {key});")
+            self.put(f"if (p{f}_{d} < 0) continue;")
             return
         pos = f"((const int *){self.z('pos', f, d)})"
         places = f"{pos}[{above}], {pos}[{above} + 1]"

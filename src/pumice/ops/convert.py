@@ -177,13 +177,16 @@ class _ConversionPlan:
         flattened = _axes(format.flattened)
         parents = _axes(format.parents) if format.grouped else flattened
         grouped = format.grouped.axes if format.grouped else ()
-        keyed = (*parents, *grouped)
+        keyed = tuple((axis, 1) for axis in (*parents, *grouped)) if format.grouped else format.sorting
         if keyed:
-            key = raveled([outer[a] for a in keyed], [extents[a] for a in keyed])
-            key, order = torch.sort(key)
+            lists = [outer[axis] if n == 1 else outer[axis] // n for axis, n in keyed]
+            key = raveled(lists, [_ceil(extents[axis], n) for axis, n in keyed])
+            # On a GPU, to ask would wait for it.
+            sorted_already = key.device.type == "cpu" and bool((key[1:] >= key[:-1]).all())
+            key, order = (key, slice(None)) if sorted_already else torch.sort(key)
             coords = {axis: c[order] for axis, c in coords.items()}
             outer = {axis: c[order] for axis, c in outer.items()}
-            values = None if entries.values is None else entries.values.index_select(0, order)
+            values = None if entries.values is None else entries.values[order]
             entries = replace(entries, coords=tuple(coords.values()), values=values)
         else:
             key = torch.zeros_like(entries.coords[0])

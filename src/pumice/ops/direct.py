@@ -49,7 +49,6 @@ def _dtype(product: SparseProduct) -> torch.dtype:
 
 def stored(x: Sparse) -> StoredOperand:
     """An operand without groups and blocks."""
-    names = dict.fromkeys(name for level in x.format.levels for name in level.axes)
-    coords = x.parts[0].coords
+    coords, names = x.parts[0].coords, (name for name, _ in x.format.coordinates)
     found = tuple((x.format.axes.index(name), coords[name]) for name in names if name in coords)
     return StoredOperand(x.format, x.shape, found, x.parts[0].values)

@@ -272,7 +272,7 @@ def _of_coo(tensor: Tensor) -> Entries:
     if tensor.dense_dim():
         raise ShapeError(f"all axes of a torch sparse tensor are sparse; found {tensor.dense_dim()} dense ones")
     tensor = tensor.coalesce()
-    return Entries(tensor.indices().unbind(0), tensor.values(), tuple(tensor.shape))
+    return Entries(tensor.indices().unbind(0), tensor.values().clone(), tuple(tensor.shape))
 
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
@@ -370,7 +370,9 @@ def _places(x: Sparse, part: FormatBucket) -> tuple[Tensor, Tensor | None]:
 def _segments(x: Sparse, part: FormatBucket) -> Tensor:
     if x.layout.position is None:
         raise CoordinateError(f"format {str(x.format)!r} has no compressed level, and so no segments")
-    axis = x.format.flattened[0].axes[0]
+    axis, divisor = x.format.sorting[0]
+    if divisor != 1:
+        raise CoordinateError(f"format {str(x.format)!r} is sorted by {axis} // {divisor}, and so has no segments")
     extent = -(-x.shape[x.format.axes.index(axis)] // x.format.block(axis))
     coordinates = torch.arange(extent + 1, dtype=torch.int32, device=x.device)
     return torch.searchsorted(part.coords[axis], coordinates, out_int32=True)
@@ -384,19 +386,24 @@ def _index_bytes(x: Sparse) -> int:
 
 
 def _level_words(x: Sparse, part: FormatBucket) -> int:
-    """Number of coordinates (per node and axis of C) and pointers (per parent) of the flattened levels."""
-    words, parents = 0, 1
-    axes: list[str] = []
+    """Number of coordinates (per node and axis), pointers (per parent), slots of hashes and 32-bit words of bitmaps of
+    the flattened levels."""
+    words, parents, sorting, lists = 0, 1, [*x.format.sorting], list[Tensor]()
     levels = x.format.flattened
     for place, level in enumerate(levels):
-        axes += level.axes
+        quotients, sorting = sorting[: len(level.axes)], sorting[len(level.axes) :]
+        lists += [part.coords[axis] // n if n > 1 else part.coords[axis] for axis, n in quotients]
         if level.kind == "U":
-            axis = level.axes[0]
-            parents *= -(-x.shape[x.format.axes.index(axis)] // x.format.block(axis))
+            ((axis, n),) = quotients
+            parents *= -(-x.shape[x.format.axes.index(axis)] // (n * x.format.block(axis)))
             continue
-        last = place == len(levels) - 1
-        nodes = part.coords[axes[0]].shape[0] if last else _distinct([part.coords[axis] for axis in axes])
-        words += nodes * len(level.axes) + (parents + 1 if place else 0)
+        nodes = lists[0].shape[0] if place == len(levels) - 1 else _distinct(lists)
+        if level.kind == "M":
+            # A bitmap of 64 cells and the position of its first one, per brick.
+            words += 3 * parents if levels[place - 1].kind != "M" else 0
+        else:
+            words += nodes * len(level.axes) + (parents + 1 if place else 0)
+            words += 1 << (2 * nodes).bit_length() if level.kind == "H" else 0
         parents = nodes
     return words
 
@@ -420,7 +427,7 @@ def _coo(ndim: int) -> str:
 def _kind(x: Sparse) -> str:
     """The torch layout with the same arrays, else "coo"."""
     levels = x.format.levels
-    if x.ndim != 2 or [level.kind for level in levels[:2]] != ["U", "C"]:
+    if x.ndim != 2 or [level.kind for level in levels[:2]] != ["U", "C"] or levels[0].sizes:
         return "coo"
     by_rows = levels[0].axes[0] == x.format.axes[0]
     if len(levels) == 2:
