@@ -264,12 +264,14 @@ def map_of(window: Window, base: Side, other: Side) -> KernelMap | None:
     """The kernel map of a window: its outputs are the entries of `base`. None if it is too large, or entries equal."""
     if base.entries * len(window.offsets) > MOST_ROWS:
         return None
-    axes = zip(*window.columns, strict=True)
-    both = (_geometry(*s.coordinates, axes=own, extents=s.extents) for s, own in zip((base, other), axes, strict=True))
-    outputs, inputs = both
+    own, others = zip(*window.columns, strict=True)
+    inputs = outputs = _geometry(*other.coordinates, axes=others, extents=other.extents)
+    lists = ((base.coordinates[n], other.coordinates[m]) for n, m in window.columns if n >= 0)
+    if not (same := all(_equal(one, two) for one, two in lists)):
+        outputs = _geometry(*base.coordinates, axes=own, extents=base.extents)
     if outputs is None or inputs is None:
         return None
-    same = {*window.stride} == {1} and (outputs is inputs or _equal(outputs.coords, inputs.coords))
+    same = same and {*window.stride} == {1}
     return kernel_map(inputs, _relation(window, "same" if same else "given"), None if same else outputs)[0]
 
 
