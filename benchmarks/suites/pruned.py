@@ -1,4 +1,4 @@
-"""The study `filters` of the suite `ucf`: convolutions with pruned filters on a CPU thread, against oneDNN's dense ones.
+"""The study `filters` of the suite `ucf`: pruned convolutions on one CPU thread, against oneDNN's dense ones.
 
 The layers and the patterns are those of ResNet-50 in PUMICE_DATA/pruned_resnet50_ucf, each distinct layer once, with
 one image, in float32. "oneDNN" is the fastest of three forms for each layer: NCHW, channels last, and blocked with
