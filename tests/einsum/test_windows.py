@@ -13,7 +13,7 @@ from torch import Tensor
 import pumice as pm
 from pumice.language.formats import parse_format
 from pumice.lower import maps
-from pumice.ops import join
+from pumice.ops import join, meeting
 from pumice.ops.convert import FormatBucket
 from pumice.ops.sparse import Sparse
 
@@ -158,6 +158,13 @@ CASES = {
         (3, 6),
         whole=False,
     ),
+    "a filter read twice": Case(
+        "O[p,q,m] = Mask[p,q] * I[p+r-1,q+s-1,c] * F[r,s,c,m] * F[r,0,c,m] ; p:6, q:5",
+        ((6, 5), "(p q):C"),
+        ((6, 5, 3), "(h w):C c:U"),
+        (3, 3, 3, 2),
+        whole=False,
+    ),
     "a target of sums": Case(
         "O[q,r,c] = Mask[p,q] * I[p+r-1,q+s-1,c] * F[r,s,c] ; p:6, q:5",
         ((6, 5), "(p q):C"),
@@ -190,7 +197,7 @@ def joined(monkeypatch) -> Callable[[Callable], object]:
 
     def call(function):
         with monkeypatch.context() as patch:
-            patch.setattr(join, "map_of", lambda *_: None)
+            patch.setattr(meeting, "map_of", lambda *_: None)
             return function()
 
     return call
@@ -290,7 +297,7 @@ def test_other_meetings_are_joined(text, monkeypatch):
     def refused(*_):
         raise AssertionError("a kernel map")
 
-    monkeypatch.setattr(join, "map_of", refused)
+    monkeypatch.setattr(meeting, "map_of", refused)
     chance = torch.Generator().manual_seed(0)
     mask = torch.rand(6, generator=chance, dtype=torch.float64) * (torch.rand(6, generator=chance) < 0.6)
     x = torch.randn(9, 2, generator=chance, dtype=torch.float64) * (torch.rand(9, 1, generator=chance) < 0.6)

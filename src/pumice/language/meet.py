@@ -199,8 +199,8 @@ class Aggregation:
 
     map: the name of the pattern. sources: what its axes are, by their indices; a kernel map's come in the order o, k, i
         or i, k, o. first: the axis by which it is best sorted, that of a dense factor, a weight, else of the target.
-    values: by name, the sparse operand. flattened: by name, the axes of a dense operand, or of the target. scale: the
-        sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
+    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
@@ -209,6 +209,7 @@ class Aggregation:
     first: str
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
+    target: Flattened | None
     scale: str
 
 
@@ -247,10 +248,11 @@ class _AggregationBuilder:
         first = next(n for n in (*indices_of(*weights), *indices_of(target), *names) if n in names)
         term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.coefficient)
         left, operands = indices_of(target, term), {access.name for access in accesses_of(target, term)}
-        ranges = tuple(r for r in self.statement.ranges if r[0] in left)
+        ranges = tuple(r for r in self.statement.ranges if r[0] in left and r[0] not in names)
         facts = tuple(f for f in self.statement.facts if f[0] in operands)
         sources, new = {n: self.sources[n] for n in names}, Statement(target, (term,), ranges=ranges, facts=facts)
-        return Aggregation(new, map, sources, first, self.values, self.flattened, self.scale)
+        flat = self.flattened.pop(target.name, None)
+        return Aggregation(new, map, sources, first, self.values, self.flattened, flat, self.scale)
 
     def ordered(self, window: Window | None) -> list[str]:
         """The axes of the map, those of a kernel map in the order that its storage forms have."""

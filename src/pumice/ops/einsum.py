@@ -25,7 +25,7 @@ from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
-from pumice.ops.join import Joined
+from pumice.ops.meeting import Joined
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
