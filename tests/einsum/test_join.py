@@ -12,7 +12,10 @@ from einsum_oracle import evaluate
 
 import pumice as pm
 from pumice.errors import OptionError, ShapeError, StatementError
-from pumice.ops import join
+from pumice.language.bind import bind
+from pumice.language.parse import parse
+from pumice.lower import cpu
+from pumice.ops import join, meeting
 
 AXES = ("x", "y", "z", "t")
 
@@ -166,8 +169,9 @@ def test_gradients_of_gradients():
 
 
 # The join
-def test_a_window_is_tried_or_solved_for():
+def test_a_window_is_tried_or_solved_for(monkeypatch):
     """Few offsets of a window are looked up one by one; of many, only those that entries have are visited."""
+    monkeypatch.setattr(meeting, "map_of", lambda *_: None)
     chance = np.random.default_rng(0)
     for width in (3, 400):
         mask, x = (
@@ -177,6 +181,21 @@ def test_a_window_is_tried_or_solved_for():
         text, f = "O[p] = M[p] * I[p+r] * F[r]", chance.normal(size=width)
         given = {"M": pm.sparse(mask, "p:C"), "I": pm.sparse(x, "h:C"), "F": torch.from_numpy(f)}
         close(pm.einsum(text, **given), torch.from_numpy(evaluate(text, {"M": mask, "I": x, "F": f})))
+
+
+def test_a_product_of_sparse_matrices_has_no_kernel_offsets():
+    """Each entry of a large result is no kernel offset of a weight gradient, most of which would have no pairs."""
+    statement = parse("T[K[p]] = x[G[p]] * y[S[p]] ; K:sorted, T:[5000]")
+    given = {"K": torch.arange(50) * 100, "G": torch.arange(50), "S": torch.arange(50)}
+    given |= {name: torch.randn(50) for name in "xy"}
+    bound = bind(statement, {name: tuple(x.shape) for name, x in given.items()})
+    assert cpu.gathered_refusal(statement, bound, given) == (
+        "it has 5000 kernel offsets and 50 pairs: most offsets have none"
+    )
+    chance = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(90, 90, generator=chance) * (torch.rand(90, 90, generator=chance) < 0.05) for _ in range(2))
+    got = pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=pm.sparse(b, "CSR"))
+    torch.testing.assert_close(got, a @ b)
 
 
 def test_a_join_that_is_too_large_is_refused(monkeypatch):
