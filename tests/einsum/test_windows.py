@@ -3,6 +3,8 @@
 Against the join of the same operands and the statement over dense ones; gradients against differences.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 import pumice as pm
 from pumice.language.formats import parse_format
+from pumice.language.parse import parse
 from pumice.lower import maps
 from pumice.ops import join, meeting
 from pumice.ops.convert import FormatBucket
@@ -356,6 +359,19 @@ def test_nothing_is_searched_again(monkeypatch):
     monkeypatch.setattr(join.Geometry, "lookup", refused)
     second = pm.einsum(text, Mask=first["Mask"], I=result, F=weight)
     pm.einsum(text, Mask=first["Mask"], I=second, F=weight)
+
+
+def test_maps_are_freed_with_the_coordinates_of_either():
+    """Of many masks over one input only the last map is there."""
+    case, maps = CASES["strided"], list[weakref.ref]()
+    x = case.operands()["I"]
+    for seed in range(3):
+        operands = case.operands(seed) | {"I": x}
+        meets = meeting.Joined(parse(case.text), operands, "").terms[0].meeting
+        maps.append(weakref.ref(meets.whole_map(operands)))
+        del operands, meets
+    gc.collect()
+    assert [one() is None for one in maps] == [True] * 3
 
 
 def test_written_coordinates_are_searched_again():

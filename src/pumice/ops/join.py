@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,13 +137,17 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     """The rows with every entry of the factor that fits them."""
     tried = [name for name in side.unknown(rows.indices) if name in ranges]
     points = rows.count * math.prod(len(ranges[name]) for name in tried)
-    search = _EntrySearch.of(rows, side) if side.solvable(rows.indices) else None
-    if search is None or (tried and points < search.total):
+    found = _matches(rows, side) if side.solvable(rows.indices) else None
+    if found is None or (tried and points < found.total):
         _check_rows(points, side)
         rows = rows.with_points(tried, ranges)
-        search = _EntrySearch.of(rows, side)
-    _check_rows(search.total, side)
-    return _solved(search.found(rows), side, rows.indices, ranges)
+        found = _matches(rows, side)
+    _check_rows(found.total, side)
+    numbers = torch.arange(rows.count, device=rows.device).repeat_interleave(found.counts)
+    rank = torch.arange(found.total, device=rows.device) - (found.counts.cumsum(0) - found.counts)[numbers]
+    made = rows.taken(numbers)
+    made = replace(made, entries={**made.entries, side.place: found.order[found.first[numbers] + rank]})
+    return _solved(made, side, rows.indices, ranges)
 
 
 def _check_rows(count: int, side: Side) -> None:
@@ -155,41 +158,31 @@ def _check_rows(count: int, side: Side) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _EntrySearch:
+class _Matches(NamedTuple):
     """The entries of a factor that have the known coordinates of each row: `counts` from `first` on, in `order`."""
 
     order: Tensor
     first: Tensor
     counts: Tensor
     total: int
-    place: int
 
-    @staticmethod
-    def of(rows: Rows, side: Side) -> _EntrySearch:
-        known = [n for n, e in enumerate(side.expressions) if set(indices_of(e)) <= rows.indices.keys()]
-        extents = tuple(side.extents[n] for n in known)
-        keys, order, distinct = _sorted_entries(*(side.coordinates[n] for n in known or (0,)), extents=extents)
-        there = torch.ones(rows.count, dtype=torch.bool, device=rows.device)
-        wanted = torch.zeros(rows.count, dtype=torch.int64, device=rows.device)
-        for number, extent in zip(known, extents, strict=True):
-            value = rows.value(side.expressions[number])
-            there &= (value >= 0) & (value < extent)
-            wanted = wanted * extent + value
-        first = torch.searchsorted(keys, wanted)
-        if distinct:
-            counts = (there & (keys[first.clamp(max=len(keys) - 1)] == wanted)).long()
-        else:
-            counts = torch.where(there, torch.searchsorted(keys, wanted, right=True) - first, 0)
-        return _EntrySearch(order, first, counts, int(counts.sum()), side.place)
 
-    def found(self, rows: Rows) -> Rows:
-        """A row for each of these entries."""
-        numbers = torch.arange(rows.count, device=rows.device).repeat_interleave(self.counts)
-        start = self.counts.cumsum(0) - self.counts
-        rank = torch.arange(self.total, device=rows.device) - start[numbers]
-        made = rows.taken(numbers)
-        return replace(made, entries={**made.entries, self.place: self.order[self.first[numbers] + rank]})
+def _matches(rows: Rows, side: Side) -> _Matches:
+    known = [n for n, e in enumerate(side.expressions) if set(indices_of(e)) <= rows.indices.keys()]
+    extents = tuple(side.extents[n] for n in known)
+    keys, order, distinct = _sorted_entries(*(side.coordinates[n] for n in known or (0,)), extents=extents)
+    there = torch.ones(rows.count, dtype=torch.bool, device=rows.device)
+    wanted = torch.zeros(rows.count, dtype=torch.int64, device=rows.device)
+    for number, extent in zip(known, extents, strict=True):
+        value = rows.value(side.expressions[number])
+        there &= (value >= 0) & (value < extent)
+        wanted = wanted * extent + value
+    first = torch.searchsorted(keys, wanted)
+    if distinct:
+        counts = (there & (keys[first.clamp(max=len(keys) - 1)] == wanted)).long()
+    else:
+        counts = torch.where(there, torch.searchsorted(keys, wanted, right=True) - first, 0)
+    return _Matches(order, first, counts, int(counts.sum()))
 
 
 @cached_per_tensor
@@ -236,29 +229,30 @@ def _geometry(*coordinates: Tensor, axes: tuple[int, ...], extents: tuple[int, .
     return found
 
 
-@cached_per_tensor
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other)
-
-
-@lru_cache(maxsize=256)
-def _relation(window: Window, policy: str) -> Relation:
-    return Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy).shared()
-
-
 def map_of(window: Window, base: Side, other: Side) -> KernelMap | None:
     """The kernel map of a window: its outputs are the entries of `base`. None if it is too large, or entries equal."""
     if base.entries * len(window.offsets) > MOST_ROWS:
         return None
+    return _kernel_map(*base.coordinates, *other.coordinates, window=window, extents=(base.extents, other.extents))
+
+
+@cached_per_tensor
+def _kernel_map(*coordinates: Tensor, window: Window, extents: tuple[tuple[int, ...], ...]) -> KernelMap | None:
+    """As `map_of`, of the coordinates of both factors."""
+    base, other = coordinates[: len(extents[0])], coordinates[len(extents[0]) :]
     own, others = zip(*window.columns, strict=True)
-    inputs = outputs = _geometry(*other.coordinates, axes=others, extents=other.extents)
-    lists = ((base.coordinates[n], other.coordinates[m]) for n, m in window.columns if n >= 0)
-    if not (same := all(_equal(one, two) for one, two in lists)):
-        outputs = _geometry(*base.coordinates, axes=own, extents=base.extents)
+    inputs = outputs = _geometry(*other, axes=others, extents=extents[1])
+    same = all(torch.equal(base[n], other[m]) for n, m in window.columns if n >= 0)
+    if not same:
+        outputs = _geometry(*base, axes=own, extents=extents[0])
     if outputs is None or inputs is None:
         return None
-    same = same and {*window.stride} == {1}
-    return kernel_map(inputs, _relation(window, "same" if same else "given"), None if same else outputs)[0]
+    policy, target = ("same", None) if same and {*window.stride} == {1} else ("given", outputs)
+    relation = Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy)
+    found, _ = kernel_map(inputs, relation, target)
+    # The inputs would keep it, and the outputs, for longer than the outputs' coordinates are there.
+    inputs.maps.pop((relation, target), None)
+    return found
 
 
 def pairs_of(found: KernelMap, turned: bool = False) -> dict[str, Tensor]:

@@ -26,9 +26,9 @@ from pumice.language.meet import (
     StoredAxes,
     Window,
     aggregation,
+    check_term,
     meets,
     position_axes,
-    refusal,
     sized,
     window_of,
     with_pattern,
@@ -174,8 +174,7 @@ class _Term:
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         sparse, self.shape, self.lowering, self.read = _stored_axes(operands), bound.shape, lowering, [*operands]
-        if (reason := refusal(step, step.terms[0], sparse)) is not None:
-            raise reason
+        check_term(step, step.terms[0], sparse)
         shapes, self.is_sparse = _shapes(operands) | {step.target.name: bound.shape}, bool(step.pattern)
         window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern else with_pattern(step, sparse)
@@ -189,7 +188,7 @@ class _Term:
 
     def evaluated(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result; a Sparse if the statement has a pattern."""
-        # The first way that applies.
+        # The first way that applies, the fastest first.
         result = self.over_map(operands)
         result = self.over_join(operands) if result is None else result
         if self.made is None:
@@ -261,8 +260,7 @@ class _Positions:
         (term,), sparse, own = statement.terms, _stored_axes(operands), dict[str, Source]()
         if not sparse:
             raise OptionError(f"`{statement.text or statement}` finds positions of sparse operands, and all are dense")
-        if (reason := refusal(statement, term, sparse)) is not None:
-            raise reason
+        check_term(statement, term, sparse)
         for place, access in enumerate(f for f in term.factors if isinstance(f, Access)):
             axes = position_axes(access, sparse)
             flat = Flattened(access.name, axes, tuple(access.indices[axis].bare or "" for axis in axes))
