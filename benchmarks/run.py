@@ -35,6 +35,7 @@ from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.first_call import compile_times
 from benchmarks.suites.host import first_call, host
+from benchmarks.suites.retrieval import retrieval
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
 from benchmarks.suites.tensor_product import tensor_product
@@ -112,7 +113,7 @@ _TABLE = (
             "dataflows": tuner_layers.dataflows,
         },
     ),
-    Suite("ucf", {"filters": pruned.filters}),
+    Suite("ucf", {"filters": pruned.filters, "retrieval": retrieval}),
     Suite(
         "workloads",
         {

@@ -24,7 +24,7 @@ SUITES: Mapping[str, str] = {
     "einsum": "sparse einsums",
     "tensor-product": "equivariant tensor products",
     "graph": "graph layers",
-    "ucf": "convolutions with pruned filters",
+    "ucf": "the unified convolution framework",
     "cpu-conv": "layers on a CPU",
 }
 """Suites of the results file, in the order of the report, with their titles."""
@@ -190,6 +190,7 @@ FAMILIES: tuple[Family, ...] = (
         Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", {"oneDNN, dense": Rivals(("oneDNN",))})
         for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
     ),
+    Family("ucf", "neighbour retrieval", r"retrieval/(?P<group>.+)", {**_SPCONV, "coords": Rivals(("coords",))}),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
 """All families, in the order of the report."""

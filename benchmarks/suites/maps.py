@@ -71,7 +71,7 @@ def submanifold(setup: Setup) -> Iterator[Row]:
         orders = {"shuffled": filed.shuffled(), "file-order": filed}
         truths = {order: map_work.truth_of(voxels, WINDOW) for order, voxels in orders.items()}
         done = ready(setup, case, [_map_work(order, orders[order], truth) for order, truth in truths.items()])
-        peer = _spconv(setup, case, orders["shuffled"], int((truths["shuffled"].rows >= 0).sum()))
+        peer = spconv_ready(setup, case, orders["shuffled"], int((truths["shuffled"].rows >= 0).sum()))
         found = _spent(setup, done, peer)
         setup.say(f"{case}: {len(filed)} voxels, {default(filed.cloud()).structure}")
         for one in done:
@@ -379,7 +379,7 @@ def ready(setup: Setup, case: str, works: Sequence[Work]) -> list[Ready]:
     return done
 
 
-def _spconv(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Ready]:
+def spconv_ready(setup: Setup, case: str, voxels: Voxels, expected: int) -> list[Ready]:
     """spconv, if it is installed and finds the expected number of pairs."""
     if "spconv" in setup.absent:
         return []

@@ -1,4 +1,4 @@
-"""The suite `ucf`: convolutions with pruned filters on one CPU thread, against oneDNN's dense convolutions.
+"""The study `filters` of the suite `ucf`: pruned convolutions on one CPU thread, against oneDNN's dense ones.
 
 The layers and the patterns are those of ResNet-50 in PUMICE_DATA/pruned_resnet50_ucf, each distinct layer once, with
 one image, in float32. "oneDNN" is the fastest of three forms for each layer: NCHW, channels last, and blocked with
@@ -100,7 +100,7 @@ def _row(setup: Setup, level: str, one: Filter) -> Iterator[Row]:
     if wrong > _TOLERANCE:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
-    ours, *dense = _in_turn([lambda: layer(x), *_dense(one.conv, x)], 3 if setup.quick else _RUNS)
+    ours, *dense = in_turn([lambda: layer(x), *_dense(one.conv, x)], 3 if setup.quick else _RUNS)
     peer = Peer("oneDNN", min(times.p20 for times in dense))
     setup.say(f"{case}: {ours.p20:.3f} ms, oneDNN {peer.value:.3f}: {peer.value / ours.p20:.2f} times as fast")
     # The 20 % quantile is the value: what is above it is mostly other processes.
@@ -120,7 +120,7 @@ def _dense(conv: nn.Conv2d, x: Tensor) -> Sequence[Callable[[], object]]:
     )
 
 
-def _in_turn(calls: Sequence[Callable[[], object]], runs: int) -> list[Times]:
+def in_turn(calls: Sequence[Callable[[], object]], runs: int) -> list[Times]:
     """Milliseconds of the thread for each call, timed in turn after two runs of each."""
     spent: list[list[float]] = [[] for _ in calls]
     for run in range(runs + 2):

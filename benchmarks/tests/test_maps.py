@@ -122,7 +122,7 @@ def test_a_missing_peer_is_one_line(measure, monkeypatch):
 def test_a_peer_that_finds_other_pairs_is_not_timed(monkeypatch, voxels):
     monkeypatch.setattr(map_work, "spconv_map", lambda voxels: lambda: torch.zeros(27, 3))
     setup, said = setup_of()
-    assert bench_maps._spconv(setup, "map/a", voxels, 80) == [] and "81 pairs, there are 80" in said[0]
+    assert bench_maps.spconv_ready(setup, "map/a", voxels, 80) == [] and "81 pairs, there are 80" in said[0]
 
 
 def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):

@@ -12,7 +12,10 @@ from einsum_oracle import evaluate
 
 import pumice as pm
 from pumice.errors import OptionError, ShapeError, StatementError
-from pumice.ops import join
+from pumice.language.bind import bind
+from pumice.language.parse import parse
+from pumice.lower import cpu
+from pumice.ops import join, meeting
 
 AXES = ("x", "y", "z", "t")
 
@@ -166,8 +169,9 @@ def test_gradients_of_gradients():
 
 
 # The join
-def test_a_window_is_tried_or_solved_for():
+def test_a_window_is_tried_or_solved_for(monkeypatch):
     """Few offsets of a window are looked up one by one; of many, only those that entries have are visited."""
+    monkeypatch.setattr(meeting, "map_of", lambda *_: None)
     chance = np.random.default_rng(0)
     for width in (3, 400):
         mask, x = (
@@ -179,9 +183,25 @@ def test_a_window_is_tried_or_solved_for():
         close(pm.einsum(text, **given), torch.from_numpy(evaluate(text, {"M": mask, "I": x, "F": f})))
 
 
+def test_a_product_of_sparse_matrices_has_no_kernel_offsets():
+    """Each entry of a large result is no kernel offset of a weight gradient, most of which would have no pairs."""
+    statement = parse("T[K[p]] = x[G[p]] * y[S[p]] ; K:sorted, T:[5000]")
+    given = {"K": torch.arange(50) * 100, "G": torch.arange(50), "S": torch.arange(50)}
+    given |= {name: torch.randn(50) for name in "xy"}
+    bound = bind(statement, {name: tuple(x.shape) for name, x in given.items()})
+    assert cpu.gathered_refusal(statement, bound, given) == (
+        "it has 5000 kernel offsets and 50 pairs: most offsets have none"
+    )
+    chance = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(90, 90, generator=chance) * (torch.rand(90, 90, generator=chance) < 0.05) for _ in range(2))
+    got = pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=pm.sparse(a, "CSR"), B=pm.sparse(b, "CSR"))
+    torch.testing.assert_close(got, a @ b)
+
+
 def test_a_join_that_is_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(join, "MOST_ROWS", 10)
-    a, b = pm.sparse(torch.eye(20), "COO"), pm.sparse(torch.ones(20, 1), "COO")
+    # A nest over levels makes no list of what meets; gradients need one.
+    a, b = pm.sparse(torch.eye(20).requires_grad_(), "COO"), pm.sparse(torch.ones(20, 1), "COO")
     with pytest.raises(OptionError, match=r"[AB]\[.*\] meets .* in 20 combinations of entries, expected at most 10"):
         pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
 
@@ -268,3 +288,62 @@ def test_refused_text(text, named):
         pm.compile_einsum(text.replace("|", ""))
     sentence, _, caret = str(error.value).split("\n")
     assert named in sentence and caret.index("^") == text.index("|")
+
+
+# Computed patterns
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(seed + sum(shape))
+    x = torch.randn(*shape, generator=chance, dtype=torch.float64)
+    return x * (torch.rand(*shape, generator=chance) < 0.3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "C[i,j] = A[i,k] * B[k,j]",
+        "C[i,j] = A[i,k] * B[k,j] + D[i,j]",
+        "C[i,j] = 2 * D[i,j] - E[j,i]",
+        "C[i,n] = A[i,k] * F[k,n]",
+        "C[i,j,n] = A[i,k] * B[k,j] * G[n]",
+        "C[i] = A[i,k] * A[i,k]",
+    ],
+)
+def test_a_target_with_a_computed_pattern(text):
+    dense = {"A": drawn(9, 11), "B": drawn(11, 7), "D": drawn(9, 7), "E": drawn(7, 9)}
+    dense |= {"F": torch.randn(11, 4, dtype=torch.float64), "G": torch.randn(3, dtype=torch.float64)}
+    read = {name for name in dense if f"{name}[" in text}
+    leaves = {name: dense[name].clone().requires_grad_() for name in read}
+    sparse = {name: pm.sparse(x, "m:U k:C") if name in "ABDE" else x for name, x in leaves.items()}
+    got, wanted = pm.einsum(f"{text} ; C:pattern(*)", **sparse), pm.einsum(text, **leaves)
+    close(got.to_dense(), wanted)
+    # Only what some product reaches is stored.
+    ones = {name: (x != 0).double() for name, x in dense.items() if name in read}
+    rows = len(got.parts[0].coords["i"])
+    reached = pm.einsum(text.replace("-", "+"), **ones) != 0
+    assert rows == int((reached.any(-1) if got.parts[0].values.ndim > 1 else reached).sum())
+    up = torch.randn(wanted.shape, dtype=torch.float64)
+    grads = [torch.autograd.grad(x, [*leaves.values()], up) for x in (got.to_dense(), wanted)]
+    for name, one, other in zip(leaves, *grads, strict=True):
+        close(one, other * (dense[name] != 0 if name in "ABDE" else 1), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        ("C[n,i] = A[i,k] * F[k,n]", ShapeError, r"over its first axes.*found axes \[1\]"),
+        ("C[i,n] += A[i,k] * F[k,n]", StatementError, "written by `=`, found `.*=`"),
+        ("C[i,n] = A[i,k] * F[k,n] + H[i,n]", OptionError, r"expected a sparse operand in `H\[i,n\]`"),
+        ("C[n] = F[k,n] * A[i,k]", ShapeError, "found axes none|found axes \\[\\]"),
+    ],
+)
+def test_computed_patterns_that_are_refused(text, error, message):
+    given = {"A": pm.sparse(drawn(9, 11), "CSR"), "F": torch.ones(11, 4).double(), "H": torch.ones(9, 4).double()}
+    given = {name: x for name, x in given.items() if f"{name}[" in text}
+    with pytest.raises(error, match=message):
+        pm.einsum(f"{text} ; C:pattern(*)", **given)
+
+
+def test_a_computed_pattern_of_nothing():
+    a, b = pm.sparse(torch.zeros(4, 5), "CSR"), pm.sparse(torch.ones(5, 3), "CSR")
+    got = pm.einsum("C[i,j] = A[i,k] * B[k,j] ; C:pattern(*)", A=a, B=b)
+    assert got.nnz == 0 and got.shape == (4, 3) and torch.equal(got.to_dense(), torch.zeros(4, 3))

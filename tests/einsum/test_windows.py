@@ -3,6 +3,8 @@
 Against the join of the same operands and the statement over dense ones; gradients against differences.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ from torch import Tensor
 
 import pumice as pm
 from pumice.language.formats import parse_format
-from pumice.ops import join
+from pumice.language.parse import parse
+from pumice.lower import maps
+from pumice.ops import join, meeting
 from pumice.ops.convert import FormatBucket
 from pumice.ops.sparse import Sparse
 
@@ -157,6 +161,13 @@ CASES = {
         (3, 6),
         whole=False,
     ),
+    "a filter read twice": Case(
+        "O[p,q,m] = Mask[p,q] * I[p+r-1,q+s-1,c] * F[r,s,c,m] * F[r,0,c,m] ; p:6, q:5",
+        ((6, 5), "(p q):C"),
+        ((6, 5, 3), "(h w):C c:U"),
+        (3, 3, 3, 2),
+        whole=False,
+    ),
     "a target of sums": Case(
         "O[q,r,c] = Mask[p,q] * I[p+r-1,q+s-1,c] * F[r,s,c] ; p:6, q:5",
         ((6, 5), "(p q):C"),
@@ -189,7 +200,7 @@ def joined(monkeypatch) -> Callable[[Callable], object]:
 
     def call(function):
         with monkeypatch.context() as patch:
-            patch.setattr(join, "map_of", lambda *_: None)
+            patch.setattr(meeting, "map_of", lambda *_: None)
             return function()
 
     return call
@@ -289,7 +300,7 @@ def test_other_meetings_are_joined(text, monkeypatch):
     def refused(*_):
         raise AssertionError("a kernel map")
 
-    monkeypatch.setattr(join, "map_of", refused)
+    monkeypatch.setattr(meeting, "map_of", refused)
     chance = torch.Generator().manual_seed(0)
     mask = torch.rand(6, generator=chance, dtype=torch.float64) * (torch.rand(6, generator=chance) < 0.6)
     x = torch.randn(9, 2, generator=chance, dtype=torch.float64) * (torch.rand(9, 1, generator=chance) < 0.6)
@@ -306,6 +317,26 @@ def test_a_third_sparse_operand_is_joined_to_the_map(joined):
     operands["F"] = pm.sparse(dense, "(r s c m):C")
     close(evaluated(case, operands), evaluated(case, case.operands() | {"F": dense}))
     close(evaluated(case, operands), joined(lambda: evaluated(case, operands)))
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.whole])
+def test_the_storage_forms_of_a_gpu(name, monkeypatch):
+    """Tiles of outputs, tiles of the transpose and groups of pairs, read by the lowerings of a CPU."""
+    case = CASES[name]
+    wanted = gradients(case, case.operands())
+    monkeypatch.setattr(maps, "_FORMS_OF", {"cpu": maps._FORMS_OF["cuda"]})
+    for got, one in zip(gradients(case, case.operands()), wanted, strict=True):
+        close(got, one)
+
+
+def gradients(case: Case, operands: dict) -> list[Tensor]:
+    """The result and the gradients of the operands."""
+    leaves = [x.parts[0].values if isinstance(x, Sparse) else x for x in operands.values()]
+    given = {n: x.with_values([x.parts[0].values]) if isinstance(x, Sparse) else x for n, x in operands.items()}
+    for leaf in leaves:
+        leaf.requires_grad_()
+    y = evaluated(case, given)
+    return [y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)]
 
 
 # What is kept
@@ -328,6 +359,19 @@ def test_nothing_is_searched_again(monkeypatch):
     monkeypatch.setattr(join.Geometry, "lookup", refused)
     second = pm.einsum(text, Mask=first["Mask"], I=result, F=weight)
     pm.einsum(text, Mask=first["Mask"], I=second, F=weight)
+
+
+def test_maps_are_freed_with_the_coordinates_of_either():
+    """Of many masks over one input only the last map is there."""
+    case, maps = CASES["strided"], list[weakref.ref]()
+    x = case.operands()["I"]
+    for seed in range(3):
+        operands = case.operands(seed) | {"I": x}
+        meets = meeting.Joined(parse(case.text), operands, "").terms[0].meeting
+        maps.append(weakref.ref(meets.whole_map(operands)))
+        del operands, meets
+    gc.collect()
+    assert [one() is None for one in maps] == [True] * 3
 
 
 def test_written_coordinates_are_searched_again():
@@ -359,16 +403,8 @@ def test_gradients(name):
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
     case = CASES[name]
-    here, there = case.operands(), case.operands(device="cuda")
-    leaves = []
-    for given in (here, there):
-        given["I"] = given["I"].with_values([given["I"].parts[0].values.requires_grad_()])
-        given["F"] = given["F"].requires_grad_()
-        leaves.append([given["I"].parts[0].values, given["F"]])
-    results = [evaluated(case, given) for given in (here, there)]
-    torch.testing.assert_close(results[1].cpu(), results[0], rtol=1e-6, atol=1e-6)
-    grads = [torch.autograd.grad(y.sin().sum(), own) for y, own in zip(results, leaves, strict=True)]
-    for one, other in zip(*grads, strict=True):
+    here, there = gradients(case, case.operands()), gradients(case, case.operands(device="cuda"))
+    for one, other in zip(here, there, strict=True):
         torch.testing.assert_close(other.cpu(), one, rtol=1e-6, atol=1e-6)
 
 

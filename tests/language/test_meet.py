@@ -29,8 +29,8 @@ def test_offsets_are_in_the_order_of_the_filter():
 
 
 def test_a_range_that_does_not_start_at_0():
-    window = found("O[p] = A[p] * B[p+r] ; p:4, r:-1..2", A=(4,), B=(4,))
-    assert window is not None and window.offsets == ((-1,), (0,), (1,)) and window.role("r") == ""
+    window = found("O[p] = A[p] * B[p+r] ; p:4, r:1..4", A=(4,), B=(4,))
+    assert window is not None and window.offsets == ((1,), (2,), (3,)) and window.role("r") == ""
 
 
 @pytest.mark.parametrize(

@@ -70,24 +70,22 @@ def meets(term: Term, sparse: Mapping[str, Sequence[int]]) -> bool:
     return any(one & other for one, other in combinations(read, 2))
 
 
-def refusal(statement: Statement, term: Term, sparse: Mapping[str, StoredAxes]) -> OptionError | None:
-    """The reason why a term cannot be joined, or None."""
+def check_term(statement: Statement, term: Term, sparse: Mapping[str, StoredAxes]) -> None:
+    """Raise OptionError for a term in which sparse operands meet and that cannot be joined."""
     text = f"`{statement.text or statement}`: entries of sparse operands meet"
     if statement.reduction != "sum":
-        return OptionError(f"{text} under {statement.operator}, expected under = or +=; pass all but one of them dense")
-    inside = (*arrays_of(term), *accesses_of(*(f for f in term.factors if not isinstance(f, Access))))
-    for access in inside:
+        raise OptionError(f"{text} under {statement.operator}, expected under = or +=; pass all but one of them dense")
+    for access in (*arrays_of(term), *accesses_of(*(f for f in term.factors if not isinstance(f, Access)))):
         if access.name in sparse:
-            return OptionError(f"{text}, and {access} is not a factor of the product; pass {access.name} dense")
-    return None
+            raise OptionError(f"{text}, and {access} is not a factor of the product; pass {access.name} dense")
 
 
 def check_join(statement: Statement, sparse: Mapping[str, StoredAxes]) -> None:
     """Raise where a join cannot use operands stored so."""
     coordinates = {name: axes.coordinates for name, axes in sparse.items()}
     for term in statement.terms:
-        if meets(term, coordinates) and (reason := refusal(statement, term, sparse)) is not None:
-            raise reason
+        if meets(term, coordinates):
+            check_term(statement, term, sparse)
         for factor in term.factors if statement.positions else ():
             if isinstance(factor, Access) and factor.name in sparse:
                 position_axes(factor, sparse)
@@ -176,12 +174,11 @@ def window_of(
 
 def _steps(bare: Sequence[str], window: Sequence[Affine]) -> list[tuple[int, int]] | None:
     """(number of the bare index, stride) of each expression, if every bare index stands in just one; else None."""
-    found = [(bare.index(str(atom)), c) for e in window for c, atom in e.terms if str(atom) in bare]
-    places = [n for e in window for n in [sum(str(atom) in bare for _, atom in e.terms)]]
-    whole = sorted(n for n, _ in found) == [*range(len(bare))] and places == [1] * len(bare) == [1] * len(
-        {*bare} - {""}
-    )
-    return found if whole and all(c > 0 for _, c in found) and not any(e.arrays for e in window) else None
+    own = [[(bare.index(str(atom)), c) for c, atom in e.terms if str(atom) in bare] for e in window]
+    if sorted(n for each in own for n, _ in each) != [*range(len(bare))] or any(len(each) != 1 for each in own):
+        return None
+    found = [each[0] for each in own]
+    return found if all(c > 0 for _, c in found) and not any(e.arrays for e in window) else None
 
 
 def _offsets(window: Sequence[Affine], taps: Sequence[tuple[str, Range]]) -> tuple[tuple[int, ...], ...]:
@@ -199,8 +196,8 @@ class Aggregation:
 
     map: the name of the pattern. sources: what its axes are, by their indices; a kernel map's come in the order o, k, i
         or i, k, o. first: the axis by which it is best sorted, that of a dense factor, a weight, else of the target.
-    values: by name, the sparse operand. flattened: by name, the axes of a dense operand, or of the target. scale: the
-        sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
+    values: by name, the sparse operand. flattened: by name, the axes of a dense operand; target: those of the target.
+    scale: the sparse operand whose values the result is multiplied by, as its entries are those of the target; or "".
     """
 
     statement: Statement
@@ -209,6 +206,7 @@ class Aggregation:
     first: str
     values: Mapping[str, str]
     flattened: Mapping[str, Flattened]
+    target: Flattened | None
     scale: str
 
 
@@ -247,10 +245,11 @@ class _AggregationBuilder:
         first = next(n for n in (*indices_of(*weights), *indices_of(target), *names) if n in names)
         term = Term((*factors, Access(map, tuple(index(n) for n in names))), old.coefficient)
         left, operands = indices_of(target, term), {access.name for access in accesses_of(target, term)}
-        ranges = tuple(r for r in self.statement.ranges if r[0] in left)
+        ranges = tuple(r for r in self.statement.ranges if r[0] in left and r[0] not in names)
         facts = tuple(f for f in self.statement.facts if f[0] in operands)
         sources, new = {n: self.sources[n] for n in names}, Statement(target, (term,), ranges=ranges, facts=facts)
-        return Aggregation(new, map, sources, first, self.values, self.flattened, self.scale)
+        flat = self.flattened.pop(target.name, None)
+        return Aggregation(new, map, sources, first, self.values, self.flattened, flat, self.scale)
 
     def ordered(self, window: Window | None) -> list[str]:
         """The axes of the map, those of a kernel map in the order that its storage forms have."""

@@ -23,6 +23,8 @@ from typing import Any
 
 EVERY = ":"  # on an axis: all positions of a level
 
+ANY = "*"  # the pattern of a target: what some product reaches
+
 FACTS = ("sorted", "distinct", "onto")  # properties of index arrays that a statement may declare
 
 REDUCTIONS = ("sum", "max", "min", "mean")  # of the values that belong to one target entry
@@ -173,7 +175,7 @@ class Statement(_Hashed):
     accumulate: the target's old value is included (always for "+="; for max= and min= if the target is an operand).
     summed: indices that are summed before a max, min or mean is taken.
     positions: (index of the target, operand whose positions it runs over); only such a statement has axes `:`.
-    pattern: the operand whose pattern the target has; "" for a dense target.
+    pattern: the operand whose pattern the target has, ANY if it is computed; "" for a dense target.
     fused: (operand, number of indices on each of its axes), for operands read with groups `(n,p)` of indices; the
         accesses, and the text of a statement, have an axis for each index.
     ranges: declared (index, range). shapes: declared (operand, extents), None for undeclared extents. facts: declared

@@ -10,7 +10,7 @@
     access  := NAME ['[' axis (',' axis)* ']']
     axis    := affine | ':' | '(' NAME (',' NAME)+ ')'             all positions of a level; indices fused to one axis
     affine  := sums and products as above, of integers, indices and accesses, at most one non-integer per product
-    decl    := NAME ':' 'pos' '(' NAME ')' | NAME ':' 'pattern' '(' NAME ')'
+    decl    := NAME ':' 'pos' '(' NAME ')' | NAME ':' 'pattern' '(' (NAME | '*') ')'
                | NAME ':' INT ['..' INT] | NAME ':' '[' (INT | '_') (',' (INT | '_'))* ']' | NAME ':' FACT
 
 In `affine` and `decl` the name of a passed integer stands for its value. `#` starts a comment; white space is free.
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from pumice.language.accesses import AccessReader, Token, Use, count_axes, quote, where
 from pumice.language.nodes import (
+    ANY,
     EVERY,
     FACTS,
     REDUCTIONS,
@@ -99,7 +100,9 @@ class _Parser(AccessReader):
         for access in accesses_of(found):
             if access.name not in placed and EVERY in indices_of(access):
                 self.fail(f"`:` in {access}: declare a position of its levels, `i:pos({access.name})`", start)
-        if found.pattern and (len(found.terms) != 1 or found.operator != "="):
+        if found.pattern == ANY and found.operator != "=":
+            self.fail(f"{found.target} with a computed pattern is written by `=`, found `{found.operator}`", start)
+        if found.pattern not in ("", ANY) and (len(found.terms) != 1 or found.operator != "="):
             self.fail(f"the right side of {found.target} with a pattern is one product, after `=`", start)
         if not found.positions:
             return
@@ -313,7 +316,7 @@ class _Parser(AccessReader):
         return self.take().text
 
     def of_operand(self, name: str, use: Use) -> str:
-        """Read `pos(A)` or `pattern(A)`; returns A."""
+        """Read `pos(A)`, `pattern(A)` or `pattern(*)`; returns the operand or ANY."""
         token = self.take()
         if token.text == "pos" and use.axes is not None or token.text == "pattern" and name != self.target:
             kind = "an index of the target" if token.text == "pos" else "the target"
@@ -322,6 +325,9 @@ class _Parser(AccessReader):
             self.unexpected(f"`(` and an operand, as in {token.text}(A)")
         opened = self.open()
         operand = self.take()
+        if token.text == "pattern" and operand.kind == ANY:
+            self.close(opened, "")
+            return ANY
         if operand.text == self.target or not (known := self.uses.get(operand.text)) or not known.axes:
             self.fail(
                 f"{token.text}(...) names an operand of the right side, found {quote(operand.text)}", operand.start

@@ -35,6 +35,7 @@ from pumice.lower import graph, native_products, reference
 from pumice.runtime.cache import cached_per_tensor
 from pumice.schedule.predict import CpuSchedule
 
+_MOST_TAPS = 4096  # kernel offsets of which most may have no pairs
 _PAIRS = 3  # tables are the three arrays of Pairs, then the chunks
 
 
@@ -351,6 +352,9 @@ def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapp
     match = gather_match(statement)
     if isinstance(match, str):
         return match
+    volume, pairs = _volume(match, bound, operands), operands[match.taps].shape[0]
+    if volume > max(_MOST_TAPS, pairs):
+        return f"it has {volume} kernel offsets and {pairs} pairs: most offsets have none"
     return _operand_refusal((match.x.name, match.other.name), operands)
 
 
@@ -364,13 +368,19 @@ def run_gathered(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: t
     # Halves are summed in float32 anyway: for a float32 result, do not round in between.
     names = (match.x.name, match.other.name)
     operands = {**operands, **{n: operands[n].to(torch.promote_types(operands[n].dtype, dtype)) for n in names}}
-    axis = _array_axis(statement.target if not match.weights else match.other)
-    volume = int(bound.shape[axis] if not match.weights else operands[match.other.name].shape[axis])
-    pairs = Pairs(operands[match.gather], operands[match.scatter], _tap_sizes(operands[match.taps], volume))
+    sizes = _tap_sizes(operands[match.taps], _volume(match, bound, operands))
+    pairs = Pairs(operands[match.gather], operands[match.scatter], sizes)
     result = (_forward_of if match.weights else _gradient_of)(match, bound, operands, pairs).to(dtype)
     if statement.accumulate:
         result = operands[statement.target.name] + result
     return result
+
+
+def _volume(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:
+    """The number of kernel offsets."""
+    if match.weights:
+        return operands[match.other.name].shape[_array_axis(match.other)]
+    return int(bound.shape[_array_axis(bound.statement.target)])
 
 
 @lru_cache(maxsize=256)

@@ -26,7 +26,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
 from pumice.ops.direct import windowed
-from pumice.ops.join import Joined
+from pumice.ops.meeting import Joined
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,

@@ -1,0 +1,101 @@
+"""The study `retrieval` of the suite `ucf`: the neighbours of every voxel in a 3x3x3 window, of coordinates that are
+new in every call, from their lists to the lists of the pairs.
+
+statement   the einsum of positions, Map[i,j,k] = A[n,x,y,z] * B[n,x+r-1,y+s-1,z+t-1] * W[r,s,t]
+coords      the kernel map and its pairs, without the einsum
+spconv      its pairs, where it is installed
+
+On a CPU with one thread, by the time of that thread. Cf. "Unified Convolution Framework", 4.2.2 and 6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pumice as pm
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Setup
+from benchmarks.harness.timing import Times, together
+from benchmarks.peers import spconv as spconv_peer
+from benchmarks.scenes.clouds import Voxels, published, scenes
+from benchmarks.suites import map_work, maps, pruned
+from benchmarks.suites.map_work import WINDOW, Truth, Work
+from pumice.coords import Geometry, kernel_map
+from pumice.language.formats import parse_format
+from pumice.lower.maps import form_operands
+from pumice.ops.convert import FormatBucket
+from pumice.ops.sparse import Sparse
+
+_TEXT = (
+    "Map[i,j,k] = A[n,x,y,z] * B[n,x+r-1,y+s-1,z+t-1] * W[r,s,t] ; {x}, i:pos(A), j:pos(B), k:pos(W)"  # x: the ranges
+)
+
+
+def retrieval(setup: Setup) -> Iterator[Row]:
+    """UCF's voxel sets (generated scenes, if quick): the statement over the kernels of coords, and over spconv."""
+    threads = torch.get_num_threads()
+    if setup.device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        for name, load in chain(published(setup), scenes(setup) if setup.quick else ()):
+            if setup.wants(case := f"retrieval/{name}"):
+                yield from _rows(setup, case, load())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(setup: Setup, case: str, voxels: Voxels) -> Iterator[Row]:
+    truth = map_work.truth_of(voxels, WINDOW)
+    ways: Mapping[str, Callable[[Voxels], Mapping[str, Tensor]]] = {"statement": _statement, "coords": _coords}
+    works = [Work(n, partial(way, voxels), partial(_wrong, truth=truth), False) for n, way in ways.items()]
+    done = [*maps.ready(setup, case, works), *maps.spconv_ready(setup, case, voxels, int((truth.rows >= 0).sum()))]
+    calls, clock = [one.call for one in done], "cpu" if setup.device.type == "cpu" else "wall"
+    found = (
+        pruned.in_turn(calls, 3 if setup.quick else 25)
+        if clock == "cpu"
+        else together(calls, setup.device, clock, setup.seconds)
+    )
+    times = dict(zip((one.name for one in done), found, strict=True))
+    if (ours := times.pop("statement", None)) is None:
+        return
+    for name, spent in times.items():
+        peer = Peer(name, spent.p20, package=spconv_peer.package() if name == "spconv" else "")
+        setup.say(
+            f"{case}: {len(voxels)} voxels, {ours.p20:.3f} ms, {name} {peer.value:.3f}, {peer.value / ours.p20:.2f}"
+        )
+        # The 20 % quantile is the value: what is above it is mostly other processes.
+        yield setup.row(case, Times(ours.p20, ours.p20, ours.p80), clock, peer, dtype="int32")
+
+
+def _operand(voxels: Voxels, axes: str) -> Sparse:
+    """The voxels as a pattern, in tensors that nothing is kept for yet."""
+    shape = (voxels.bounds.batch, *(high + 1 for high in voxels.bounds.high))
+    coords = dict(zip(axes.split(), voxels.coords.clone().t().contiguous().unbind(), strict=True))
+    return Sparse(parse_format(f"({axes}):C"), shape, (FormatBucket(coords, None),), len(voxels))
+
+
+def _statement(voxels: Voxels) -> Mapping[str, Tensor]:
+    operands: dict[str, Any] = {name: _operand(voxels, "n x y z") for name in "AB"}
+    text = _TEXT.format(x=", ".join(f"{axis}:{high + 1}" for axis, high in zip("xyz", voxels.bounds.high, strict=True)))
+    return pm.einsum(text, **operands, W=torch.ones(3, 3, 3, device=voxels.coords.device)).parts[0].coords
+
+
+def _coords(voxels: Voxels) -> Mapping[str, Tensor]:
+    shape = tuple(high + 1 for high in voxels.bounds.high)
+    found, _ = kernel_map(Geometry.checked(voxels.coords, 1, shape, voxels.bounds.batch), WINDOW)
+    return dict(zip("ikj", form_operands(found, "pairs")[1], strict=True))
+
+
+def _wrong(found: Mapping[str, Tensor], truth: Truth) -> str:
+    """The error in the pairs, "" if none: each must be in the map, and be there once."""
+    outputs, inputs, taps = (found[axis].long() for axis in "ijk")
+    expected, pairs = int((truth.rows >= 0).sum()), outputs * truth.rows.shape[1] + taps
+    if len(pairs) != expected or len(torch.unique(pairs)) != expected:
+        return f"{len(pairs)} pairs, expected {expected} different ones"
+    return "" if torch.equal(truth.rows[outputs, taps].long(), inputs) else "pairs are not those of the map"

@@ -1,0 +1,29 @@
+"""The study `retrieval` of the suite `ucf`: rows beside the kernels of coords; a wrong result is not timed."""
+
+import pytest
+import torch
+
+import benchmarks.run as bench
+from benchmarks.suites import retrieval
+from pumice.errors import PumiceError
+
+QUICK = bench.Options("retrieval", quick=True, device="cpu")
+
+
+def test_rows():
+    said: list[str] = []
+    rows = [row for row in bench.run("ucf", said.append, QUICK) if row.peer == "coords"]
+    assert [row.case for row in rows] == ["retrieval/shell_16", "retrieval/surface_300"]
+    assert {(row.clock, row.dtype, row.unit) for row in rows} == {("cpu", "int32", "ms")}
+
+
+def test_pairs_that_are_not_those_of_the_map_are_told_and_not_timed(monkeypatch):
+    statement = retrieval._statement
+
+    def wrong(voxels):
+        found = dict(statement(voxels))
+        return found | {"j": torch.roll(found["j"], 1)}
+
+    monkeypatch.setattr(retrieval, "_statement", wrong)
+    with pytest.raises(PumiceError, match="pairs are not those of the map"):
+        list(bench.run("ucf", print, QUICK))
