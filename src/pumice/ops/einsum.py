@@ -25,7 +25,7 @@ from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
-from pumice.ops.meeting import Joined
+from pumice.ops.meeting import JoinedStatement
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
@@ -187,7 +187,7 @@ class Einsum:
         ready = self._checked(operands)
         unchanged = all(ready.operands[name] is x for name, x in operands.items())
         if joins(ready.statement, _coordinate_axes(ready.operands)):
-            joined = Joined(ready.statement, ready.operands, self.lowering)
+            joined = JoinedStatement(ready.statement, ready.operands, self.lowering)
             if unchanged:
                 self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
             return joined(ready.operands)
@@ -259,7 +259,7 @@ class _CheckedCall:
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     plan: plan.Plan | None = None
-    joined: Joined | None = None
+    joined: JoinedStatement | None = None
 
 
 @lru_cache(maxsize=256)

@@ -55,7 +55,7 @@ def _entries(x: Sparse) -> int:
     return next(iter(x.parts[0].coords.values())).shape[0]
 
 
-class Joined:
+class JoinedStatement:
     """A statement that takes a join, planned for operands of given shapes and formats.
 
     lowering: of the statements over the result of the join."""
