@@ -367,7 +367,7 @@ def test_maps_are_freed_with_the_coordinates_of_either():
     x = case.operands()["I"]
     for seed in range(3):
         operands = case.operands(seed) | {"I": x}
-        meets = meeting.Joined(parse(case.text), operands, "").terms[0].meeting
+        meets = meeting.JoinedStatement(parse(case.text), operands, "").terms[0].meeting
         maps.append(weakref.ref(meets.whole_map(operands)))
         del operands, meets
     gc.collect()

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 from typing import NamedTuple
 
 from pumice.language.nodes import Access, Affine, indices_of
@@ -28,6 +29,8 @@ DENSE, COMPRESSED, HASHED = "dense", "compressed", "hashed"
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
 _MOST_INDICES = 10
 _LANES = 8
+# Of a product: in vectors, one by one over entries, and one by one over levels (measured, in that of a full vector)
+_VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 1.5, 1.7, 7.0
 _COLUMNS = 64  # Of a tile of vectors
 _CACHED = 8192  # Values that the first-level cache holds
 _SHARED = 16  # Points of a loop that are enough to share them among threads
@@ -214,6 +217,35 @@ class Product:
     factors: tuple[IteratedAccess, ...]
     ranges: tuple[tuple[str, int, int], ...]
     pattern: int = -1
+
+
+def products(product: Product) -> float:
+    """The estimated number of products of present values."""
+    shares = math.prod(f.share(depth) for f in product.factors for depth in range(len(f.levels)))
+    return math.prod(stop - start for _, start, stop in product.ranges) * shares
+
+
+def cost(product: Product) -> float:
+    """The estimated operations of a product's nest; of entries alone, without windows, those of vectors of them."""
+    sparse = [f for f in product.factors if f.levels]
+    if len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels))):
+        in_vectors = not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}
+        return products(product) * (1 / _LANES if in_vectors else _ENTRY_COST)
+    return products(product) * (_VECTOR_COST / _LANES if _vector_index(product) else _SCALAR_COST)
+
+
+def densified(product: Product) -> tuple[int, ...]:
+    """The places of the sparse factors, at most all but one, that are best used in dense form.
+
+    Vectors run along dense axes alone: with one factor dense, there are more products, in vectors."""
+    sparse = [n for n, f in enumerate(product.factors) if f.levels and n != product.pattern]
+    every = (left for count in range(len(sparse)) for left in combinations(sparse, count))
+    return min(every, key=lambda places: cost(_with_dense(product, places)))
+
+
+def _with_dense(product: Product, places: Sequence[int]) -> Product:
+    factors = (replace(f, levels=()) if n in places else f for n, f in enumerate(product.factors))
+    return replace(product, factors=tuple(factors))
 
 
 def loop_nest(product: Product, choices: IterationChoices) -> LoopNest:

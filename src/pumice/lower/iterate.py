@@ -12,6 +12,7 @@ Source: "Unified Convolution Framework", 3.2 and 4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,12 +33,14 @@ from pumice.language.iteration import (
     LevelSize,
     LoopNest,
     Product,
+    densified,
     loop_nest,
     refused,
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
 from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
+from pumice.lower.nest_form import MOST_ELEMENTS
 from pumice.runtime.cache import cached_per_tensor
 
 _TASKS = 8  # Tasks per thread
@@ -73,6 +76,11 @@ class Fibers:
     crd: tuple[Tensor, ...]
     order: Tensor | None
     hashes: Mapping[int, tuple[Tensor, Tensor]]
+
+
+def _rounded(count: int) -> int:
+    """The nearest power of two."""
+    return 1 << round(math.log2(max(1, count)))
 
 
 def fibers(operand: StoredOperand) -> Fibers | None:
@@ -176,7 +184,7 @@ class SparseProduct:
             if isinstance(x, Tensor):
                 found.append(_Key(tuple(x.shape), (), tuple(range(x.ndim))))
             elif levels is not None:
-                rounded = tuple(level._replace(positions=1 << level.positions.bit_length()) for level in levels.levels)
+                rounded = tuple(level._replace(positions=_rounded(level.positions)) for level in levels.levels)
                 found.append(_Key(x.shape, rounded, x.dense, x.values is not None, levels.order is not None))
         return tuple(found)
 
@@ -216,6 +224,15 @@ def refusal(product: SparseProduct) -> str | None:
     return _refused(product.bound, product.pattern, product.keys)
 
 
+def dense_places(product: SparseProduct) -> tuple[int, ...]:
+    """The places of the sparse factors of a product that `refusal` accepts that are best used in dense form."""
+    if sum(not isinstance(x, Tensor) for x in product.factors) == 1:
+        return ()
+    found = _dense_places(product.bound, product.pattern, product.keys)
+    sizes = (math.prod(product.keys[place].shape) for place in found)
+    return found if all(size <= MOST_ELEMENTS for size in sizes) else ()
+
+
 def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
     """Evaluate a product that `refusal` accepts: the target, or its values at the entries of the pattern."""
     nest = _prepared(product, torch.float64 if dtype == torch.float64 else torch.float32)
@@ -234,6 +251,11 @@ def source_of(product: SparseProduct, dtype: torch.dtype) -> str:
 @lru_cache(maxsize=1024)
 def _refused(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -> str | None:
     return refused(_symbols(bound, pattern, keys))
+
+
+@lru_cache(maxsize=1024)
+def _dense_places(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -> tuple[int, ...]:
+    return densified(_symbols(bound, pattern, keys))
 
 
 def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> Product:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement, indices_of
-from pumice.lower.iterate import SparseProduct, StoredOperand, refusal, run, source_of
+from pumice.lower.iterate import SparseProduct, StoredOperand, dense_places, refusal, run, source_of
 from pumice.ops.sparse import Sparse
 
 
@@ -26,7 +26,18 @@ def computed(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -
     """The target of one product, or None if no nest computes it. pattern: the place of the factor at whose entries the
     target has values, which are returned; or -1."""
     product = _product(bound, operands, pattern)
-    return None if refusal(product) is not None else run(product, _dtype(product))
+    if refusal(product) is not None:
+        return None
+    return run(product, _dtype(product))
+
+
+def best_dense(bound: BoundStatement, operands: Mapping[str, Any]) -> frozenset[str]:
+    """The sparse operands of a product that are best used in dense form: vectors run along dense axes alone."""
+    product = _product(bound, operands, -1)
+    if refusal(product) is not None:
+        return frozenset()
+    names = [f.name for f in bound.statement.terms[0].factors if isinstance(f, Access)]
+    return frozenset(names[place] for place in dense_places(product))
 
 
 def explained(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> str:

@@ -26,7 +26,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.ops import autograd
 from pumice.ops.direct import windowed
-from pumice.ops.meeting import Joined
+from pumice.ops.meeting import JoinedStatement
 from pumice.ops.operands import (
     DeclarationCheck,
     IndexCheck,
@@ -188,7 +188,7 @@ class Einsum:
         ready = self._checked(operands)
         unchanged = all(ready.operands[name] is x for name, x in operands.items())
         if self._meets(ready):
-            joined = Joined(ready.statement, ready.operands, self.lowering)
+            joined = JoinedStatement(ready.statement, ready.operands, self.lowering)
             if unchanged:
                 self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
             return joined(ready.operands)
@@ -216,7 +216,9 @@ class Einsum:
         formats = {name: x.format for name, x in ready.operands.items() if isinstance(x, Sparse)}
         if self._meets(ready):
             told = [_join_told(self.text, ready.constants, formats) or f"statement\n  {ready.statement}"]
-            return "\n\n".join(told + Joined(ready.statement, ready.operands, self.lowering).explained(ready.operands))
+            return "\n\n".join(
+                told + JoinedStatement(ready.statement, ready.operands, self.lowering).explained(ready.operands)
+            )
         tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         return explanation(tensors, names, self.text, self.lowering)
 
@@ -266,7 +268,7 @@ class _CheckedCall:
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     plan: plan.Plan | None = None
-    joined: Joined | None = None
+    joined: JoinedStatement | None = None
 
 
 @lru_cache(maxsize=256)

@@ -39,10 +39,11 @@ from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import computed, explained
+from pumice.ops.direct import best_dense, computed, explained
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
+from pumice.runtime.cache import cached_per_tensor
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
@@ -57,7 +58,22 @@ def _entries(x: Sparse) -> int:
     return next(iter(x.parts[0].coords.values())).shape[0]
 
 
-class Joined:
+def _dense(x: Sparse) -> Tensor:
+    """The dense tensor, cached with the values."""
+    (part,) = x.parts
+    names, arrays = zip(*part.coords.items(), strict=True)
+    return x.to_dense() if part.values is None else _dense_of(part.values, x.format, x.shape, names, *arrays)
+
+
+@cached_per_tensor
+def _dense_of(
+    values: Tensor, format: Format, shape: tuple[int, ...], names: tuple[str, ...], *arrays: Tensor
+) -> Tensor:
+    part = FormatBucket(dict(zip(names, arrays, strict=True)), values)
+    return Sparse(format, shape, (part,), values.numel()).to_dense()
+
+
+class JoinedStatement:
     """A statement of sparse operands that meet, or that are read through windows, planned for given shapes and formats.
 
     lowering: of the statements over the result of the join."""
@@ -203,6 +219,7 @@ class _Term:
         self.meeting = _Meeting(step.terms[0], found.sources, bound.ranges, shapes, window)
         self.text, read = str(declare(found.statement, bound.ranges)), accesses_of(found.statement)
         self.dense = [name for name in {access.name: 0 for access in read} if isinstance(operands.get(name), Tensor)]
+        self.denser = dict[frozenset[str], JoinedStatement]()  # by the operands that are used in dense form
         self.format, self.like = _format([*found.sources], found.first), step.pattern
         self.made = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
 
@@ -210,6 +227,8 @@ class _Term:
         """The result; a Sparse if the statement has a pattern."""
         # The first way that applies, the fastest first.
         result = self.over_map(operands)
+        if result is None and (result := self.partly_dense(operands)) is not None:
+            return result
         if result is None and (result := self.over_levels(operands)) is not None and not self.is_sparse:
             return result
         result = self.over_join(operands) if result is None else result
@@ -220,7 +239,11 @@ class _Term:
         return found if self.is_sparse else found.to_dense()
 
     def explained(self, operands: Mapping[str, Any]) -> str:
-        return "kernel map of the window" if self.meeting.roles else explained(self.bound, operands, self.place)
+        if self.meeting.roles:
+            return "kernel map of the window"
+        if not self.is_sparse and (names := best_dense(self.bound, operands)):
+            return f"with {', '.join(sorted(names))} in dense form, by the cost model"
+        return explained(self.bound, operands, self.place)
 
     def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result over a kernel map; None if what meets is none."""
@@ -235,6 +258,18 @@ class _Term:
     def over_levels(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result by a loop nest over the levels of the operands; None if there is none for them."""
         return None if self.lowering else computed(self.bound, operands, self.place)
+
+    def partly_dense(self, operands: Mapping[str, Any]) -> Tensor | None:
+        """The result with sparse operands in dense form where that is faster, else None."""
+        if self.lowering or self.is_sparse or not (names := best_dense(self.bound, operands)):
+            return None
+        operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
+        if names not in self.denser:
+            statement = declare(self.bound.statement, self.bound.ranges)
+            self.denser[names] = JoinedStatement(statement, operands, self.lowering)
+        result = self.denser[names](operands)
+        assert isinstance(result, Tensor)
+        return result
 
     def over_join(self, operands: Mapping[str, Any]) -> Tensor:
         """The result over the rows of a join."""
