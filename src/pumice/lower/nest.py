@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -26,17 +26,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pumice.errors import OptionError
 from pumice.language.bind import BoundStatement
-from pumice.language.nodes import Statement
+from pumice.language.nodes import Statement, arrays_of
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
-from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, NestAxis, View, normalized, padded_sizes
+from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import l1_bytes
+from pumice.runtime.native import cpu_name, l1_bytes
+from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
+from pumice.schedule.loops import Image, LoopSchedule, NestFacts
+from pumice.schedule.tuned_loops import LoopKey, half_octaves, loop_records
 
-_ACROSS = 4  # Vectors per tile along a vector index
-_TILE = 14  # Accumulators of a tile over an image
-_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
 
@@ -55,40 +56,86 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return None
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    statement, form, wide = bound.statement, _form(bound, operands), _wide(dtype)
-    ready = prepared(*_arrays(form, operands, wide))
+class Wanted(NamedTuple):
+    """The schedule of a nest: as far as it is given, or the name of a preset. lenient: the rule's if it is refused."""
+
+    schedule: LoopSchedule = LoopSchedule()
+    preset: str = ""
+    lenient: bool = False
+
+    @staticmethod
+    def of(text: str, lenient: bool = False) -> Wanted:
+        """That of a preset's name or of a schedule's text. Raises OptionError for other text."""
+        named = text in PRESETS
+        return Wanted(LoopSchedule() if named else LoopSchedule.parse(text), text if named else "", lenient)
+
+    @property
+    def fusing(self) -> Fusing:
+        groups = self.schedule.fuse
+        return Fusing(groups, frozenset(self.schedule.names()).difference(*groups))
+
+    def complete(self, facts: NestFacts) -> LoopSchedule:
+        """The whole schedule. Raises OptionError if the nest cannot have it."""
+        try:
+            return completed(PRESETS[self.preset](facts) if self.preset else self.schedule, facts)
+        except OptionError:
+            if not self.lenient:
+                raise
+            return completed(LoopSchedule(), facts)
+
+
+def run(
+    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
+) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`. wanted: default: tuned, or by the rule."""
+    statement, wide = bound.statement, _wide(dtype)
+    ready = prepared_for(bound, operands, dtype, wanted)
     if ready is None:
         result = torch.zeros(bound.shape, dtype=wide, device="cpu")
     else:
-        result = ready.run([view.of(operands[view.name].to(wide)) for view in form.views[1:]])
+        result = ready.run([p.view.of(operands[p.view.name].to(wide)) for p in ready.placed[1:]])
     if (coefficient := statement.terms[0].coefficient) != 1:
         result *= coefficient
     result = result.view(bound.shape).to(dtype)
     return operands[statement.target.name] + result if statement.accumulate else result
 
 
-def source_of(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """The loop nest of a statement that `refusal` accepts, and its C source; "" without entries."""
-    ready = prepared(*_arrays(_form(bound, operands), operands, _wide(dtype)))
-    return "" if ready is None else f"{ready.nest}\n\n{nest_c.source(ready.nest)}"
+def source_of(
+    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
+) -> str:
+    """Schedule, loop nest and C source of a statement that `refusal` accepts; "" without entries."""
+    if (ready := prepared_for(bound, operands, dtype, wanted)) is None:
+        return ""
+    return f"schedule {ready.schedule}\n{ready.nest}\n\n{nest_c.source(ready.nest)}"
 
 
-def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
-    found = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]))
-    assert isinstance(found, Form)
-    return found
+def prepared_for(
+    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
+) -> Prepared | None:
+    """The nest of a statement that `refusal` accepts; None without entries."""
+    if wanted is None:
+        wanted = _tuned(bound, dtype, loop_records().generation)
+    form = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]), wanted.fusing)
+    assert isinstance(form, Form)
+    first, *others = [operands[name] for name in form.arrays]
+    return prepared(first, form, _wide(dtype), wanted, *others)
+
+
+def key_of(bound: BoundStatement, dtype: torch.dtype) -> LoopKey:
+    """Key of a statement's tuned schedule."""
+    sizes = tuple(half_octaves(extent) for extent in bound.extents.values())
+    return LoopKey(cpu_name(), str(bound.statement), str(_wide(dtype)).removeprefix("torch."), sizes)
+
+
+@lru_cache(maxsize=1024)
+def _tuned(bound: BoundStatement, dtype: torch.dtype, generation: int) -> Wanted:
+    """The tuned schedule of a statement, or the rule's. generation: of the records."""
+    found = loop_records().find(key_of(bound, dtype))
+    return Wanted() if found is None else Wanted(found.schedule, lenient=True)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _arrays(form: Form, operands: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of `prepared`."""
-    first, *others = [operands[name] for name in form.arrays]
-    return (first, form, dtype, *others)
 
 
 # Layout and offsets
@@ -160,10 +207,12 @@ class LaneCopies(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A nest with its sizes and offsets. begins, offsets: of each factor, by constants and by entry (None: none);
-    whole: all results are written; outer: points of the outer loops; loops: integers of the outer and inner loops.
-    A factor that has one value per entry is put in their order."""
+    """A nest with its sizes and offsets. facts: what its schedule was made of; begins, offsets: of each factor, by
+    constants and by entry (None: none); whole: all results are written; outer: points of the outer loops; loops:
+    integers of the outer and inner loops. A factor that has one value per entry is put in their order."""
 
+    facts: NestFacts
+    schedule: LoopSchedule
     nest: Nest
     kernels: CDLL
     placed: tuple[Placed, ...]
@@ -191,8 +240,9 @@ class Prepared:
 
     def _tasks(self) -> list[int]:
         segments, threads = len(self.target_offsets), torch.get_num_threads()
-        wanted = -(-_TASKS * threads // self.outer) if threads > 1 else 1
-        each = -(-segments // min(segments, wanted))
+        name, chunk = next(iter(self.schedule.parallel), ("", 0))
+        wanted = -(-_TASKS * threads // self.outer) if threads > 1 and name not in self.facts.dense else 1
+        each = min(segments, chunk or -(-segments // min(segments, wanted)))
         chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
@@ -228,22 +278,23 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> LaneCopies:
         ((lanes.grid[0] - 1) * step[0] + size[0], (lanes.grid[1] - 1) * step[1] + size[1] + count)
         for step, size in ((steps, lanes.read), (lanes.block, lanes.block))
     ]
-    into = [*_image(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
-    out = [*_image(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
+    into = [*_rows_columns(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
+    out = [*_rows_columns(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
     inside = (*target[: -lanes.axes], *lanes.block, count)
     return LaneCopies(
         lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1])
     )
 
 
-def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
+def _rows_columns(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
     """(rows, columns) of the images that make up an array."""
     return (1 if lanes.axes == 1 else shape[-2]), shape[-1]
 
 
 @cached_per_tensor
-def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
-    """The nest of a form over these index arrays; None without entries."""
+def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *others: Tensor) -> Prepared | None:
+    """The nest of a form over these index arrays; None without entries. Raises OptionError if it cannot have the wanted
+    schedule."""
     entries = EntryList(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
     part = partial(_entry_part, entries, dict(form.extents))
     values = [list(map(part, view.axes, view.shape)) for view in form.views]
@@ -253,16 +304,24 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     values = [[None if v is None else v[kept] for v in each] for each in values]
     real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
-    lanes = _lanes(form, values, len(kept), count)
-    placed = [_placed(n, view, pads[n], lanes, count) for n, view in enumerate(form.views)]
-    nest, outer, inner, length = _roles(form, placed, lanes, real, count)
+    plain = [_placed(n, view, pads[n], None, count) for n, view in enumerate(form.views)]
+    targets, segment = _sorted_targets(plain[0].offset(values[0]), len(kept))
+    facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
+    schedule = wanted.complete(facts)
+    tiles = ImageTiles.of(schedule, facts)
+    lanes = None if tiles is None else _lanes(form, tiles)
+    placed = plain if lanes is None else [_placed(n, v, pads[n], lanes, count) for n, v in enumerate(form.views)]
+    nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
-    targets, segment = _sorted_targets(offsets[0], len(kept))
-    block, blocks = _blocks(form, values, lanes, nest, len(targets))
+    if isinstance(offsets[0], Tensor):
+        targets = targets.scatter(0, segment, offsets[0])
+    block, blocks = _blocks(form, values, schedule, facts)
     key = block * len(targets) + segment
     order = key.argsort(stable=True)
     nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
     return Prepared(
+        facts,
+        schedule,
         nest,
         nest_c.library(nest_c.source(nest)),
         tuple(placed),
@@ -317,53 +376,49 @@ def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: L
     return Placed(view, pads, tuple(strides)[: len(sizes)][::-1])
 
 
-def _loops(names: Sequence[str], extents: Mapping[str, int], placed: Sequence[Placed]) -> list[tuple[int, ...]]:
+def _loops(names: Sequence[str], extents: Mapping[str, int], placed: Sequence[Placed]) -> dict[str, Loop]:
     """(extent, stride in each operand) of these indices."""
-    return [(extents[n], *(p.stride(n) for p in placed)) for n in names if extents[n] > 1]
+    return {n: (extents[n], *(p.stride(n) for p in placed)) for n in names if extents[n] > 1}
 
 
 Loop = tuple[int, ...]
 
 
 def _roles(
-    form: Form, placed: Sequence[Placed], lanes: Lanes | None, real: str, count: int
+    form: Form, placed: Sequence[Placed], lanes: Lanes | None, schedule: LoopSchedule, facts: NestFacts, real: str
 ) -> tuple[Nest, list[Loop], list[Loop], int]:
     """(nest, its outer and inner loops, points of the vector index)."""
-    extents = dict(form.extents)
+    extents, count, moved = dict(form.extents), facts.lanes, [name for name, _ in schedule.vector]
     if lanes is None:
-        vector = _vector_index(form, placed)
-        moved, length = [vector], extents.get(vector, 1)
-        across = range(min(_ACROSS, -(-length // count)))
-        offsets = [tuple(count * k * p.stride(vector) for k in across) for p in placed]
-        along, tiles = [p.stride(vector) == 1 for p in placed], list[Loop]()
+        vector = moved[0] if moved else ""
+        length, along = extents.get(vector, 1), [p.stride(vector) == 1 for p in placed]
+        offsets, tiles = [tuple(count * k * p.stride(vector) for k in range(schedule.hold)) for p in placed], {}
     else:
-        moved, length = [axis.bare for axis in form.views[0].axes[-lanes.axes :]], count
-        offsets, tiles = _image_tiles(placed, lanes, count)
-        along = [n in (0, lanes.factor) for n in range(len(placed))]
-    free = [n for n in extents if n not in form.reduced and n not in moved]
-    outer = _loops(free, extents, placed) + tiles
-    inner = [(extent, *s) for extent, _, *s in _loops([n for n in form.reduced if n not in moved], extents, placed)]
+        offsets, tiles = _image_tiles(placed, lanes, moved, count)
+        length, along = count, [n in (0, lanes.factor) for n in range(len(placed))]
+    free = _loops([n for n in facts.outer if n not in moved], extents, placed) | tiles
+    summed = _loops([n for n in form.reduced if n not in moved], extents, placed)
+    order = [name for name in schedule.order if name in free or name in facts.segments[:1]]
+    outer, inner = [free[n] for n in order if n in free], [n for n in schedule.order if n in summed]
     factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
     sums = lanes is None and not along[0] and length > 1
     target = offsets[0] if not sums else (0,) * len(offsets[0])
+    nest = Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums)
+    around = next((k for k, name in enumerate(order) if name not in free), len(outer))
+    unroll = dict(schedule.unroll)
+    unrolled = tuple(unroll.get(name, 0) for name in (facts.entries[0], *inner))
     return (
-        Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums),
+        replace(nest, around=around, unroll=unrolled if any(unrolled) else ()),
         outer,
-        inner,
+        [(summed[n][0], *summed[n][2:]) for n in inner],
         length,
     )
 
 
-def _vector_index(form: Form, placed: Sequence[Placed]) -> str:
-    """The longest index along which all operands are contiguous or constant; "" if there is none."""
-    names = [n for n, _ in form.extents if all(p.stride(n) in (0, 1) for p in placed)]
-    names = [n for n in names if any(p.stride(n) for p in placed[1:])]
-    extents = dict(form.extents)
-    return max(names, key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), default="")
-
-
-def _image_tiles(placed: Sequence[Placed], lanes: Lanes, count: int) -> tuple[list[tuple[int, ...]], list[Loop]]:
-    """(offsets of a tile's outputs in each operand, loops over the tiles of a block)."""
+def _image_tiles(
+    placed: Sequence[Placed], lanes: Lanes, names: Sequence[str], count: int
+) -> tuple[list[tuple[int, ...]], dict[str, Loop]]:
+    """(offsets of a tile's outputs in each operand, loops over the tiles of a block). names: of the image's axes."""
     strides = []
     for n, place in enumerate(placed):
         steps = (1, 1) if n == 0 else lanes.steps
@@ -374,47 +429,30 @@ def _image_tiles(placed: Sequence[Placed], lanes: Lanes, count: int) -> tuple[li
     offsets = [tuple(y * sy + x * sx for y in range(height) for x in range(width)) for sy, sx in strides]
     numbers = [b // t for b, t in zip(lanes.block, lanes.tile, strict=True)]
     loops = [(n, *(t * s[axis] for s in strides)) for axis, (n, t) in enumerate(zip(numbers, lanes.tile, strict=True))]
-    return offsets, [loop for loop in loops if loop[0] > 1]
+    named = zip(names, loops[2 - lanes.axes :], strict=True)
+    return offsets, {name: loop for name, loop in named if loop[0] > 1}
 
 
-def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, count: int) -> Lanes | None:
-    """Lanes over blocks of an image, if they pay."""
-    target, extents = form.views[0], dict(form.extents)
-    for axes in (2, 1):
-        names = [axis.bare for axis in target.axes[-axes:]]
-        found = [n for n, view in enumerate(form.views[1:], 1) if _reads_image(view, names)]
-        others = [view for n, view in enumerate(form.views[1:], 1) if n not in found]
-        read = {name for view in others for axis in view.axes for _, name in axis.dense}
-        if len(names) < axes or None in names or len(found) != 1 or read & {*names}:
-            continue
-        sizes = [extents[name or ""] for name in names]
-        view = form.views[found[0]]
-        steps = [view.axes[n - axes].dense[0][0] for n in range(axes)]
-        spans = [_span(values[found[0]][n - axes]) for n in range(axes)]
-        bare = view.axes[-1].bare is not None
-        image = Image(_two(sizes, 1), _two(steps, 1), _two(spans, 0), bare)
-        lanes = _grid(found[0], image, count)
-        copied = (math.prod(view.shape) + math.prod(target.shape)) * lanes.copied
-        fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
-        if fits and math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
-            return lanes
-    return None
+def _lanes(form: Form, tiles: ImageTiles) -> Lanes:
+    axes = len(tiles.grid)
+    sizes = (tiles.grid, tiles.block, tiles.tile, tiles.image.steps, tiles.reads(tiles.block), tiles.reads(tiles.tile))
+    (factor,) = _image_views(form, tiles.image.names)
+    return Lanes(factor, axes, *[_two(each) for each in sizes], tiles.copied)
 
 
-class Image(NamedTuple):
-    """An image along y and x: outputs, coefficients in the factor's axes, spans of the entries' parts there;
-    bare: its x axis is that of the factor."""
-
-    sizes: tuple[int, int]
-    steps: tuple[int, int]
-    spans: tuple[int, int]
-    bare: bool
-
-
-def _two(numbers: Sequence[int], default: int) -> tuple[int, int]:
+def _two(numbers: Sequence[int]) -> tuple[int, int]:
     """Numbers along y and x from those of one or two axes."""
-    first, second = [default, *numbers][-2:]
+    first, second = [1, *numbers][-2:]
     return first, second
+
+
+def _image_views(form: Form, names: Sequence[str | None]) -> list[int]:
+    """The factor that has these indices as an image; none if others read them, too."""
+    found = [n for n, view in enumerate(form.views[1:], 1) if _reads_image(view, names)]
+    others = {
+        name for n, view in enumerate(form.views[1:], 1) if n not in found for a in view.axes for _, name in a.dense
+    }
+    return found if len(found) == 1 and not others & {*names} else []
 
 
 def _reads_image(view: View, names: Sequence[str | None]) -> bool:
@@ -425,56 +463,90 @@ def _reads_image(view: View, names: Sequence[str | None]) -> bool:
     return alone and not before & {*names}
 
 
+Values = Sequence[Sequence[Tensor | None]]
+
+
+def _facts(
+    form: Form, values: Values, placed: Sequence[Placed], entries: tuple[int, int], vector: tuple[int, int]
+) -> NestFacts:
+    """What a schedule may name. placed: in place; entries: numbers of entries and segments; vector: (lanes, bytes of a
+    value)."""
+    levels, extents = _levels(form), dict(form.extents)
+    segments = tuple(dict.fromkeys(name for (n, _), name in levels.items() if n == 0))
+    spans = {name: _span(values[n][k]) + 1 for (n, k), name in reversed(levels.items()) if name not in segments}
+    taken = {*levels.values(), *(part for name in extents for part in name.split("."))}
+    factors = form.views[1:]
+    axes = [(view.name, [n for _, n in a.dense]) for view in factors for a in view.axes if a.dense and not a.bare]
+    windows = [(factor, n, tuple(o for o in names if o != n)) for factor, names in axes for n in names]
+    vectors = [n for n in extents if all(p.stride(n) in (0, 1) for p in placed) and any(p.stride(n) for p in placed[1:])]
+    vectors.sort(key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), reverse=True)
+    images = [image for axes in (2, 1) if (image := _image(form, values, levels, axes, vector[0]))]
+    return NestFacts(
+        extents,
+        tuple(form.reduced),
+        segments,
+        spans,
+        ("entries" if "e" in taken else "e", entries[0]),
+        entries[1],
+        tuple(view.name for view in factors),
+        tuple(windows),
+        tuple(vectors),
+        tuple(images),
+        (vector[0], nest_c.registers(), vector[1], l1_bytes()),
+    )
+
+
+def _levels(form: Form) -> dict[tuple[int, int], str]:
+    """Names of the axes, (number of view, of axis), whose coordinates are in an index array: F_c is c if that is no other
+    index."""
+    arrays = {
+        (n, k): found[0].name
+        for n, view in enumerate(form.views)
+        for k, axis in enumerate(view.axes)
+        if axis.entry is not None and (found := arrays_of(axis.entry))
+    }
+    short = {name: name.rpartition("_")[2] or name for name in arrays.values()}
+    dense = [part for name, _ in form.extents for part in name.split(".")]
+    names = [*dense, *short.values()]
+    return {at: short[name] if names.count(short[name]) == 1 else name for at, name in arrays.items()}
+
+
+def _image(
+    form: Form, values: Values, levels: Mapping[tuple[int, int], str], axes: int, count: int
+) -> Image | None:
+    """The image of the last one or two axes of the target, if a factor has it."""
+    target, extents = form.views[0], dict(form.extents)
+    names = tuple(axis.bare or "" for axis in target.axes[-axes:])
+    sizes = tuple(extents.get(name, 1) for name in names)
+    found = _image_views(form, names)
+    if len(names) < axes or "" in names or not found or (axes == 2 and sizes[0] == 1):
+        return None
+    number, view, own = found[0], form.views[found[0]], values[found[0]][-axes:]
+    images = math.prod([*padded_sizes(view, extents)][:-axes]) * count
+    return Image(
+        view.name,
+        names,
+        sizes,
+        tuple(axis.dense[0][0] for axis in view.axes[-axes:]),
+        tuple(map(_span, own)),
+        view.axes[-1].bare is not None,
+        math.prod(view.shape) + math.prod(target.shape),
+        MOST_ELEMENTS // images,
+        levels.get((number, len(view.axes) - axes - 1), ""),
+    )
+
+
 def _span(entry: Tensor | None) -> int:
     return 0 if entry is None else int(entry.max() - entry.min())
 
 
-def _grid(factor: int, image: Image, count: int) -> Lanes:
-    """The grid of blocks that needs the fewest operations, then the one that reads least."""
-    sizes, steps, spans, bare = image
-    flat, best = sizes[0] == 1, dict[tuple[int, int], Lanes]()
-    for across in range(1, count + 1):
-        grid = (1, count) if flat else (min(sizes[0], count // across), min(sizes[1], across))
-        block = [-(-n // g) for n, g in zip(sizes, grid, strict=True)]
-        whole = flat and bare and not sizes[1] % count
-        width = _tile_length(block[1], _TILE, whole)
-        tile = _tile_length(block[0], _TILE // width), width
-        numbers = [-(-b // t) for b, t in zip(block, tile, strict=True)]
-        rows, columns = (n * t for n, t in zip(numbers, tile, strict=True))
-        read, window = (_reach(outputs, steps, spans) for outputs in ((rows, columns), tile))
-        copied = not (whole and columns * count == sizes[1])
-        found = Lanes(factor, 1 if flat else 2, grid, (rows, columns), tile, steps, read, window, copied)
-        best.setdefault((math.prod(numbers) * (math.prod(tile) + 1), math.prod(window)), found)
-    return best[min(best)]
-
-
-def _reach(outputs: Sequence[int], steps: Sequence[int], spans: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns that so many outputs read."""
-    rows, columns = ((n - 1) * step + 1 + span for n, step, span in zip(outputs, steps, spans, strict=True))
-    return rows, columns
-
-
-def _tile_length(points: int, most: int, whole: bool = False) -> int:
-    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
-    divide the axis are preferred, if they are not short."""
-    lengths = range(1, min(points, most) + 1)
-    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
-    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
-
-
-def _blocks(
-    form: Form, values: Sequence[Sequence[Tensor | None]], lanes: Lanes | None, nest: Nest, segments: int
-) -> tuple[Tensor | int, int]:
-    """(block of each entry, number of blocks): a block's part of the image stays in L1."""
-    if lanes is None or len(values[lanes.factor]) <= lanes.axes:
-        return 0, 1
-    channel = values[lanes.factor][-1 - lanes.axes]
-    if channel is None:
-        return 0, 1
-    size = math.prod(lanes.window) * nest.lanes * (4 if nest.real == "float" else 8)
-    channel = channel - channel.min()
-    channels = int(channel.max()) + 1
-    # Every block reads and writes all results again.
-    wanted = min(-(-channels * size // (l1_bytes() * 7 // 8)), max(1, len(channel) // (4 * segments)))
-    each = -(-channels // wanted)
-    return channel // each, -(-channels // each)
+def _blocks(form: Form, values: Values, schedule: LoopSchedule, facts: NestFacts) -> tuple[Tensor | int, int]:
+    """(block of each entry, number of blocks)."""
+    block, blocks = 0, 1
+    for name, size in schedule.split:
+        if name in facts.coordinates:
+            found = next(values[n][k] for (n, k), level in _levels(form).items() if level == name)
+            assert found is not None
+            count = -(-facts.coordinates[name] // size)
+            block, blocks = block * count + (found - found.min()) // size, blocks * count
+    return block, blocks

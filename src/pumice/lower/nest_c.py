@@ -44,7 +44,8 @@ class FactorAccess(NamedTuple):
 class Nest:
     """A loop nest. real: "float" or "double"; lanes: of a vector; target: offsets of the accumulators; outer, inner:
     numbers of loops; tiled: the accumulators are the whole tile, else the vector loop moves them; sums: the vector
-    index is summed, and the target has one value per segment."""
+    index is summed, and the target has one value per segment; around: outer loops around the chunks of segments; unroll:
+    bodies repeated of the entries' loop and of each inner one, 0: as the compiler likes."""
 
     real: str
     lanes: int
@@ -54,12 +55,16 @@ class Nest:
     inner: int
     tiled: bool = False
     sums: bool = False
+    around: int = 0
+    unroll: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         where = [
             f"F{n}[{'e' if f.entries else ''}{', vector' if f.vector else ''}]" for n, f in enumerate(self.factors)
         ]
-        lines = [f"parallel over {self.outer} dense loops, chunks of segments", "for block, segment s"]
+        loops = [f"{n} dense loops" for n in (self.around, self.outer - self.around) if n]
+        loops.insert(int(self.around > 0), "chunks of segments")
+        lines = [f"parallel over {', '.join(loops)}", "for block, segment s"]
         lines.append(f"  {len(self.target)} accumulators of {self.lanes} {self.real}")
         lines.append(f"  for entry e of s{f', {self.inner} dense reductions' if self.inner else ''}")
         return "\n".join([*lines, f"    acc += {' * '.join(where)}", "  T[s] = acc"])
@@ -79,11 +84,11 @@ _MAIN = """static void work(void *data) {{
     for (;;) {{
         const i64 task = __atomic_fetch_add(z, 1, __ATOMIC_RELAXED);
         if (task >= z[1]) return;
-        i64 o = task / z[2];
-        const i64 low = task % z[2] * z[5], high = low + z[5] < z[3] ? low + z[5] : z[3];
+        i64 o = task, low;
         real *t = (real *)z[9];
         {bases}
         {decode}
+        const i64 high = low + z[5] < z[3] ? low + z[5] : z[3];
         for (i64 b = 0; b < z[4]; b++) for (i64 s = low; s < high; s++) {{
             const i64 *at = (const i64 *)z[7] + b * z[3] + s;
             if (b && at[0] == at[1]) continue;
@@ -97,7 +102,7 @@ void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, wo
 _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z, real *t, {arguments}, const i64 *at,
     int first) {{
     {declare}
-    for (i64 e = at[0]; e < at[1]; e++) {{
+    {unroll}for (i64 e = at[0]; e < at[1]; e++) {{
         {entry}
         {loops}
             {step}
@@ -117,8 +122,9 @@ def source(nest: Nest) -> str:
     makes = _summing if nest.sums else _fixed if nest.tiled else _moving
     tiles, calls = makes(nest, widths)
     bases = " ".join(f"const real *f{n} = (const real *)z[{_factor(n)}];" for n in range(len(nest.factors)))
-    decode = "\n        ".join(_decode(nest, loop) for loop in reversed(range(nest.outer)))
-    return "".join([*text, *tiles, _MAIN.format(bases=bases, decode=decode, tiles=calls)])
+    decode = [_decode(nest, loop) for loop in reversed(range(nest.outer))]
+    decode.insert(nest.outer - nest.around, "low = o % z[2] * z[5]; o /= z[2];")
+    return "".join([*text, *tiles, _MAIN.format(bases=bases, decode="\n        ".join(decode), tiles=calls)])
 
 
 def _factor(number: int) -> int:
@@ -199,10 +205,12 @@ def _frame(nest: Nest) -> dict[str, str]:
         for n, f in enumerate(nest.factors)
     ]
     slots = [_loop(nest, nest.outer + k) for k in range(nest.inner)]
-    loops = "".join(f"for (i64 i{k} = 0; i{k} < z[{at}]; i{k}++) " for k, at in enumerate(slots))
+    unroll = [f'_Pragma("GCC unroll {n}") ' if n else "" for n in nest.unroll or [0] * (1 + nest.inner)]
+    loops = "".join(f"{unroll[k + 1]}for (i64 i{k} = 0; i{k} < z[{at}]; i{k}++) " for k, at in enumerate(slots))
     steps = ["".join(f" + i{k} * z[{at + 1 + n}]" for k, at in enumerate(slots)) for n in each]
     return {
         "arguments": ", ".join(f"const real *f{n}" for n in each),
+        "unroll": unroll[0],
         "entry": " ".join(entry),
         "loops": loops + "{ " + " ".join(f"const real *q{n} = p{n}{steps[n]};" for n in each) + " ",
     }
@@ -212,7 +220,7 @@ _SUM = """static inline __attribute__((always_inline)) void tile(const i64 *z, r
     int first) {{
     real total = first ? 0 : *t;
     {declare}
-    for (i64 e = at[0]; e < at[1]; e++) {{
+    {unroll}for (i64 e = at[0]; e < at[1]; e++) {{
         {entry}
         {loops}
             i64 j = 0;
@@ -332,6 +340,13 @@ def lanes_of(dtype: torch.dtype) -> tuple[str, int]:
     assert isinstance(found, Compiler)
     lanes = found.vector[0]
     return ("float", lanes) if dtype == torch.float32 else ("double", lanes // 2)
+
+
+def registers() -> int:
+    """Vector registers of this CPU. Raises AssertionError without a compiler."""
+    found = compiler()
+    assert isinstance(found, Compiler)
+    return found.vector[1]
 
 
 @lru_cache(maxsize=1024)

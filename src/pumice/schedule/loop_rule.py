@@ -1,0 +1,331 @@
+"""The schedule of a loop nest where none is given, the presets of "Unified Convolution Framework" (table 2), and the
+candidates of the tuner with a model of their cost.
+
+The rule: lanes run over blocks of an image if copying it pays, in the grid that needs the fewest operations, with up to 14
+accumulators; otherwise a vector moves along the longest index that is contiguous. Blocks of the entries are chosen such
+that what a tile reads of the image stays in the first-level cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
+from types import MappingProxyType
+
+from pumice.errors import OptionError
+from pumice.schedule.loops import Image, LoopSchedule, NestFacts, arranged, check
+
+_ACROSS = 4  # Vectors per tile along a vector index
+_TILE = 14  # Accumulators of a tile over an image
+_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
+_MISS = 1.35  # Time of an entry whose values come from the second-level cache
+_COPY = 1.5  # Time of copying a vector to or from lanes, in loads
+
+
+@dataclass(frozen=True)
+class ImageTiles:
+    """An image in lanes. grid: blocks along its axes; tile: outputs of a lane's tile; copied: packed, else in place."""
+
+    image: Image
+    grid: tuple[int, ...]
+    tile: tuple[int, ...]
+    copied: bool
+
+    @staticmethod
+    def of(schedule: LoopSchedule, facts: NestFacts) -> ImageTiles | None:
+        """The image tiles of a complete schedule; None if the vector moves along its index."""
+        if (image := facts.image(schedule)) is None:
+            return None
+        sizes = schedule.sizes()
+        tile = tuple(sizes[name] for name in image.names)
+        return ImageTiles(image, tuple(n or facts.lanes for _, n in schedule.vector), tile, bool(schedule.pack))
+
+    @property
+    def numbers(self) -> list[int]:
+        """Tiles of a block along each axis."""
+        blocks = (-(-n // g) for n, g in zip(self.image.sizes, self.grid, strict=True))
+        return [-(-b // t) for b, t in zip(blocks, self.tile, strict=True)]
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Outputs of a block along each axis, in whole tiles."""
+        return tuple(n * t for n, t in zip(self.numbers, self.tile, strict=True))
+
+    def reads(self, outputs: Sequence[int]) -> list[int]:
+        """Rows and columns of the factor that so many outputs read."""
+        each = zip(outputs, self.image.steps, self.image.spans, strict=True)
+        return [(n - 1) * step + 1 + span for n, step, span in each]
+
+    @property
+    def schedule(self) -> LoopSchedule:
+        names, one = self.image.names, len(self.grid) == 1
+        vector = tuple((name, 0 if one else n) for name, n in zip(names, self.grid, strict=True))
+        packed = (self.image.factor,) if self.copied else ()
+        return LoopSchedule(
+            vector=vector, split=tuple(zip(names, self.tile, strict=True)), pack=packed, hold=math.prod(self.tile)
+        )
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Operations, then values that a tile reads: the rule takes the least."""
+        return math.prod(self.numbers) * (math.prod(self.tile) + 1), math.prod(self.reads(self.tile))
+
+    def pays(self, facts: NestFacts) -> bool:
+        """True if there are enough points for a vector, and multiply-adds for each copied value."""
+        points, products = math.prod(self.image.sizes), facts.entries[1] * math.prod(facts.dense.values())
+        return points >= facts.lanes and products >= _PAYS * self.image.values * self.copied
+
+
+def completed(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
+    """The schedule with what it does not say, by the rule. Raises OptionError if the nest cannot have it."""
+    check(schedule, facts)
+    schedule = _with_tile(schedule, facts)
+    schedule = replace(
+        schedule,
+        fuse=tuple(tuple(name.split(".")) for name in facts.dense if "." in name),
+        split=_with_blocks(schedule, facts),
+    )
+    order = _loops_that_repeat(schedule, facts)
+    parallel = schedule.parallel or tuple((name, int(_inside(order, schedule, facts))) for name in facts.segments[:1])
+    schedule = replace(schedule, order=order, parallel=parallel)
+    check(schedule, facts)
+    return schedule
+
+
+def _loops_that_repeat(schedule: LoopSchedule, facts: NestFacts) -> tuple[str, ...]:
+    tiles = ImageTiles.of(schedule, facts)
+    counts = dict(facts.dense) | (dict(zip(tiles.image.names, tiles.numbers, strict=True)) if tiles else {})
+    return tuple(name for name in arranged(schedule, facts) if counts.get(name, 2) > 1)
+
+
+def _inside(order: Sequence[str], schedule: LoopSchedule, facts: NestFacts) -> bool:
+    """True if a loop over results runs inside the segments': then a task is one segment."""
+    moving = set() if facts.image(schedule) else {name for name, _ in schedule.vector}
+    inner = order[order.index(facts.segments[-1]) + 1 : order.index(facts.entries[0])]
+    return bool({*inner} - moving)
+
+
+def _with_tile(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
+    """The schedule with its vector, the splits of an image, and hold."""
+    if schedule.vector and facts.image(schedule) is None:
+        return _moving(schedule, facts)
+    blocks = tuple(pair for pair in schedule.split if pair[0] not in facts.dense)
+    asked = bool(schedule.vector or schedule.pack or len(blocks) < len(schedule.split))
+    for image in facts.images:
+        best = min(image_tiles(image, schedule, facts), key=lambda t: t.rank, default=None)
+        if best and (asked or best.pays(facts)):
+            own = best.schedule
+            return replace(schedule, vector=own.vector, split=(*own.split, *blocks), pack=own.pack, hold=own.hold)
+    if asked:
+        raise OptionError(f"`{schedule}`: {_no_tiles(schedule, facts)}")
+    return _moving(replace(schedule, vector=tuple((name, 0) for name in facts.vectors[:1])), facts)
+
+
+def _no_tiles(schedule: LoopSchedule, facts: NestFacts) -> str:
+    images = ", ".join(f"{i.factor} along {' '.join(i.names)} ({i.sizes})" for i in facts.images)
+    if schedule.vector and not schedule.pack:
+        tiles = f"tiles of {facts.lanes} neighbours divide one axis, which is read as it is"
+        return f"without `pack`, {tiles}; images are {images}"
+    return f"no image fits; images are {images or 'none'}"
+
+
+def _moving(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
+    points = max([facts.dense[name] for name, _ in schedule.vector], default=1)
+    return replace(schedule, hold=min(schedule.hold or _ACROSS, -(-points // facts.lanes)))
+
+
+def image_tiles(image: Image, schedule: LoopSchedule, facts: NestFacts) -> Iterator[ImageTiles]:
+    """The tiles of an image in each grid that the schedule allows."""
+    names, given = tuple(name for name, _ in schedule.vector), schedule.sizes()
+    if (names and names != image.names) or {*schedule.pack} - {image.factor}:
+        return
+    if any(name in facts.dense and name not in image.names for name in given):
+        return
+    fixed = math.prod(given[name] for name in image.names if name in given)
+    hold = schedule.hold or max(_TILE, fixed)
+    for grid in [tuple(n or facts.lanes for _, n in schedule.vector)] if names else _grids(image, facts.lanes):
+        whole = len(grid) == 1 and image.bare and not image.sizes[0] % facts.lanes and not schedule.pack
+        tile, left = list[int](), hold
+        for name, size, blocks in reversed([*zip(image.names, image.sizes, grid, strict=True)]):
+            tile.insert(0, given.get(name) or _tile_length(-(-size // blocks), max(1, left), whole))
+            left //= tile[0]
+        found = ImageTiles(image, grid, tuple(tile), True)
+        in_place = whole and found.block[0] * facts.lanes == image.sizes[0]
+        if (in_place or schedule.pack or not names) and math.prod(found.reads(found.block)) <= image.most:
+            yield replace(found, copied=not in_place)
+
+
+def _grids(image: Image, lanes: int) -> list[tuple[int, ...]]:
+    if len(image.names) == 1:
+        return [(lanes,)]
+    rows, columns = image.sizes
+    return [(min(rows, lanes // across), min(columns, across)) for across in range(1, lanes + 1)]
+
+
+def _tile_length(points: int, most: int, whole: bool = False) -> int:
+    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
+    divide the axis are preferred, if they are not short."""
+    lengths = range(1, min(points, most) + 1)
+    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
+    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
+
+
+def _with_blocks(schedule: LoopSchedule, facts: NestFacts) -> tuple[tuple[str, int], ...]:
+    """The splits with blocks of the image's channels: a block's part of a tile's window stays in the cache."""
+    tiles, sizes = ImageTiles.of(schedule, facts), schedule.sizes()
+    if tiles is None or not tiles.image.channel or {*sizes} & {*facts.coordinates}:
+        return schedule.split
+    _, _, value, cache = facts.processor
+    channels, size = facts.coordinates[tiles.image.channel], math.prod(tiles.reads(tiles.tile)) * facts.lanes * value
+    # Every block reads and writes all results again.
+    blocks = min(-(-channels * size // (cache * 7 // 8)), max(1, facts.entries[1] // (4 * facts.results)))
+    return (*schedule.split, (tiles.image.channel, -(-channels // blocks))) if blocks > 1 else schedule.split
+
+
+# Presets
+
+
+def _along(facts: NestFacts) -> LoopSchedule:
+    """A vector along the last contiguous index of the target; along packed rows of an image if there is none."""
+    names = [name for name in facts.outer if name in facts.vectors]
+    if names or not facts.images:
+        return LoopSchedule(vector=tuple((name, 0) for name in names[-1:]))
+    image = facts.images[-1]
+    return next((t.schedule for t in image_tiles(image, LoopSchedule(), facts)), LoopSchedule())
+
+
+def _skimcaffe(facts: NestFacts) -> LoopSchedule:
+    """F: m:U (c r s):C. Direct convolution by the rows of the filter: for every output channel, over its image in place."""
+    first = _along(facts)
+    free = [name for name in facts.outer if (name, 0) not in first.vector and facts.dense[name] > 1]
+    return replace(first, order=(*facts.segments, *free, facts.entries[0]))
+
+
+def _deepsparse(facts: NestFacts) -> LoopSchedule:
+    """I: n:U h:U w:U c:C. Entries are activations of a pixel; a vector moves along the output channels."""
+    return replace(_along(facts), order=(*facts.segments, facts.entries[0]))
+
+
+def _xnnpack(facts: NestFacts) -> LoopSchedule:
+    """F: m:U (r s c):C. A product of the filter's rows with tiles of 32 pixels; pixels outermost, and in parallel. Where
+    the paper has an im2col copy, windows read a packed image, which holds every pixel once."""
+    for image in facts.images:
+        given = LoopSchedule(hold=max(1, 32 // facts.lanes))
+        best = min(image_tiles(image, given, facts), key=lambda t: t.rank, default=None)
+        if best:
+            whole = tuple((name, facts.coordinates[name]) for name in (image.channel,) if name)
+            split = (*best.schedule.split, *whole)
+            return replace(best.schedule, split=split, parallel=((image.names[0], 0),))
+    return _along(facts)
+
+
+def _direct(facts: NestFacts) -> LoopSchedule:
+    """Masked convolution: entries of the mask are iterated, those of the other sparse factors located."""
+    return replace(_along(facts), locate=facts.meeting[1:])
+
+
+def _map_based(facts: NestFacts) -> LoopSchedule:
+    """Map: (k i j):C. For every output its pairs, for every pair a product of its row and its kernel offset's matrix."""
+    summed = [name for name in facts.reduced if name not in dict(_along(facts).vector)]
+    return replace(_along(facts), order=(*facts.segments, facts.entries[0], *summed))
+
+
+PRESETS: Mapping[str, Callable[[NestFacts], LoopSchedule]] = MappingProxyType(
+    {
+        "skimcaffe": _skimcaffe,
+        "deepsparse": _deepsparse,
+        "xnnpack": _xnnpack,
+        "direct": _direct,
+        "map-based": _map_based,
+    }
+)
+"""Schedules of the rows of the paper's table 2, by name."""
+
+
+# Candidates
+
+
+def candidates(facts: NestFacts, threads: int, most: int) -> list[LoopSchedule]:
+    """Complete schedules besides the rule's, the cheapest `most` by the model, in its order."""
+    rule, found = completed(LoopSchedule(), facts), dict[LoopSchedule, float]()
+    for part in [*_images(facts), *_vectors(facts)]:
+        for blocks, order in product(_blocks(part, facts), _orders(part, facts, threads)):
+            one = replace(part, split=(*part.split, *blocks), **order)
+            with suppress(OptionError):
+                one = completed(one, facts)
+                found[one] = estimate(one, facts)
+    found.pop(rule, None)
+    return sorted(found, key=found.__getitem__)[:most]
+
+
+def _images(facts: NestFacts) -> Iterator[LoopSchedule]:
+    """Every grid and tile of an image, packed and, if possible, in place."""
+    most = facts.processor[1] - 2
+    for image in facts.images:
+        for grid in dict.fromkeys(_grids(image, facts.lanes)):
+            blocks = [-(-n // g) for n, g in zip(image.sizes, grid, strict=True)]
+            for tile in product(*(range(1, min(block, most) + 1) for block in blocks)):
+                # Few accumulators wait for one another.
+                if 4 <= math.prod(tile) <= most or list(tile) == blocks:
+                    packed = ImageTiles(image, grid, tile, True).schedule
+                    yield packed
+                    if len(grid) == 1:
+                        yield replace(packed, pack=())
+
+
+def _vectors(facts: NestFacts) -> Iterator[LoopSchedule]:
+    for name, hold in product(facts.vectors[:2], (1, 2, 4, 8)):
+        for unroll in ((), ((facts.entries[0], 2),), ((facts.entries[0], 4),)):
+            yield LoopSchedule(vector=((name, 0),), hold=hold, unroll=unroll)
+
+
+def _blocks(part: LoopSchedule, facts: NestFacts) -> list[tuple[tuple[str, int], ...]]:
+    """No blocks, the rule's, half and twice as many."""
+    image = facts.image(part)
+    if image is None or not image.channel:
+        return [()]
+    channels = facts.coordinates[image.channel]
+    rule = dict(_with_blocks(part, facts)).get(image.channel, channels)
+    sizes = {channels, rule, max(1, rule // 2), min(channels, 2 * rule)}
+    return [((image.channel, size),) for size in sorted(sizes)]
+
+
+def _orders(part: LoopSchedule, facts: NestFacts, threads: int) -> list[dict[str, object]]:
+    """The rule's order; segments outermost; with several threads, chunks of segments."""
+    segments, image = facts.segments[:1], facts.image(part)
+    chunks = [0, 4, 16] if threads > 1 and segments else [0]
+    found: list[dict[str, object]] = [{"parallel": tuple((n, c) for n in segments)} for c in chunks]
+    outer = [*image.names] if image else []
+    if segments and outer:
+        first = (*facts.segments, *outer, facts.entries[0])
+        found += [{"order": first, "parallel": ((segments[0], c),)} for c in (1, 8)]
+    return found
+
+
+def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
+    """Relative time of a complete schedule: vector loads of the multiply-adds, of results and of copies."""
+    tiles, (name, entries), hold = ImageTiles.of(schedule, facts), facts.entries, schedule.hold
+    moved = {n for n, _ in schedule.vector}
+    points = math.prod(extent for n, extent in facts.dense.items() if n not in moved)
+    blocks = math.prod(-(-facts.coordinates[n] // size) for n, size in schedule.split if n in facts.coordinates)
+    if tiles is None:
+        length = math.prod(facts.dense[n] for n in moved)
+        visits = points * -(-length // (hold * facts.lanes))
+        # Loads are not aligned; there are tiles of one vector, too.
+        return visits * (entries * (1.3 * max(hold, 4) + 2) + blocks * facts.results * (2 * hold + 4))
+    visits = points * math.prod(tiles.numbers)
+    size = math.prod(tiles.reads(tiles.tile)) * facts.lanes * facts.processor[2]
+    held = size * min([n for c, n in schedule.split if c == tiles.image.channel] or [_channels(tiles, facts)])
+    over = min(1.0, max(0.0, held / facts.processor[3] - 0.9))
+    copies = 2 * _COPY * tiles.image.values / facts.lanes * tiles.copied
+    return (
+        visits * (entries * (1 + (_MISS - 1) * over) * (max(hold, 5) + 1.5) + blocks * facts.results * (2 * hold + 4))
+        + copies
+    )
+
+
+def _channels(tiles: ImageTiles, facts: NestFacts) -> int:
+    return facts.coordinates.get(tiles.image.channel, 1)
