@@ -20,7 +20,7 @@ from ctypes import CDLL
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -435,9 +435,10 @@ def _image_tiles(
 
 def _lanes(form: Form, tiles: ImageTiles) -> Lanes:
     axes = len(tiles.grid)
-    sizes = (tiles.grid, tiles.block, tiles.tile, tiles.image.steps, tiles.reads(tiles.block), tiles.reads(tiles.tile))
     (factor,) = _image_views(form, tiles.image.names)
-    return Lanes(factor, axes, *[_two(each) for each in sizes], tiles.copied)
+    grid, block, tile, steps = (_two(each) for each in (tiles.grid, tiles.block, tiles.tile, tiles.image.steps))
+    read, window = (_two(tiles.reads(outputs)) for outputs in (tiles.block, tiles.tile))
+    return Lanes(factor, axes, grid, block, tile, steps, read, window, tiles.copied)
 
 
 def _two(numbers: Sequence[int]) -> tuple[int, int]:
@@ -478,7 +479,9 @@ def _facts(
     factors = form.views[1:]
     axes = [(view.name, [n for _, n in a.dense]) for view in factors for a in view.axes if a.dense and not a.bare]
     windows = [(factor, n, tuple(o for o in names if o != n)) for factor, names in axes for n in names]
-    vectors = [n for n in extents if all(p.stride(n) in (0, 1) for p in placed) and any(p.stride(n) for p in placed[1:])]
+    vectors = [
+        n for n in extents if all(p.stride(n) in (0, 1) for p in placed) and any(p.stride(n) for p in placed[1:])
+    ]
     vectors.sort(key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), reverse=True)
     images = [image for axes in (2, 1) if (image := _image(form, values, levels, axes, vector[0]))]
     return NestFacts(
@@ -497,8 +500,7 @@ def _facts(
 
 
 def _levels(form: Form) -> dict[tuple[int, int], str]:
-    """Names of the axes, (number of view, of axis), whose coordinates are in an index array: F_c is c if that is no other
-    index."""
+    """Names of the axes, (number of view, of axis), with coordinates in an index array: F_c is c if that is free."""
     arrays = {
         (n, k): found[0].name
         for n, view in enumerate(form.views)
@@ -511,9 +513,7 @@ def _levels(form: Form) -> dict[tuple[int, int], str]:
     return {at: short[name] if names.count(short[name]) == 1 else name for at, name in arrays.items()}
 
 
-def _image(
-    form: Form, values: Values, levels: Mapping[tuple[int, int], str], axes: int, count: int
-) -> Image | None:
+def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], axes: int, count: int) -> Image | None:
     """The image of the last one or two axes of the target, if a factor has it."""
     target, extents = form.views[0], dict(form.extents)
     names = tuple(axis.bare or "" for axis in target.axes[-axes:])

@@ -44,8 +44,8 @@ class FactorAccess(NamedTuple):
 class Nest:
     """A loop nest. real: "float" or "double"; lanes: of a vector; target: offsets of the accumulators; outer, inner:
     numbers of loops; tiled: the accumulators are the whole tile, else the vector loop moves them; sums: the vector
-    index is summed, and the target has one value per segment; around: outer loops around the chunks of segments; unroll:
-    bodies repeated of the entries' loop and of each inner one, 0: as the compiler likes."""
+    index is summed, and the target has one value per segment; around: outer loops around the chunks of segments;
+    unroll: of the entries' loop and of each inner one, 0: as the compiler likes."""
 
     real: str
     lanes: int

@@ -91,9 +91,12 @@ class Fusing(NamedTuple):
         return not self.apart & {*names}
 
 
+FUSED = Fusing()  # As far as possible
+
+
 @lru_cache(maxsize=1024)
 def normalized(
-    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = Fusing()
+    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = FUSED
 ) -> Form | str:
     """The form of a statement, or the reason why it has none. shapes: of the operands."""
     statement, known = bound.statement, dict(shapes)

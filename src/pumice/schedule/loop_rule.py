@@ -1,9 +1,9 @@
 """The schedule of a loop nest where none is given, the presets of "Unified Convolution Framework" (table 2), and the
 candidates of the tuner with a model of their cost.
 
-The rule: lanes run over blocks of an image if copying it pays, in the grid that needs the fewest operations, with up to 14
-accumulators; otherwise a vector moves along the longest index that is contiguous. Blocks of the entries are chosen such
-that what a tile reads of the image stays in the first-level cache.
+The rule: lanes run over blocks of an image if copying it pays, in the grid that needs the fewest operations, with up to
+14 accumulators; otherwise a vector moves along the longest index that is contiguous. Blocks of the entries are chosen
+such that what a tile reads of the image stays in the first-level cache.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _along(facts: NestFacts) -> LoopSchedule:
 
 
 def _skimcaffe(facts: NestFacts) -> LoopSchedule:
-    """F: m:U (c r s):C. Direct convolution by the rows of the filter: for every output channel, over its image in place."""
+    """F: m:U (c r s):C. Direct convolution: for every output channel, over its image in place."""
     first = _along(facts)
     free = [name for name in facts.outer if (name, 0) not in first.vector and facts.dense[name] > 1]
     return replace(first, order=(*facts.segments, *free, facts.entries[0]))
@@ -210,8 +210,8 @@ def _deepsparse(facts: NestFacts) -> LoopSchedule:
 
 
 def _xnnpack(facts: NestFacts) -> LoopSchedule:
-    """F: m:U (r s c):C. A product of the filter's rows with tiles of 32 pixels; pixels outermost, and in parallel. Where
-    the paper has an im2col copy, windows read a packed image, which holds every pixel once."""
+    """F: m:U (r s c):C. Products of the filter's rows with tiles of 32 pixels; pixels outermost, in parallel. Where the
+    paper has an im2col copy, windows read a packed image, which holds every pixel once."""
     for image in facts.images:
         given = LoopSchedule(hold=max(1, 32 // facts.lanes))
         best = min(image_tiles(image, given, facts), key=lambda t: t.rank, default=None)
@@ -228,7 +228,7 @@ def _direct(facts: NestFacts) -> LoopSchedule:
 
 
 def _map_based(facts: NestFacts) -> LoopSchedule:
-    """Map: (k i j):C. For every output its pairs, for every pair a product of its row and its kernel offset's matrix."""
+    """Map: (k i j):C. For every output its pairs, for every pair a row times its offset's matrix."""
     summed = [name for name in facts.reduced if name not in dict(_along(facts).vector)]
     return replace(_along(facts), order=(*facts.segments, facts.entries[0], *summed))
 
@@ -307,7 +307,7 @@ def _orders(part: LoopSchedule, facts: NestFacts, threads: int) -> list[dict[str
 
 def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
     """Relative time of a complete schedule: vector loads of the multiply-adds, of results and of copies."""
-    tiles, (name, entries), hold = ImageTiles.of(schedule, facts), facts.entries, schedule.hold
+    tiles, entries, hold = ImageTiles.of(schedule, facts), facts.entries[1], schedule.hold
     moved = {n for n, _ in schedule.vector}
     points = math.prod(extent for n, extent in facts.dense.items() if n not in moved)
     blocks = math.prod(-(-facts.coordinates[n] // size) for n, size in schedule.split if n in facts.coordinates)

@@ -5,14 +5,14 @@
                      blocks of 64 values of their coordinate c
     fuse(p, q)       p and q are one index, p.q
     parallel m chunk 8   tasks are 8 segments and one point of the loops around them; without chunk, by the threads
-    vector p 2 q 4   lanes of a vector are 2 x 4 blocks of an image; vector p: neighbours, or blocks of one axis if packed
+    vector p 2 q 4   lanes of a vector are 2 x 4 blocks of an image; vector p: neighbours, or packed blocks of one axis
     unroll e 2       the loop's body is repeated
     pack I           the image I is copied to [..., y, x, lane] with its padding
     locate I         of factors that meet, those that are not iterated but looked up
     hold 14          vectors of results that a tile may hold in registers
 
-What a schedule does not say is left to the rule (loop_rule.py). Source: "Unified Convolution Framework", sections 2.3 and
-4.3: a schedule is separate from statement and formats; offsets and base indices.
+What a schedule does not say is left to the rule (loop_rule.py). Source: "Unified Convolution Framework", sections 2.3
+(schedules apart from statements and formats) and 5 (base indices, offsets, reorder).
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class NestFacts:
 
     dense: extents of dense indices; reduced: those that are summed; segments: coordinates of the entries in the target;
     coordinates: their others, with extents; entries: name and number; results: number of segments; factors: names;
-    windows: (factor, index, other indices of the same axis); vectors: indices along which all operands are contiguous or
-    constant, the best first; images: with two axes first; processor: lanes of a vector, registers, bytes of a value and
-    of the first-level cache; meeting: sparse factors whose entries meet, of which some are located.
+    windows: (factor, index, other indices of the same axis); vectors: indices along which all operands are contiguous
+    or constant, the best first; images: with two axes first; processor: lanes of a vector, registers, bytes of a value
+    and of the first-level cache; meeting: sparse factors whose entries meet, of which some are located.
     """
 
     dense: Mapping[str, int]

@@ -1,0 +1,99 @@
+"""Tuning of loop-nest schedules: candidates pruned by the model of their cost, measured beside the rule's."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pumice.language.bind import BoundStatement
+from pumice.lower import nest
+from pumice.lower.nest import Prepared, Wanted
+from pumice.schedule.loop_rule import candidates
+from pumice.schedule.loops import LoopSchedule
+from pumice.schedule.tuned_loops import TunedLoops, loop_records
+from pumice.schedule.tuner import Clock, TuningTask, search
+
+_CALLS = 9  # Of a candidate and of the rule, in turns
+_SECONDS = 0.2  # After which a measurement ends, if each was called thrice
+
+
+@dataclass(frozen=True)
+class NestStep:
+    """A statement that runs as a loop nest. wanted: its schedule; None: the tuned one, or the rule's."""
+
+    bound: BoundStatement
+    dtype: torch.dtype
+    wanted: Wanted | None = None
+
+    def __call__(self, tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+        found = nest.run(self.bound, tensors, self.dtype, self.wanted)
+        return found if before is None else before + found
+
+    def tune(self, tensors: Mapping[str, Tensor], most: int, clock: Clock) -> dict[LoopSchedule, float]:
+        """Seconds by schedule of the rule's and of at most `most` others; the fastest is kept on disk."""
+        ready = nest.prepared_for(self.bound, tensors, self.dtype, Wanted())
+        if ready is None:
+            return {}
+        measure = _Measure(self, tensors)
+        others = tuple(_candidates(self, tensors, ready, most))
+        found = search([TuningTask("nest", others)], measure, clock)
+        best = found.assignment.get("nest", LoopSchedule())
+        assert isinstance(best, LoopSchedule)
+        loop_records().keep(nest.key_of(self.bound, self.dtype), TunedLoops.now(best, found.after, found.before))
+        times = {trial.candidate: trial.seconds for each in found.tried.values() for trial in each}
+        # The last measurement of the best is the most exact.
+        measured = {s: t for s, t in times.items() if isinstance(s, LoopSchedule) and t < math.inf}
+        return measured | {ready.schedule: found.before} | ({best: found.after} if found.assignment else {})
+
+
+def _candidates(step: NestStep, tensors: Mapping[str, Tensor], ready: Prepared, most: int) -> list[LoopSchedule]:
+    """The cheapest schedules by the model, of fused and of separate indices."""
+    threads = torch.get_num_threads()
+    found = candidates(ready.facts, threads, most)
+    if apart := tuple(part for name in ready.facts.dense if "." in name for part in name.split(".")):
+        other = nest.prepared_for(step.bound, tensors, step.dtype, Wanted(LoopSchedule(order=apart)))
+        assert other is not None
+        half = max(1, most // 2)
+        found = [*found[: most - half], *candidates(other.facts, threads, half)]
+    return found
+
+
+class _Measure:
+    """Seconds of schedules, in turns with the rule's, so that clocks that drift do not matter."""
+
+    def __init__(self, step: NestStep, tensors: Mapping[str, Tensor]) -> None:
+        self._step, self._tensors, self._rule = step, tensors, 0.0
+        self._expected = self._call(LoopSchedule())()
+
+    def __call__(self, assignment: Mapping[str, object]) -> float:
+        schedule = assignment.get("nest", LoopSchedule())
+        assert isinstance(schedule, LoopSchedule)
+        calls = [self._call(LoopSchedule()), self._call(schedule)]
+        result = calls[1]()
+        near = 1e-9 if result.dtype == torch.float64 else 1e-3
+        torch.testing.assert_close(result, self._expected, rtol=near, atol=near * float(self._expected.abs().max()))
+        rule, own = _interleaved(calls)
+        self._rule = self._rule or rule
+        return self._rule * own / rule
+
+    def _call(self, schedule: LoopSchedule) -> Callable[[], Tensor]:
+        step = self._step
+        return lambda: nest.run(step.bound, self._tensors, step.dtype, Wanted(schedule))
+
+
+def _interleaved(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """20 % quantiles of the seconds of calls in turns: of the thread's time if there is one thread."""
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: list[list[float]] = [[] for _ in calls]
+    end = time.monotonic() + _SECONDS
+    while len(times[0]) < 3 or (len(times[0]) < _CALLS and time.monotonic() < end):
+        for call, taken in zip(calls, times, strict=True):
+            begin = now()
+            call()
+            taken.append(now() - begin)
+    return [sorted(taken)[len(taken) // 5] for taken in times]
