@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 from pumice.errors import OptionError
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts, arranged, check
@@ -249,16 +250,26 @@ PRESETS: Mapping[str, Callable[[NestFacts], LoopSchedule]] = MappingProxyType(
 
 
 def candidates(facts: NestFacts, threads: int, most: int) -> list[LoopSchedule]:
-    """Complete schedules besides the rule's, the cheapest `most` by the model, in its order."""
-    rule, found = completed(LoopSchedule(), facts), dict[LoopSchedule, float]()
-    for part in [*_images(facts), *_vectors(facts)]:
-        for blocks, order in product(_blocks(part, facts), _orders(part, facts, threads)):
-            one = replace(part, split=(*part.split, *blocks), **order)
-            with suppress(OptionError):
-                one = completed(one, facts)
-                found[one] = estimate(one, facts)
-    found.pop(rule, None)
-    return sorted(found, key=found.__getitem__)[:most]
+    """Complete schedules besides the rule's, the cheapest `most` by the model, in its order: of vectors, tiles and
+    packing; of the best of them in blocks and orders."""
+    tiles = _cheapest([*_images(facts), *_vectors(facts)], facts)[:most]
+    varied = [
+        replace(part, split=tuple(dict((*part.split, *blocks)).items()), **order)
+        for part in tiles
+        for blocks, order in product(_blocks(part, facts), _orders(part, facts, threads))
+    ]
+    rule = completed(LoopSchedule(), facts)
+    return [one for one in _cheapest([*tiles, *varied], facts) if one != rule][:most]
+
+
+def _cheapest(schedules: Sequence[LoopSchedule], facts: NestFacts) -> list[LoopSchedule]:
+    """The schedules that the nest can have, complete, the cheapest first."""
+    found = dict[LoopSchedule, float]()
+    for schedule in schedules:
+        with suppress(OptionError):
+            one = completed(schedule, facts)
+            found[one] = estimate(one, facts)
+    return sorted(found, key=found.__getitem__)
 
 
 def _images(facts: NestFacts) -> Iterator[LoopSchedule]:
@@ -283,25 +294,25 @@ def _vectors(facts: NestFacts) -> Iterator[LoopSchedule]:
 
 
 def _blocks(part: LoopSchedule, facts: NestFacts) -> list[tuple[tuple[str, int], ...]]:
-    """No blocks, the rule's, half and twice as many."""
-    image = facts.image(part)
+    """No blocks of the image's channels, half and twice as many as now."""
+    image, sizes = facts.image(part), part.sizes()
     if image is None or not image.channel:
         return [()]
-    channels = facts.coordinates[image.channel]
-    rule = dict(_with_blocks(part, facts)).get(image.channel, channels)
-    sizes = {channels, rule, max(1, rule // 2), min(channels, 2 * rule)}
-    return [((image.channel, size),) for size in sorted(sizes)]
+    most = facts.coordinates[image.channel]
+    now = sizes.get(image.channel, most)
+    return [((image.channel, size),) for size in sorted({most, now, max(1, now // 2), min(most, 2 * now)})]
 
 
-def _orders(part: LoopSchedule, facts: NestFacts, threads: int) -> list[dict[str, object]]:
+def _orders(part: LoopSchedule, facts: NestFacts, threads: int) -> list[dict[str, Any]]:
     """The rule's order; segments outermost; with several threads, chunks of segments."""
-    segments, image = facts.segments[:1], facts.image(part)
-    chunks = [0, 4, 16] if threads > 1 and segments else [0]
-    found: list[dict[str, object]] = [{"parallel": tuple((n, c) for n in segments)} for c in chunks]
-    outer = [*image.names] if image else []
-    if segments and outer:
-        first = (*facts.segments, *outer, facts.entries[0])
-        found += [{"order": first, "parallel": ((segments[0], c),)} for c in (1, 8)]
+    first = facts.segments[:1]
+    found: list[dict[str, Any]] = [
+        {"order": (), "parallel": tuple((name, chunk) for name in first)}
+        for chunk in ([0, 4, 16] if threads > 1 else [0])
+    ]
+    if first and (image := facts.image(part)):
+        order = (*facts.segments, *image.names, facts.entries[0])
+        found += [{"order": order, "parallel": ((first[0], chunk),)} for chunk in (1, 8)]
     return found
 
 
@@ -317,15 +328,11 @@ def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
         # Loads are not aligned; there are tiles of one vector, too.
         return visits * (entries * (1.3 * max(hold, 4) + 2) + blocks * facts.results * (2 * hold + 4))
     visits = points * math.prod(tiles.numbers)
-    size = math.prod(tiles.reads(tiles.tile)) * facts.lanes * facts.processor[2]
-    held = size * min([n for c, n in schedule.split if c == tiles.image.channel] or [_channels(tiles, facts)])
-    over = min(1.0, max(0.0, held / facts.processor[3] - 0.9))
+    # A tile's window of all channels of a block is read for every segment, and the whole image if tiles are inside.
+    inside = facts.segments and _inside(schedule.order, schedule, facts)
+    window = math.prod(tiles.reads(tiles.block if inside else tiles.tile)) * facts.lanes * facts.processor[2]
+    channels = facts.coordinates.get(tiles.image.channel, 1)
+    held = window * min(schedule.sizes().get(tiles.image.channel, channels), channels)
+    missed = (_MISS - 1) * min(1.0, max(0.0, held / facts.processor[3] - 0.9))
     copies = 2 * _COPY * tiles.image.values / facts.lanes * tiles.copied
-    return (
-        visits * (entries * (1 + (_MISS - 1) * over) * (max(hold, 5) + 1.5) + blocks * facts.results * (2 * hold + 4))
-        + copies
-    )
-
-
-def _channels(tiles: ImageTiles, facts: NestFacts) -> int:
-    return facts.coordinates.get(tiles.image.channel, 1)
+    return visits * (entries * (1 + missed) * (max(hold, 5) + 1.5) + blocks * facts.results * (2 * hold + 4)) + copies
