@@ -116,7 +116,8 @@ def test_convolutions_with_sparse_filters(first, cache, kinds, monkeypatch):
         ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((1, 96, 7, 7), (90, 96)), "copied"),
         ("O[n,m,p] = I[n,c,2*p] * F[m,c]", ((1, 96, 100), (40, 96)), "copied"),
         ("C[m,n] = F[m,k] * B[k,n]", ((24, 70), (20, 24)), "copied"),
-        ("C[m,n] = F[m,k] * B[k,n]", ((24, 127), (20, 24)), "plain"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 127), (20, 24)), "lanes"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 5), (20, 24)), "plain"),
         ("C[m] = F[m,k] * B[k]", ((24,), (20, 24)), "plain"),
         ("y[m] = F[m,c] * x[c,k] * z[m,k]", ((24, 70), (20, 24)), "sums"),
     ],
@@ -256,18 +257,10 @@ def moved(name, lanes, sizes, x, shape):
     kernel = nest_c.function(nest_c.library(nest_c.moves_source("float", lanes)), name)
     out, room = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan), torch.full((math.prod(sizes[-2:]),), torch.nan)
     target, rows = out[GUARD:-GUARD].view(shape), [1, *x.stride()][-2:]
-    numbers = [
-        0,
-        x.shape[0],
-        0,
-        x.data_ptr(),
-        target.data_ptr(),
-        *sizes,
-        room.data_ptr(),
-        x.stride(0),
-        target[0].numel(),
-    ]
-    kernel(0, 1, array("q", [*numbers, *rows]).buffer_info()[0])
+    each = x.stride(0), target[0].numel()
+    numbers = [0, x.shape[0], 0, x.data_ptr(), target.data_ptr(), *sizes, room.data_ptr(), *each, *rows]
+    integers = array("q", numbers)
+    kernel(0, 1, integers.buffer_info()[0])
     assert out[:GUARD].isnan().all() and out[-GUARD:].isnan().all()
     return target
 

@@ -36,7 +36,8 @@ from pumice.runtime.native import l1_bytes, parallel_region
 
 _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
-_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
+_PAYS = 2  # Multiply-adds per copied value from which copying an image to lanes pays
+_ALIGNS = 8  # Multiply-adds per value from which a copy that aligns vectors pays
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
 
@@ -258,7 +259,9 @@ class Prepared:
             source = x.data_ptr() + begin * x.element_size()
             moves.into.run(threads, (source, places[0], places[2]), strides[0], moves.into.elements, *strides[1:])
             return x, places[0]
-        x = placed.view.cut(x).reshape(placed.view.shape)
+        x = placed.view.cut(x)
+        # The values of a filter stay the same tensor, by which their order is cached.
+        x = x if x.shape == placed.view.shape else x.reshape(placed.view.shape)
         if offsets is not None and self.nest.factors[number - 1].entries == "order":
             x = _in_order(x, offsets)
         else:
@@ -493,10 +496,10 @@ def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, 
         fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
         if not fits or math.prod(sizes) < count:
             continue
-        reused = entries * math.prod(extents.values()) // math.prod(view.shape)
+        reused = entries * math.prod(extents.values()) / math.prod(view.shape)
         if lanes.points:
             # Aligned vectors are read in place; parts of an operand are copied anyway.
-            return lanes._replace(copied=any(view.slices) or (sizes[0] % count > 0 and reused >= _PAYS))
+            return lanes._replace(copied=any(view.slices) or (sizes[0] % count > 0 and reused >= _ALIGNS))
         if reused >= _PAYS * (1 + math.prod(target.shape) / math.prod(view.shape)):
             return lanes
     return None
