@@ -29,7 +29,7 @@ pytestmark = needs_compiler
 def kinds(monkeypatch):
     """Counts the kinds of nests that run."""
     found: Counter[str] = Counter()
-    run = nest.Prepared.run
+    run = nest.Prepared.run_placed
 
     def counted(self, factors):
         moves = self.moves and ("lanes" if self.moves.out else "copied")
@@ -37,7 +37,7 @@ def kinds(monkeypatch):
         found["blocks"] += len(self.starts) - 1 > len(self.target_offsets)
         return run(self, factors)
 
-    monkeypatch.setattr(nest.Prepared, "run", counted)
+    monkeypatch.setattr(nest.Prepared, "run_placed", counted)
     return found
 
 
@@ -254,13 +254,13 @@ def test_explain_shows_the_nest_and_its_source():
 
 def moved(name, lanes, sizes, x, shape):
     """x moved by a C function to a new tensor of this shape, between NaNs. sizes: see nest_c.moves_source."""
-    kernel = nest_c.function(nest_c.library(nest_c.moves_source("float", lanes)), name)
+    kernel = nest_c.address(nest_c.library(nest_c.moves_source("float", lanes)), name)
     out, room = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan), torch.full((math.prod(sizes[-2:]),), torch.nan)
     target, rows = out[GUARD:-GUARD].view(shape), [1, *x.stride()][-2:]
     each = x.stride(0), target[0].numel()
     numbers = [0, x.shape[0], 0, x.data_ptr(), target.data_ptr(), *sizes, room.data_ptr(), *each, *rows]
-    integers = array("q", numbers)
-    kernel(0, 1, integers.buffer_info()[0])
+    integers = array("q", (kernel, 3, 0, *numbers))
+    nest_c.sequence()(0, 1, integers.buffer_info()[0])
     assert out[:GUARD].isnan().all() and out[-GUARD:].isnan().all()
     return target
 
