@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pumice.errors import OptionError
-from pumice.schedule import loop_rule, loops
+from pumice.schedule import loops
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, candidates, completed, estimate
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts, check
 
@@ -64,7 +64,7 @@ def test_other_text_is_refused(text):
         ("hold 99999999999999999999", "expected numbers from 1 to 1048576, found 9999"),
         ("unroll e 17", "expected numbers from 1 to 16, found 17"),
         ("vector p q", "expected the directive vector"),
-        ("vector p 2", "expected the directive vector"),
+        ("vector p 2 q", "expected the directive vector"),
         ("order m e m", "order: m is named twice"),
         ("split(p, 2); split(p, 4)", "split: p is named twice"),
         ("fuse(p, q); fuse(q, r)", "fuse: q is named twice"),
@@ -109,8 +109,8 @@ def test_schedules_are_values():
 
 def facts(**changes) -> NestFacts:
     """O[n,F_m[e],p,q] = I[n,F_c[e],p+F_r[e]-1,q+F_s[e]-1] * F_values[e] with 128 channels, 28 x 28 pixels."""
-    image = Image("I", ("p", "q"), (28, 28), (1, 1), (2, 2), False, 256 * 784, 1 << 24, "c")
-    rows = Image("I", ("q",), (28,), (1,), (2,), False, 256 * 784, 1 << 24, "r")
+    image = Image("I", ("p", "q"), (28, 28), (1, 1), (2, 2), False, (128 * 784, 128 * 784), False, 1 << 24, "c")
+    rows = Image("I", ("q",), (28,), (1,), (2,), False, (128 * 784, 128 * 784), False, 1 << 24, "r")
     found = NestFacts(
         {"n": 1, "p": 28, "q": 28},
         (),
@@ -132,7 +132,7 @@ POINTWISE = facts(
     coordinates={"c": 128},
     windows=(),
     vectors=("p.q",),
-    images=(Image("I", ("p.q",), (784,), (1,), (0,), True, 256 * 784, 1 << 24, "c"),),
+    images=(Image("I", ("p.q",), (784,), (1,), (0,), True, (128 * 784, 128 * 784), False, 1 << 24, "c"),),
 )
 PRODUCT = facts(  # y[D[e],m] = x[S[e],k] * W[K[e],k,m]
     dense={"m": 64, "k": 32},
@@ -168,12 +168,15 @@ OFFSETS = facts(
         ("vector p", facts(), "p is not contiguous in some operand; along q all are"),
         ("vector p 4 q 4; pack I", facts(), "a vector has 8 lanes"),
         ("vector p 40 q 1; pack I", facts(), "p has 28 points, for 40 blocks"),
-        ("vector p 2 q 4", facts(), "without `pack`, tiles of 8 neighbours divide one axis"),
+        ("vector p 2 q 4", facts(), "blocks of an image need `pack`, and tiles of 8 or more"),
         ("vector p; pack I", OFFSETS, "I is read at p . k: the offset k is inside its base index p"),
         ("vector m; pack x", PRODUCT, "pack x: no image has the axes m; none are images"),
         ("pack I; vector q; split(p, 2)", facts(), r"split\(p, 2\): p is neither an axis of the vector's image nor"),
         ("pack W", facts(), "pack W: the nest has no such factor; it has I, F_values"),
-        ("pack F_values", facts(), "no image fits"),
+        ("pack F_values", facts(), "images are I along p q"),
+        ("vector p.q; split(p.q, 100)", POINTWISE, "tiles of 8 or more neighbours divide the axis of a flat image"),
+        ("vector p.q; split(p.q, 196)", POINTWISE, "split 196: 25 accumulators, but registers hold 14"),
+        ("vector p.q 8", POINTWISE, "blocks of an image need `pack`"),
         ("parallel c", facts(), "parallel c: c is summed: tasks would write the same results"),
         ("parallel e", facts(), "e is summed"),
         ("parallel k", PRODUCT, "k is summed"),
@@ -214,6 +217,7 @@ def test_complete_schedules_stay_as_they_are(name):
 
 
 TILES = "pack I; vector p 2 q 4; split(p, 2); split(q, 7)"
+FLAT, PACKED = "order p.q m e; vector p.q", "order p.q m e; pack I; vector p.q"
 RULE = f"order p m e; {TILES}; split(c, 22)"
 
 
@@ -226,8 +230,10 @@ RULE = f"order p m e; {TILES}; split(c, 22)"
         ("parallel p", facts(), f"{RULE}; parallel p; hold 14"),
         ("vector q", facts(), "order p m q e; vector q; parallel m; hold 4"),
         ("order m p; vector q", facts(), "order m p q e; vector q; parallel m chunk 1; hold 4"),
-        ("vector q; pack I", facts(), "order p m e; pack I; vector q; split(q, 4); parallel m; hold 4"),
-        ("", POINTWISE, "fuse(p, q); order p.q m e; vector p.q; split(p.q, 14); split(c, 64); parallel m; hold 14"),
+        ("vector q 8; pack I", facts(), "order p m e; pack I; vector q 8; split(q, 4); parallel m; hold 4"),
+        ("", POINTWISE, f"fuse(p, q); {FLAT}; split(p.q, 112); split(c, 64); parallel m; hold 14"),
+        ("pack I", POINTWISE, f"fuse(p, q); {PACKED}; split(p.q, 112); split(c, 64); parallel m; hold 14"),
+        ("split(p.q, 56)", POINTWISE, f"fuse(p, q); {FLAT}; split(p.q, 56); parallel m; hold 7"),
         ("", PRODUCT, "order D m e k; vector m; parallel D; hold 4"),
     ],
 )
@@ -260,8 +266,8 @@ def test_model():
     def cost(text, where=POINTWISE):
         return estimate(completed(LoopSchedule.parse(text), where), where)
 
-    assert cost("vector p.q; split(p.q, 14)") < cost("vector p.q; split(p.q, 7)") < cost("vector p.q; split(p.q, 2)")
-    assert cost("vector p.q; split(p.q, 14)") < cost("pack I; vector p.q; split(p.q, 14)")
+    assert cost("vector p.q; split(p.q, 112)") < cost("vector p.q; split(p.q, 56)") < cost("vector p.q; split(p.q, 8)")
+    assert cost("vector p.q; split(p.q, 112)") < cost("pack I; vector p.q; split(p.q, 112)")
     assert cost("split(c, 64)", facts()) > cost("split(c, 13)", facts()) < cost("split(c, 1)", facts())
 
 
@@ -271,4 +277,7 @@ def test_image_tiles():
     assert tiles is not None and tiles.numbers == [5, 2] and tiles.block == (15, 8)
     assert tiles.reads(tiles.tile) == [5, 6] and tiles.copied
     assert ImageTiles.of(completed(LoopSchedule.parse("vector q"), facts()), facts()) is None
-    assert loop_rule.ImageTiles(tiles.image, (2, 4), (3, 4), True).schedule.vector == (("p", 2), ("q", 4))
+    assert tiles.schedule == LoopSchedule.parse("pack I; vector p 2 q 4; split(p, 3); split(q, 4); hold 12")
+    flat = ImageTiles.of(completed(LoopSchedule.parse("vector p.q; split(p.q, 98)"), POINTWISE), POINTWISE)
+    assert flat is not None and (flat.tile, flat.points, flat.copied) == ((13,), 98, False)
+    assert (flat.numbers, flat.block, flat.reads(flat.tile)) == ([8], (104,), [13])

@@ -15,12 +15,12 @@ our own.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import CDLL
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import cpu_name, l1_bytes
+from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts
 from pumice.schedule.tuned_loops import LoopKey, half_octaves, loop_records
@@ -93,7 +93,7 @@ def run(
     if ready is None:
         result = torch.zeros(bound.shape, dtype=wide, device="cpu")
     else:
-        result = ready.run([p.view.of(operands[p.view.name].to(wide)) for p in ready.placed[1:]])
+        result = ready.run([operands[p.view.name].to(wide) for p in ready.placed[1:]])
     if (coefficient := statement.terms[0].coefficient) != 1:
         result *= coefficient
     result = result.view(bound.shape).to(dtype)
@@ -145,8 +145,9 @@ class Lanes(NamedTuple):
     """Vector lanes over blocks of an image, the last `axes` (1 or 2) axes of the target and of factor `factor`.
 
     grid: blocks along y and x; block: outputs of one, in whole tiles; tile: outputs of a tile; steps: coefficients of
-    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read; copied:
-    False if lanes are neighbours, in place. If axes is 1, there is one row.
+    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read. If axes is
+    1, there is one row. points: of a tile if lanes are neighbours, else 0. Then x counts vectors, the last vector of a
+    tile ends with it, and the target is in place; so is the factor unless it is copied.
     """
 
     factor: int
@@ -157,7 +158,12 @@ class Lanes(NamedTuple):
     steps: tuple[int, int]
     read: tuple[int, int]
     window: tuple[int, int]
-    copied: bool
+    copied: bool = True
+    points: int = 0
+
+    def moves(self, number: int) -> bool:
+        """True if operand `number` is in memory of its own, as [..., y, x, lane]."""
+        return number == self.factor and self.copied if number else not self.points
 
 
 class Placed(NamedTuple):
@@ -180,41 +186,99 @@ class Placed(NamedTuple):
         return total
 
 
+class Move(NamedTuple):
+    """A C function that moves images to or from lanes. kernel: its address; elements: of an image in lanes; sizes,
+    room: see nest_c.moves_source."""
+
+    kernel: int
+    images: int
+    elements: int
+    sizes: tuple[int, ...]
+    room: tuple[int, int]
+
+    def step(self, *strides: int) -> Step:
+        """strides: from an image to the next in source and target, of rows and of columns in the source."""
+        return self.kernel, (0, self.images, 0, 0, 0, *self.sizes, *self.room, 0, *strides)
+
+
+Step = tuple[int, Sequence[int]]
+"""Address of a C function, and its integers."""
+
+
+class Program(NamedTuple):
+    """A call as the integers of nest_c.sequence. patches: (place, number of an address, bytes past it) of those that
+    every call sets. Addresses are those of the target, of memory and of the factors."""
+
+    numbers: array[int]
+    patches: Sequence[tuple[int, int, int]]
+
+    @staticmethod
+    def of(steps: Sequence[tuple[Step, Sequence[tuple[int, int, int]]]]) -> Program:
+        """steps: each with its patches."""
+        numbers, patches, heads = list[int](), list[tuple[int, int, int]](), 2 * len(steps) + 1
+        for (_, integers), own in steps:
+            patches += [(heads + len(numbers) + place, *rest) for place, *rest in own]
+            numbers += integers
+        starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
+        calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
+        return Program(array("q", (*calls, 0, *numbers)), patches)
+
+    def run(self, threads: int, addresses: Sequence[int]) -> None:
+        numbers = self.numbers[:]
+        for place, which, past in self.patches:
+            numbers[place] = addresses[which] + past
+        nest_c.sequence()(parallel_region(), threads, numbers.buffer_info()[0])
+
+
+class Images:
+    """Where the images of an operand lie in memory. size: their rows and columns; pads: of the axes before these."""
+
+    def __init__(self, view: View, size: tuple[int, int], pads: tuple[tuple[int, int], ...]) -> None:
+        self.view, self.size, self.pads, self._padded = view, size, pads, any(map(any, pads))
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """(x, or a copy that has padding and the images at equal distances; elements before the first image, from an
+        image to the next, between rows and between columns)."""
+        if (known := self._known.get(x.stride())) is not None and not self._padded:
+            return x, known
+        images = self.view.cut(x)
+        if self._padded:
+            images = _padded(images.reshape(self.view.shape), self.pads)
+        images = images.reshape(-1, *self.size)
+        if images.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            return images, (0, *images.stride())
+        return x, self._known.setdefault(x.stride(), (images.storage_offset() - x.storage_offset(), *images.stride()))
+
+
 class LaneCopies(NamedTuple):
-    """Copies of images to lanes, with their padding, and back. factor: the one that is copied; axes: of an image;
-    inside: shape of the target in lanes; into: (elements of an image in lanes, sizes, room); out: (sizes, room), see
-    nest_c.move."""
+    """Copies of images to lanes, with their padding, and back; out: None if the target is in place. factor: the one
+    that is copied, whose images are `images`; parts: elements of that factor and of the target in lanes, with room
+    between them."""
 
     factor: int
-    axes: int
-    inside: tuple[int, ...]
-    into: tuple[int, list[int], tuple[int, int]]
-    out: tuple[list[int], tuple[int, int]]
+    images: Images
+    into: Move
+    out: Move | None
+    parts: tuple[int, int]
 
-    def pack(self, x: Tensor) -> Tensor:
-        elements, sizes, room = self.into
-        images = x.numel() // (sizes[0] * sizes[1])
-        packed = x.new_empty(images * elements)
-        nest_c.move("pack", (x, packed), images, sizes, room)
-        return packed
-
-    def unpack(self, result: Tensor, shape: tuple[int, ...]) -> Tensor:
-        sizes, room = self.out
-        out = result.new_empty(shape)
-        nest_c.move("unpack", (result, out), out.numel() // (sizes[0] * sizes[1]), sizes, room)
-        return out
+    @property
+    def room(self) -> int:
+        """Elements that a thread needs besides."""
+        return max(math.prod(move.room) for move in (self.into, self.out) if move is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A nest with its sizes and offsets. facts: what its schedule was made of; begins, offsets: of each factor, by
     constants and by entry (None: none); whole: all results are written; outer: points of the outer loops; loops:
-    integers of the outer and inner loops. A factor that has one value per entry is put in their order."""
+    integers of the outer and inner loops. A factor that has one value per entry is put in their order. kernel: address
+    of the C function; programs: by threads and layout of the copied factor."""
 
     facts: NestFacts
     schedule: LoopSchedule
     nest: Nest
-    kernels: CDLL
+    kernel: int
     placed: tuple[Placed, ...]
     moves: LaneCopies | None
     starts: Tensor
@@ -225,34 +289,68 @@ class Prepared:
     outer: int
     length: int
     loops: tuple[int, ...]
+    programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
-        """The target, of the shape of its view."""
-        moves, shape = self.moves, self.placed[0].view.shape
-        make = factors[0].new_empty if self.whole else factors[0].new_zeros
-        result = make(shape if moves is None else moves.inside)
-        held = [self._in_memory(n, x) for n, x in enumerate(factors, 1)]
-        numbers = [*self._tasks(), *(t.data_ptr() for t in (self.starts, self.target_offsets, result))]
-        for x, begin, offsets in zip(held, self.begins, self.offsets, strict=True):
-            numbers += [x.data_ptr() + begin * x.element_size(), 0 if offsets is None else offsets.data_ptr()]
-        nest_c.run(self.kernels, "run", [*numbers, *self.loops])
-        return result if moves is None else moves.unpack(result, shape)
+        """The target, of the shape of its view. factors: the whole operands."""
+        return self.run_placed([self.place(n, x) for n, x in enumerate(factors, 1)])
 
-    def _tasks(self) -> list[int]:
-        segments, threads = len(self.target_offsets), torch.get_num_threads()
+    def run_placed(self, factors: Sequence[InMemory]) -> Tensor:
+        """As `run`, of factors that `place` gave."""
+        threads, like, moves = torch.get_num_threads(), factors[0][0], self.moves
+        outside = moves is not None and moves.out is not None
+        make = like.new_empty if self.whole else like.new_zeros
+        out = (like.new_empty if outside else make)(self.placed[0].view.shape)
+        memory = out if moves is None else make(sum(moves.parts) + threads * moves.room)
+        key = threads, *[at for _, at in factors if at]
+        program = self.programs.get(key) or self.programs.setdefault(key, self._program(threads, key[1:]))
+        program.run(threads, [out.data_ptr(), memory.data_ptr(), *[x.data_ptr() for x, _ in factors]])
+        return out
+
+    def _program(self, threads: int, images: Sequence[Sequence[int]]) -> Program:
+        """images: of the factor that is copied, see Images.of."""
+        moves, size = self.moves, 4 if self.nest.real == "float" else 8
+        begins = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
+        fixed = [*self._tasks(threads), self.starts.data_ptr(), self.target_offsets.data_ptr(), 0]
+        entries = [n for o in self.offsets for n in (0, 0 if o is None else o.data_ptr())]
+        nest = (self.kernel, (*fixed, *entries, *self.loops))
+        if moves is None:
+            return Program.of([(nest, [(nest_c.TARGET, 0, 0), *begins])])
+        inside, room = (sum(moves.parts[:n]) * size for n in (1, 2))
+        target = (0, 0) if moves.out is None else (1, inside)
+        begins = [(place, 1 if n == moves.factor + 1 else n, past) for place, n, past in begins]
+        steps = [(nest, [(nest_c.TARGET, *target), *begins])]
+        ((begin, each, *strides),) = images
+        source, *places = nest_c.MOVED
+        patches = [(source, moves.factor + 1, begin * size), *zip(places, (1, 1), (0, room), strict=True)]
+        steps.insert(0, (moves.into.step(each, moves.into.elements, *strides), patches))
+        if moves.out is not None:
+            patches = [*zip(nest_c.MOVED, (1, 0, 1), (inside, 0, room), strict=True)]
+            steps.append((moves.out.step(moves.out.elements, math.prod(moves.out.sizes[:2]), 0, 0), patches))
+        return Program.of(steps)
+
+    def _tasks(self, threads: int) -> list[int]:
+        segments = len(self.target_offsets)
         name, chunk = next(iter(self.schedule.parallel), ("", 0))
         wanted = -(-_TASKS * threads // self.outer) if threads > 1 and name not in self.facts.dense else 1
         each = min(segments, chunk or -(-segments // min(segments, wanted)))
         chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
-    def _in_memory(self, number: int, x: Tensor) -> Tensor:
-        offsets, moves, pads = self.offsets[number - 1], self.moves, self.placed[number].pads
-        if self.nest.factors[number - 1].entries == "order" and offsets is not None:
-            return _in_order(x, offsets)
-        if moves is None or moves.factor != number:
-            return _padded(x, pads)
-        return moves.pack(_padded(x, pads[: -moves.axes]))
+    def place(self, number: int, x: Tensor) -> InMemory:
+        """A factor as the nest reads it."""
+        offsets, moves, placed = self.offsets[number - 1], self.moves, self.placed[number]
+        if moves is not None and moves.factor == number:
+            return moves.images.of(x)
+        x = placed.view.cut(x)
+        # The values of a filter stay the same tensor, by which their order is cached.
+        x = x if x.shape == placed.view.shape else x.reshape(placed.view.shape)
+        ordered = offsets is not None and self.nest.factors[number - 1].entries == "order"
+        return (_in_order(x, offsets) if ordered else _padded(x, placed.pads)), ()
+
+
+InMemory = tuple[Tensor, tuple[int, ...]]
+"""A factor, and where its images are if these are copied, see Images.of."""
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -265,30 +363,53 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
 
 @cached_per_tensor
 def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
-    return values.reshape(-1)[offsets]
+    return values.reshape(-1)[offsets[: -nest_c.AHEAD]]
 
 
-def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> LaneCopies:
+def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> LaneCopies | None:
     """Copies of the factor's images to lanes, and of the target's from them."""
-    target, factor = placed[0].view.shape, placed[lanes.factor]
+    if not (lanes.moves(0) or lanes.moves(lanes.factor)):
+        return None
+    factor, target = placed[lanes.factor], placed[0].view.shape
+    pads, shape = factor.pads, factor.view.shape
+    images = Images(factor.view, _rows_columns(factor.view, lanes), pads[: -lanes.axes])
+    number = math.prod(size + sum(pad) for size, pad in zip(shape[: -lanes.axes], pads, strict=False))
+    elements = math.prod(lanes.read) * count
+    if lanes.points:
+        tiles = lanes.block[1] // lanes.tile[1]
+        sizes = (*images.size, 0, 0, lanes.points, 0, tiles, count, 1, lanes.tile[1])
+        into = Move(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
+        return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0))
+    before = [0] * (2 - lanes.axes) + [pad[0] for pad in pads[-lanes.axes :]]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
-    before = [0] * (2 - lanes.axes) + [pad[0] for pad in factor.pads[-lanes.axes :]]
-    grid = lanes.grid[1], math.prod(lanes.grid)
-    rooms = [
-        ((lanes.grid[0] - 1) * step[0] + size[0], (lanes.grid[1] - 1) * step[1] + size[1] + count)
-        for step, size in ((steps, lanes.read), (lanes.block, lanes.block))
-    ]
-    into = [*_rows_columns(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
-    out = [*_rows_columns(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
-    inside = (*target[: -lanes.axes], *lanes.block, count)
+    grid, rooms = (lanes.grid[1], math.prod(lanes.grid)), []
+    for step, size in ((steps, lanes.read), (lanes.block, lanes.block)):
+        rooms.append([(n - 1) * d + s for n, d, s in zip(lanes.grid, step, size, strict=True)])
+        rooms[-1][1] += count
+    into = Move(
+        nest_c.mover("pack", real), number, elements, (*images.size, *before, *steps, *grid, *lanes.read), (*rooms[0],)
+    )
+    out = _rows_columns(placed[0].view, lanes)
+    outputs, inside = math.prod(target[: -lanes.axes]), math.prod(lanes.block) * count
+    back = Move(
+        nest_c.mover("unpack", real), outputs, inside, (*out, 0, 0, *lanes.block, *grid, *lanes.block), (*rooms[1],)
+    )
+    # Squares of `count` vectors are read, also at the end of the last image.
     return LaneCopies(
-        lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1])
+        lanes.factor, images, into, back, (_aligned(number * elements), _aligned(outputs * inside + count * count))
     )
 
 
-def _rows_columns(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
-    """(rows, columns) of the images that make up an array."""
-    return (1 if lanes.axes == 1 else shape[-2]), shape[-1]
+def _rows_columns(view: View, lanes: Lanes) -> tuple[int, int]:
+    """(rows, columns) of the images that make up an operand: a joined axis may be both where lanes are neighbours."""
+    rows, columns = _two(view.pieces[-2:] if lanes.points else view.shape[-lanes.axes :])
+    whole = math.prod(view.shape[-lanes.axes :])
+    return (rows, columns) if rows * columns == whole else (1, whole)
+
+
+def _aligned(elements: int) -> int:
+    """At least so many elements, whole cache lines."""
+    return -(-elements // 16) * 16
 
 
 @cached_per_tensor
@@ -309,7 +430,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
     schedule = wanted.complete(facts)
     tiles = ImageTiles.of(schedule, facts)
-    lanes = None if tiles is None else _lanes(form, tiles)
+    lanes = None if tiles is None else _lanes(form, tiles, count)
     placed = plain if lanes is None else [_placed(n, v, pads[n], lanes, count) for n, v in enumerate(form.views)]
     nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
@@ -323,13 +444,13 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
         facts,
         schedule,
         nest,
-        nest_c.library(nest_c.source(nest)),
+        nest_c.address(nest_c.library(nest_c.source(nest)), "run"),
         tuple(placed),
-        None if lanes is None or not lanes.copied else _moves(lanes, placed, count),
+        None if lanes is None else _moves(lanes, placed, real, count),
         torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1, device="cpu")),
         targets,
         tuple(0 if isinstance(o, Tensor) else o for o in offsets[1:]),
-        tuple(o[order].int() if isinstance(o, Tensor) else None for o in offsets[1:]),
+        tuple(_with_room(o[order]) if isinstance(o, Tensor) else None for o in offsets[1:]),
         len(targets) * math.prod(size for name, size in form.extents if name not in form.reduced)
         == math.prod(form.views[0].shape),
         math.prod(extent for extent, *_ in outer),
@@ -341,6 +462,11 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
 def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
     """The entries' part of an axis; entries whose window is outside the operand everywhere are not kept."""
     return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
+
+
+def _with_room(offsets: Tensor) -> Tensor:
+    """int32 offsets, followed by those that are read ahead."""
+    return functional.pad(offsets, (0, nest_c.AHEAD)).int()
 
 
 def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
@@ -368,7 +494,7 @@ def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int
 def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int) -> Placed:
     sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
     inner = 1
-    if lanes is not None and number in (0, lanes.factor):
+    if lanes is not None and lanes.moves(number):
         # [..., y, x, lane]
         sizes[-lanes.axes :] = (lanes.read if number else lanes.block)[-lanes.axes :]
         inner = count
@@ -419,26 +545,33 @@ def _image_tiles(
     placed: Sequence[Placed], lanes: Lanes, names: Sequence[str], count: int
 ) -> tuple[list[tuple[int, ...]], dict[str, Loop]]:
     """(offsets of a tile's outputs in each operand, loops over the tiles of a block). names: of the image's axes."""
-    strides = []
-    for n, place in enumerate(placed):
-        steps = (1, 1) if n == 0 else lanes.steps
-        rows = [0, *place.strides][-2] if lanes.axes == 2 else 0
-        inside = n in (0, lanes.factor)
-        strides.append((steps[0] * rows, steps[1] * count) if inside else (0, 0))
     height, width = lanes.tile
-    offsets = [tuple(y * sy + x * sx for y in range(height) for x in range(width)) for sy, sx in strides]
+    offsets, strides = [], []
+    for n, place in enumerate(placed):
+        if lanes.moves(n):
+            down, right = (1, 1) if n == 0 else lanes.steps
+            rows = [0, *place.strides][-2] * down if lanes.axes == 2 else 0
+            found, moved = (rows, right * count), (height * rows, width * right * count)
+        else:
+            # Neighbours in place, or the same for all lanes.
+            found, moved = (0, count), (0, lanes.points)
+        if n not in (0, lanes.factor):
+            found = moved = 0, 0
+        last = lanes.points - count if lanes.points and not lanes.moves(n) else math.inf
+        offsets.append(tuple(int(min(y * found[0] + x * found[1], last)) for y in range(height) for x in range(width)))
+        strides.append(moved)
     numbers = [b // t for b, t in zip(lanes.block, lanes.tile, strict=True)]
-    loops = [(n, *(t * s[axis] for s in strides)) for axis, (n, t) in enumerate(zip(numbers, lanes.tile, strict=True))]
+    loops = [(n, *(s[axis] for s in strides)) for axis, n in enumerate(numbers)]
     named = zip(names, loops[2 - lanes.axes :], strict=True)
     return offsets, {name: loop for name, loop in named if loop[0] > 1}
 
 
-def _lanes(form: Form, tiles: ImageTiles) -> Lanes:
-    axes = len(tiles.grid)
+def _lanes(form: Form, tiles: ImageTiles, count: int) -> Lanes:
+    axes = len(tiles.tile)
     (factor,) = _image_views(form, tiles.image.names)
-    grid, block, tile, steps = (_two(each) for each in (tiles.grid, tiles.block, tiles.tile, tiles.image.steps))
+    grid, block, tile, steps = (_two(n) for n in (tiles.grid or (count,), tiles.block, tiles.tile, tiles.image.steps))
     read, window = (_two(tiles.reads(outputs)) for outputs in (tiles.block, tiles.tile))
-    return Lanes(factor, axes, grid, block, tile, steps, read, window, tiles.copied)
+    return Lanes(factor, axes, grid, block, tile, steps, read, window, tiles.copied, tiles.points)
 
 
 def _two(numbers: Sequence[int]) -> tuple[int, int]:
@@ -530,7 +663,8 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
         tuple(axis.dense[0][0] for axis in view.axes[-axes:]),
         tuple(map(_span, own)),
         view.axes[-1].bare is not None,
-        math.prod(view.shape) + math.prod(target.shape),
+        (math.prod(view.shape), math.prod(target.shape)),
+        any(view.slices),
         MOST_ELEMENTS // images,
         levels.get((number, len(view.axes) - axes - 1), ""),
     )

@@ -21,32 +21,38 @@ from pumice.schedule.loops import Image, LoopSchedule, NestFacts, arranged, chec
 
 _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
-_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
+_PAYS = 2  # Multiply-adds per copied value from which copying an image to lanes pays
+_ALIGNS = 8  # Multiply-adds per value from which a copy that aligns vectors pays
 _MISS = 1.35  # Time of an entry whose values come from the second-level cache
 _COPY = 1.5  # Time of copying a vector to or from lanes, in loads
 
 
 @dataclass(frozen=True)
 class ImageTiles:
-    """An image in lanes. grid: blocks along its axes; tile: outputs of a lane's tile; copied: packed, else in place."""
+    """An image in lanes. grid: blocks along its axes, or () if lanes are neighbours in tiles of `points` outputs, whose
+    last vector ends with the tile; tile: outputs of a lane's tile, or vectors of one; copied: packed, else in place."""
 
     image: Image
     grid: tuple[int, ...]
     tile: tuple[int, ...]
-    copied: bool
+    points: int = 0
+    copied: bool = True
 
     @staticmethod
     def of(schedule: LoopSchedule, facts: NestFacts) -> ImageTiles | None:
         """The image tiles of a complete schedule; None if the vector moves along its index."""
         if (image := facts.image(schedule)) is None:
             return None
-        sizes = schedule.sizes()
-        tile = tuple(sizes[name] for name in image.names)
-        return ImageTiles(image, tuple(n or facts.lanes for _, n in schedule.vector), tile, bool(schedule.pack))
+        tile, packed = tuple(schedule.sizes()[name] for name in image.names), bool(schedule.pack)
+        if grid := tuple(n for _, n in schedule.vector if n):
+            return ImageTiles(image, grid, tile, 0, packed)
+        return ImageTiles(image, (), (-(-tile[0] // facts.lanes),), tile[0], packed)
 
     @property
     def numbers(self) -> list[int]:
         """Tiles of a block along each axis."""
+        if self.points:
+            return [self.image.sizes[0] // self.points]
         blocks = (-(-n // g) for n, g in zip(self.image.sizes, self.grid, strict=True))
         return [-(-b // t) for b, t in zip(blocks, self.tile, strict=True)]
 
@@ -57,27 +63,36 @@ class ImageTiles:
 
     def reads(self, outputs: Sequence[int]) -> list[int]:
         """Rows and columns of the factor that so many outputs read."""
+        if self.points:
+            return list(outputs)
         each = zip(outputs, self.image.steps, self.image.spans, strict=True)
         return [(n - 1) * step + 1 + span for n, step, span in each]
 
     @property
     def schedule(self) -> LoopSchedule:
-        names, one = self.image.names, len(self.grid) == 1
-        vector = tuple((name, 0 if one else n) for name, n in zip(names, self.grid, strict=True))
-        packed = (self.image.factor,) if self.copied else ()
+        names, tile = self.image.names, (self.points,) if self.points else self.tile
         return LoopSchedule(
-            vector=vector, split=tuple(zip(names, self.tile, strict=True)), pack=packed, hold=math.prod(self.tile)
+            vector=tuple(zip(names, self.grid or (0,), strict=True)),
+            split=tuple(zip(names, tile, strict=True)),
+            pack=(self.image.factor,) if self.copied else (),
+            hold=math.prod(self.tile),
         )
 
     @property
     def rank(self) -> tuple[int, int]:
         """Operations, then values that a tile reads: the rule takes the least."""
-        return math.prod(self.numbers) * (math.prod(self.tile) + 1), math.prod(self.reads(self.tile))
+        window = 0 if self.points else math.prod(self.reads(self.tile))
+        return math.prod(self.numbers) * (math.prod(self.tile) + 1), window
 
     def pays(self, facts: NestFacts) -> bool:
-        """True if there are enough points for a vector, and multiply-adds for each copied value."""
-        points, products = math.prod(self.image.sizes), facts.entries[1] * math.prod(facts.dense.values())
-        return points >= facts.lanes and products >= _PAYS * self.image.values * self.copied
+        """True if there are enough points for a vector and, to be copied, multiply-adds for each value."""
+        if math.prod(self.image.sizes) < facts.lanes:
+            return False
+        return bool(self.points) or _products(facts) >= _PAYS * sum(self.image.values)
+
+
+def _products(facts: NestFacts) -> int:
+    return facts.entries[1] * math.prod(facts.dense.values())
 
 
 def completed(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
@@ -126,11 +141,9 @@ def _with_tile(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
 
 
 def _no_tiles(schedule: LoopSchedule, facts: NestFacts) -> str:
-    images = ", ".join(f"{i.factor} along {' '.join(i.names)} ({i.sizes})" for i in facts.images)
-    if schedule.vector and not schedule.pack:
-        tiles = f"tiles of {facts.lanes} neighbours divide one axis, which is read as it is"
-        return f"without `pack`, {tiles}; images are {images}"
-    return f"no image fits; images are {images or 'none'}"
+    images = "; ".join(f"{i.factor} along {' '.join(i.names)}, {i.sizes}" for i in facts.images)
+    tiles = f"tiles of {facts.lanes} or more neighbours divide the axis of a flat image"
+    return f"blocks of an image need `pack`, and {tiles}; images are {images or 'none'}"
 
 
 def _moving(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
@@ -139,24 +152,40 @@ def _moving(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
 
 
 def image_tiles(image: Image, schedule: LoopSchedule, facts: NestFacts) -> Iterator[ImageTiles]:
-    """The tiles of an image in each grid that the schedule allows."""
+    """The best tiles of an image as neighbours and in each grid, as far as the schedule allows."""
     names, given = tuple(name for name, _ in schedule.vector), schedule.sizes()
     if (names and names != image.names) or {*schedule.pack} - {image.factor}:
         return
     if any(name in facts.dense and name not in image.names for name in given):
         return
-    fixed = math.prod(given[name] for name in image.names if name in given)
-    hold = schedule.hold or max(_TILE, fixed)
-    for grid in [tuple(n or facts.lanes for _, n in schedule.vector)] if names else _grids(image, facts.lanes):
-        whole = len(grid) == 1 and image.bare and not image.sizes[0] % facts.lanes and not schedule.pack
+    grids = (
+        [grid] if (grid := tuple(n for _, n in schedule.vector if n)) else [] if names else _grids(image, facts.lanes)
+    )
+    hold = schedule.hold or max(_TILE, math.prod(given[name] for name in image.names if name in given))
+    asked = bool(names or schedule.pack or given.keys() & {*image.names})
+    if image.bare and len(image.names) == 1 and not grid:
+        # Aligned vectors are read in place; parts of an operand are copied anyway.
+        aligns = image.cut or (image.sizes[0] % facts.lanes and _products(facts) >= _ALIGNS * image.values[0])
+        copied = bool(schedule.pack or (aligns and not asked))
+        yield from (replace(t, copied=copied) for t in _neighbours(image, given.get(image.names[0], 0), hold, facts))
+    for grid in grids:
         tile, left = list[int](), hold
         for name, size, blocks in reversed([*zip(image.names, image.sizes, grid, strict=True)]):
-            tile.insert(0, given.get(name) or _tile_length(-(-size // blocks), max(1, left), whole))
+            tile.insert(0, given.get(name) or _tile_length(-(-size // blocks), max(1, left)))
             left //= tile[0]
-        found = ImageTiles(image, grid, tuple(tile), True)
-        in_place = whole and found.block[0] * facts.lanes == image.sizes[0]
-        if (in_place or schedule.pack or not names) and math.prod(found.reads(found.block)) <= image.most:
-            yield replace(found, copied=not in_place)
+        found = ImageTiles(image, grid, tuple(tile))
+        if (schedule.pack or not names) and math.prod(found.reads(found.block)) <= image.most:
+            yield found
+
+
+def _neighbours(image: Image, points: int, hold: int, facts: NestFacts) -> Iterator[ImageTiles]:
+    """Equal tiles of a flat image in line, the fastest. points: of a tile, if they are given."""
+    length, lanes = image.sizes[0], facts.lanes
+    equal = [points] if points else [length // n for n in range(1, length // lanes + 1) if length % n == 0]
+    tiles = [ImageTiles(image, (), (-(-n // lanes),), n) for n in equal if n >= lanes and length % n == 0]
+    best = min((t for t in tiles if t.tile[0] <= hold or points), key=lambda t: t.rank, default=None)
+    if best:
+        yield best
 
 
 def _grids(image: Image, lanes: int) -> list[tuple[int, ...]]:
@@ -166,12 +195,9 @@ def _grids(image: Image, lanes: int) -> list[tuple[int, ...]]:
     return [(min(rows, lanes // across), min(columns, across)) for across in range(1, lanes + 1)]
 
 
-def _tile_length(points: int, most: int, whole: bool = False) -> int:
-    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
-    divide the axis are preferred, if they are not short."""
-    lengths = range(1, min(points, most) + 1)
-    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
-    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
+def _tile_length(points: int, most: int) -> int:
+    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output."""
+    return min(range(1, min(points, most) + 1), key=lambda t: -(-points // t) * (t + 1))
 
 
 def _with_blocks(schedule: LoopSchedule, facts: NestFacts) -> tuple[tuple[str, int], ...]:
@@ -281,10 +307,11 @@ def _images(facts: NestFacts) -> Iterator[LoopSchedule]:
             for tile in product(*(range(1, min(block, most) + 1) for block in blocks)):
                 # Few accumulators wait for one another.
                 if 4 <= math.prod(tile) <= most or list(tile) == blocks:
-                    packed = ImageTiles(image, grid, tile, True).schedule
-                    yield packed
-                    if len(grid) == 1:
-                        yield replace(packed, pack=())
+                    yield ImageTiles(image, grid, tile).schedule
+        if len(image.names) == 1 and image.bare:
+            for points, copied in product(range(facts.lanes, most * facts.lanes + 1), (False, True)):
+                if not image.sizes[0] % points:
+                    yield ImageTiles(image, (), (-(-points // facts.lanes),), points, copied).schedule
 
 
 def _vectors(facts: NestFacts) -> Iterator[LoopSchedule]:
@@ -334,5 +361,8 @@ def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
     channels = facts.coordinates.get(tiles.image.channel, 1)
     held = window * min(schedule.sizes().get(tiles.image.channel, channels), channels)
     missed = (_MISS - 1) * min(1.0, max(0.0, held / facts.processor[3] - 0.9))
-    copies = 2 * _COPY * tiles.image.values / facts.lanes * tiles.copied
-    return visits * (entries * (1 + missed) * (max(hold, 5) + 1.5) + blocks * facts.results * (2 * hold + 4)) + copies
+    copies = 2 * _COPY * sum(tiles.image.values[: 1 if tiles.points else 2]) / facts.lanes * tiles.copied
+    # Vectors in place are not aligned if the length is no multiple of theirs.
+    load = 1.3 if not tiles.copied and tiles.image.sizes[0] % facts.lanes else 1
+    each = load * (1 + missed) * (max(hold, 5) + 1.5)
+    return visits * (entries * each + blocks * facts.results * (2 * hold + 4)) + copies

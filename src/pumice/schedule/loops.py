@@ -1,13 +1,13 @@
 """Schedules of loop nests on a CPU: immutable values, text such as "order m e; vector p; split(p, 7); hold 14", JSON.
 
     order n m e      loops, the outermost first; e: the entries of a segment (of one result of the index arrays)
-    split(p, 7)      a lane computes tiles of 7 outputs along p, in registers; split(c, 64): the entries are visited in
-                     blocks of 64 values of their coordinate c
+    split(p, 7)      tiles of 7 outputs along p, of a lane or, where lanes are neighbours, of a vector, in registers;
+                     split(c, 64): the entries are visited in blocks of 64 values of their coordinate c
     fuse(p, q)       p and q are one index, p.q
     parallel m chunk 8   tasks are 8 segments and one point of the loops around them; without chunk, by the threads
-    vector p 2 q 4   lanes of a vector are 2 x 4 blocks of an image; vector p: neighbours, or packed blocks of one axis
+    vector p 2 q 4   lanes of a vector are 2 x 4 blocks of an image, or 8 of one axis, p 8; vector p: neighbours
     unroll e 2       the loop's body is repeated
-    pack I           the image I is copied to [..., y, x, lane] with its padding
+    pack I           the image I is copied to [..., y, x, lane] with its padding, or to aligned tiles of neighbours
     locate I         of factors that meet, those that are not iterated but looked up
     hold 14          vectors of results that a tile may hold in registers
 
@@ -38,7 +38,7 @@ _FORMS = {
     "split": (rf"split ?\( ?{_NAME} ?, ?[0-9]+ ?\)", "split(p, 7)"),
     "fuse": (rf"fuse ?\( ?{_NAME}(?: ?, ?{_NAME})+ ?\)", "fuse(p, q)"),
     "parallel": (rf"parallel {_NAME}(?: chunk [0-9]+)?", "parallel m chunk 8"),
-    "vector": (rf"vector {_NAME}(?: [0-9]+ {_NAME} [0-9]+)?", "vector p or vector p 2 q 4"),
+    "vector": (rf"vector {_NAME}(?: [0-9]+(?: {_NAME} [0-9]+)?)?", "vector p, vector p 8 or vector p 2 q 4"),
     "unroll": (rf"unroll {_NAME} [0-9]+", "unroll e 2"),
     "pack": (rf"pack {_NAME}", "pack I"),
     "locate": (rf"locate(?: {_NAME})+", "locate I"),
@@ -168,8 +168,8 @@ class Image(NamedTuple):
     """An image whose lanes can be blocks: the last one or two axes of the target and of a factor.
 
     names, sizes: indices and outputs along them; steps: their coefficients in the factor's axes; spans: of the entries'
-    parts there; bare: the last axis is one of the factor's as it is; values: of the factor and of the target, together;
-    most: values of an image in lanes; channel: the coordinate in the axis before the image's, or "".
+    parts there; bare: the last axis is one of the factor's as it is; values: of the factor and of the target; cut: the
+    factor is part of an operand; most: values of an image in lanes; channel: the coordinate before the image, or "".
     """
 
     factor: str
@@ -178,7 +178,8 @@ class Image(NamedTuple):
     steps: tuple[int, ...]
     spans: tuple[int, ...]
     bare: bool
-    values: int
+    values: tuple[int, int]
+    cut: bool
     most: int
     channel: str
 
@@ -219,7 +220,7 @@ class NestFacts:
     def image(self, schedule: LoopSchedule) -> Image | None:
         """The image that the vector's indices span; None for a vector that moves along its index."""
         names = tuple(name for name, _ in schedule.vector)
-        tiled = schedule.pack or len(names) == 2 or names[:1] and names[0] in schedule.sizes()
+        tiled = schedule.pack or any(n or name in schedule.sizes() for name, n in schedule.vector)
         return next((i for i in self.images if i.names == names), None) if tiled else None
 
     def loops(self, schedule: LoopSchedule) -> list[str]:
@@ -294,7 +295,7 @@ def _check_vector(schedule: LoopSchedule, facts: NestFacts) -> None:
     if math.prod(blocks or 1 for _, blocks in schedule.vector) > facts.lanes:
         _refuse(directive, f"a vector has {facts.lanes} lanes")
     if names and facts.image(schedule) is None:
-        if len(names) == 2 or schedule.pack:
+        if schedule.pack or any(blocks for _, blocks in schedule.vector):
             _refuse(f"pack {schedule.pack[0]}" if schedule.pack else directive, _no_image(names, facts))
         if names[0] not in facts.vectors:
             _refuse(directive, f"{names[0]} is not contiguous in some operand; along {_listed(facts.vectors)} all are")
@@ -353,10 +354,11 @@ def _check_parallel(schedule: LoopSchedule, facts: NestFacts) -> None:
 def _check_splits(schedule: LoopSchedule, facts: NestFacts) -> None:
     sizes, image = schedule.sizes(), facts.image(schedule)
     tile = {name: size for name, size in sizes.items() if name not in facts.coordinates}
-    most = facts.processor[1] - 2
-    if math.prod(tile.values()) > most:
+    most, each = facts.processor[1] - 2, 1 if any(blocks for _, blocks in schedule.vector) else facts.lanes
+    held = -(-math.prod(tile.values()) // each) if schedule.vector else 0
+    if held > most:
         told = " x ".join(map(str, tile.values()))
-        _refuse(f"split {told}", f"{math.prod(tile.values())} accumulators, but registers hold {most}")
+        _refuse(f"split {told}", f"{held} accumulators, but registers hold {most}")
     if schedule.hold > most:
         _refuse(f"hold {schedule.hold}", f"registers hold {most} accumulators besides two operands")
     for name, size in tile.items():
