@@ -1,5 +1,6 @@
 """Loop nests in C agree with the oracle and with dense convolutions; other statements are refused with the reason."""
 
+import json
 import math
 import random
 import sys
@@ -12,11 +13,15 @@ import torch
 from torch.nn import functional
 
 import pumice as pm
+from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import nest, nest_c
 from pumice.runtime import native
+from pumice.schedule.loop_rule import PRESETS
+from pumice.schedule.loops import LoopSchedule
+from pumice.schedule.tuned_loops import TunedLoops, loop_records
 
 sys.path.append(str(Path(__file__).parents[1] / "einsum"))
 from test_fuzz import Call
@@ -303,3 +308,233 @@ def test_images_are_copied_to_tiles_of_neighbouring_lanes(lanes, step, size, til
     got = moved("copy", lanes, sizes, x, (3, tiles, vectors, lanes))
     begins = torch.arange(vectors).mul(lanes).clamp(max=points - lanes)
     assert torch.equal(got, x.reshape(3, tiles, points)[:, :, begins[:, None] + torch.arange(lanes)])
+
+
+# Schedules
+
+
+PRUNED = {
+    "1x1": (12, 20, 28, 1, 1),
+    "1x1, odd": (12, 20, 13, 1, 1),
+    "1x1, strided": (12, 20, 28, 1, 2),
+    "3x3": (12, 20, 28, 3, 1),
+    "3x3, odd": (12, 20, 11, 3, 1),
+    "3x3, strided": (12, 20, 31, 3, 2),
+}
+
+
+class Pruned:
+    """A pruned convolution as a statement, and its dense result."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, kernel: int, stride: int) -> None:
+        torch.manual_seed(0)
+        pad, shape = kernel // 2, (outputs, inputs, kernel, kernel)
+        weight, x = torch.randn(shape) * (torch.rand(shape) < 0.3), torch.randn(2, inputs, size, size)
+        self.expected = functional.conv2d(x, weight, None, stride, pad)
+        n = self.expected.shape[-1]
+        places = f"{stride}*p+r-{pad},{stride}*q+s-{pad}" if kernel > 1 else f"{stride}*p,{stride}*q"
+        taps = ",r,s" if kernel > 1 else ""
+        self.text = f"O[n,m,p,q] = I[n,c,{places}] * F[m,c{taps}] ; p:{n}, q:{n}"
+        form = "m:U (c r s):C" if kernel > 1 else "m:U c:C"
+        self.operands = {"I": x, "F": pm.sparse(weight if kernel > 1 else weight[:, :, 0, 0], form)}
+
+    def agrees(self, schedule: str) -> bool:
+        """True if the statement has this schedule; then its result is checked."""
+        try:
+            got = pm.einsum(self.text, lowering=f"nest/{schedule}", **self.operands)
+        except OptionError:
+            return False
+        torch.testing.assert_close(got, self.expected, rtol=1e-4, atol=1e-4, msg=f"{schedule}\n{{}}".format)
+        return True
+
+    def schedule(self, given: str = "") -> str:
+        """The whole schedule that explain() shows."""
+        lines = pm.compile_einsum(self.text, lowering=f"nest/{given}").explain(**self.operands).splitlines()
+        return next(line.removeprefix("schedule ") for line in lines if line.startswith("schedule "))
+
+
+@pytest.fixture
+def records(monkeypatch, tmp_path):
+    """An empty file of tuned schedules."""
+    monkeypatch.setenv("PUMICE_CACHE", str(tmp_path))
+    yield from fresh_settings()
+
+
+def fresh_settings():
+    settings.cache_clear()
+    loop_records.cache_clear()
+    yield loop_records()
+    settings.cache_clear()
+    loop_records.cache_clear()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("layer", PRUNED)
+def test_presets_compute_convolutions(layer, preset):
+    one = Pruned(*PRUNED[layer])
+    assert one.agrees(preset)
+    assert one.schedule(one.schedule(preset)) == one.schedule(preset)
+
+
+def test_presets_compute_sparse_activations_and_pairs():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 10, 9, 8), torch.randn(8, 24)
+    x *= torch.rand(x.shape) < 0.3
+    pairs = {"D": torch.tensor([0, 0, 2, 3, 3]), "S": torch.tensor([1, 0, 3, 2, 2]), "K": torch.tensor([0, 1, 1, 0, 2])}
+    features, kernel = torch.randn(4, 5), torch.randn(3, 5, 24)
+    wanted = pm.einsum(
+        "y[D[e],m] = x[S[e],c] * W[K[e],c,m] ; y:[4,_]", lowering="reference", x=features, W=kernel, **pairs
+    )
+    for preset in PRESETS:
+        got = pm.einsum(
+            "O[n,p,q,m] = I[n,p,q,c] * F[c,m]", lowering=f"nest/{preset}", I=pm.sparse(x, "n:U h:U w:U c:C"), F=weight
+        )
+        torch.testing.assert_close(got, x @ weight, rtol=1e-4, atol=1e-4)
+        text = "y[D[e],m] = x[S[e],c] * W[K[e],c,m] ; y:[4,_], D:sorted"
+        got = pm.einsum(text, lowering=f"nest/{preset}", x=features, W=kernel, **pairs)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def random_schedule(chance: random.Random) -> str:
+    """Some directives of a convolution's schedule, many of them illegal."""
+    number = chance.choice((1, 2, 3, 4, 5, 7, 8, 14, 16, 28, 56))
+    y, x = chance.choice(((1, 8), (2, 4), (4, 2), (8, 1), (3, 2)))
+    parts = [
+        ("order n p m e", "order m p", "order m n e", "order m p.q", "order q p", "order e m", "order m p q e"),
+        (f"vector p {y} q {x}; pack I", "vector q", "vector q; pack I", "vector p.q", "vector p.q 8; pack I", "pack I"),
+        (f"split(p, {chance.randint(1, 4)})", f"split(q, {number})", f"split(p.q, {number})", "vector p.q; pack I"),
+        (f"split(c, {number})", f"split(r, {chance.randint(1, 3)})", f"split(c, {number}); split(s, 2)"),
+        ("parallel m", f"parallel m chunk {number}", "parallel n", "parallel p", "parallel c"),
+        (f"hold {chance.randint(1, 14)}", "unroll e 2", "unroll e 3", "fuse(p, q)"),
+    ]
+    return "; ".join(chance.choice(one) for one in chance.sample(parts, chance.randint(1, 4)))
+
+
+@pytest.mark.parametrize("layer", PRUNED)
+def test_random_schedules_compute_the_same(layer):
+    one, chance, legal = Pruned(*PRUNED[layer]), random.Random(layer), set()
+    for _ in range(60):
+        text = random_schedule(chance)
+        if len(legal) < 12 and one.agrees(text):
+            legal.add(one.schedule(text))
+    assert len(legal) >= 6
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_orders_and_chunks_compute_the_same(threads):
+    before, one = torch.get_num_threads(), Pruned(*PRUNED["3x3"])
+    torch.set_num_threads(threads)
+    try:
+        for order in ("n p m e", "m n p e", "n m p e", "p n m e", "m p n e"):
+            for parallel in ("", "; parallel m chunk 3", "; parallel m chunk 500", "; parallel n"):
+                assert one.agrees(f"order {order}; vector q{parallel}")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_orders_of_sums_and_unrolled_sums():
+    torch.manual_seed(0)
+    a, b, c = torch.eye(6).mul(torch.rand(6)), torch.randn(6, 3, 4), torch.randn(3, 4, 40)
+    text, operands = "C[m,n] = A[m,k] * B[k,i,j] * D[i,j,n]", {"A": pm.sparse(a, "CSR"), "B": b, "D": c}
+    wanted = torch.einsum("mk,kij,ijn->mn", a, b, c)
+    for schedule in ("order m e i j", "order m e j i", "unroll i 2; unroll j 4", "vector n; hold 2; unroll e 4"):
+        got = pm.einsum(text, lowering=f"nest/{schedule}", **operands)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    told = pm.compile_einsum(text, lowering="nest/order j i; unroll i 2").explain(**operands)
+    assert " e j i; " in told and told.count('_Pragma("GCC unroll 2")') >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("order e m", "e is before its parent level m"),
+        ("vector c", "c is a compressed level"),
+        ("parallel c", "c is summed: tasks would write the same results"),
+        ("fuse(p, q)", "I is read through a window along p"),
+        ("pack I; vector p 2 q 4; split(p, 6); split(q, 7)", "42 accumulators, but registers hold"),
+        ("order m x", "x: the nest has no such index; it has n, p, q, m, c, r, s, e"),
+        ("locate F", "no factor is located"),
+        ("hold 0", "expected numbers from 1"),
+        ("tile 4", "unknown directive 'tile 4'"),
+    ],
+)
+def test_illegal_schedules(text, reason):
+    one = Pruned(*PRUNED["3x3"])
+    with pytest.raises(OptionError, match=reason):
+        pm.einsum(one.text, lowering=f"nest/{text}", **one.operands)
+
+
+def test_gradients_take_the_schedule_where_they_can():
+    """The statement of a gradient has other indices: there the rule may take the schedule's place."""
+    one = Pruned(*PRUNED["3x3"])
+    x = one.operands["I"].clone().requires_grad_()
+    found = [
+        torch.autograd.grad(pm.einsum(one.text, I=x, F=one.operands["F"], lowering=name).square().sum(), x)[0]
+        for name in ("nest/order m p e; vector q; split(c, 4)", "nest/skimcaffe", "reference")
+    ]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-3, atol=1e-3)
+
+
+def test_images_of_one_row():
+    """Their filter still has rows: the window along y is no part of a lane."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 64, 3, 34), torch.randn(64, 64, 3, 3) * (torch.rand(64, 64, 3, 3) < 0.5)
+    filter, text = pm.sparse(weight, "(m c r s):C"), "O[n,m,p,q] = I[n,c,p+r,q+s] * F[m,c,r,s]"
+    got = pm.einsum(text, I=x, F=filter, lowering="nest")
+    torch.testing.assert_close(got, functional.conv2d(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(2, 127), (2, 131), (26, 31)])
+def test_flat_images_without_equal_tiles(size):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 32, *size), torch.randn(40, 32) * (torch.rand(40, 32) < 0.5)
+    for lowering in ("nest", "nest/vector p.q 8; pack I"):
+        got = pm.einsum("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", I=x, F=pm.sparse(weight, "CSR"), lowering=lowering)
+        torch.testing.assert_close(got, torch.einsum("mc,ncpq->nmpq", weight, x), rtol=1e-4, atol=1e-4)
+
+
+def test_tuned_schedules_are_kept_and_used(records):
+    one, steps = Pruned(*PRUNED["3x3"]), []
+    told = pm.compile_einsum(one.text, lowering="nest").tune(
+        budget=20, candidates=6, progress=steps.append, **one.operands
+    )
+    assert told.count(" ms  ") == 7 and steps[-1].done <= steps[-1].total
+    ((key, tuned),) = records.all().items()
+    assert key.dtype == "float32" and 0 < tuned.seconds <= tuned.rule
+    # As if another schedule had been the fastest.
+    records.keep(key, TunedLoops.now(LoopSchedule.parse("vector q; hold 2"), 1e-3, 2e-3))
+    assert one.schedule().startswith("order n p m q e; vector q;") and one.agrees("")
+    assert one.schedule("vector q; hold 3").endswith("hold 3")
+    # In the same size class; the rule's where it is illegal.
+    assert Pruned(12, 20, 31, 3, 1).schedule().endswith("hold 2")
+    records.keep(key, TunedLoops.now(LoopSchedule.parse("pack I; vector p 2 q 4; split(q, 28)"), 1e-3, 2e-3))
+    assert one.schedule() == one.schedule("parallel m") and one.agrees("")
+
+
+@pytest.mark.parametrize("broken", ["order m; __import__", 7, "hold 99999999", None])
+def test_corrupt_records_are_ignored(records, broken):
+    one = Pruned(*PRUNED["1x1"])
+    pm.compile_einsum(one.text, lowering="nest").tune(budget=1, candidates=1, **one.operands)
+    found = json.loads(records.path.read_text())
+    found["loops"][0]["schedule"] = broken
+    records.path.write_text(json.dumps(found))
+    loop_records.cache_clear()
+    assert not loop_records().all()
+    assert one.schedule() == one.schedule("parallel m") and one.agrees("")
+
+
+def test_a_wrong_result_ends_the_tuner(records, monkeypatch):
+    run = nest.run
+    wrong = lambda *args: run(*args) * (1 if args[3] == nest.Wanted() else 2)  # noqa: E731
+    monkeypatch.setattr(nest, "run", wrong)
+    one = Pruned(*PRUNED["1x1"])
+    with pytest.raises(AssertionError, match="not close"):
+        pm.compile_einsum(one.text, lowering="nest").tune(candidates=2, **one.operands)
+    assert not records.all()
+
+
+def test_statements_without_entries_have_nothing_to_tune(records):
+    rows, values = torch.full((6,), -1), torch.ones(6, 3)
+    told = pm.compile_einsum("y[R[e],n] = v[e,n] ; y:[4,_]", lowering="nest").tune(R=rows, v=values)
+    assert " ms  " not in told and not records.all()

@@ -36,7 +36,8 @@ from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts
-from pumice.schedule.tuned_loops import LoopKey, half_octaves, loop_records
+from pumice.schedule.record_store import Store
+from pumice.schedule.tuned_loops import LoopKey, TunedLoops, half_octaves, loop_records
 
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
@@ -114,7 +115,7 @@ def prepared_for(
 ) -> Prepared | None:
     """The nest of a statement that `refusal` accepts; None without entries."""
     if wanted is None:
-        wanted = _tuned(bound, dtype, loop_records().generation)
+        wanted = _tuned(bound, dtype, loop_records(), loop_records().generation)
     form = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]), wanted.fusing)
     assert isinstance(form, Form)
     first, *others = [operands[name] for name in form.arrays]
@@ -123,14 +124,15 @@ def prepared_for(
 
 def key_of(bound: BoundStatement, dtype: torch.dtype) -> LoopKey:
     """Key of a statement's tuned schedule."""
-    sizes = tuple(half_octaves(extent) for extent in bound.extents.values())
-    return LoopKey(cpu_name(), str(bound.statement), str(_wide(dtype)).removeprefix("torch."), sizes)
+    sizes = tuple(half_octaves(extent) for _, extent in sorted(bound.extents.items()))
+    statement = replace(bound.statement, ranges=())
+    return LoopKey(cpu_name(), str(statement), str(_wide(dtype)).removeprefix("torch."), sizes)
 
 
 @lru_cache(maxsize=1024)
-def _tuned(bound: BoundStatement, dtype: torch.dtype, generation: int) -> Wanted:
+def _tuned(bound: BoundStatement, dtype: torch.dtype, records: Store[LoopKey, TunedLoops], generation: int) -> Wanted:
     """The tuned schedule of a statement, or the rule's. generation: of the records."""
-    found = loop_records().find(key_of(bound, dtype))
+    found = records.find(key_of(bound, dtype))
     return Wanted() if found is None else Wanted(found.schedule, lenient=True)
 
 
@@ -605,9 +607,13 @@ def _facts(
 ) -> NestFacts:
     """What a schedule may name. placed: in place; entries: numbers of entries and segments; vector: (lanes, bytes of a
     value)."""
-    levels, extents = _levels(form), dict(form.extents)
+    levels, sizes = _levels(form), dict(form.extents)
+    extents = {name: sizes[name] for view in form.views for axis in view.axes for _, name in axis.dense}
     segments = tuple(dict.fromkeys(name for (n, _), name in levels.items() if n == 0))
-    spans = {name: _span(values[n][k]) + 1 for (n, k), name in reversed(levels.items()) if name not in segments}
+    spans: dict[str, int] = {}
+    for (n, k), name in levels.items():
+        if name not in segments:
+            spans.setdefault(name, _span(values[n][k]) + 1)
     taken = {*levels.values(), *(part for name in extents for part in name.split("."))}
     factors = form.views[1:]
     axes = [(view.name, [n for _, n in a.dense]) for view in factors for a in view.axes if a.dense and not a.bare]
@@ -619,7 +625,7 @@ def _facts(
     images = [image for axes in (2, 1) if (image := _image(form, values, levels, axes, vector[0]))]
     return NestFacts(
         extents,
-        tuple(form.reduced),
+        tuple(name for name in extents if name in form.reduced),
         segments,
         spans,
         ("entries" if "e" in taken else "e", entries[0]),
