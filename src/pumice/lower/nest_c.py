@@ -348,11 +348,11 @@ void {name}(region parallel, int threads, i64 *z) {{ start(parallel, threads, z,
 def moves_source(real: str, lanes: int) -> str:
     """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image, of `copy` from rows to
     tiles of vectors, and of `sequence`, which calls functions: its integers are pairs of their addresses and the places
-    of their integers among its own, and 0. Integers of the others: the next image, number of images, the next thread; addresses of source and
-    target; rows, columns, padding and steps along y and x, columns of the grid, lanes in use, rows and columns of a
-    block (`copy`: points of a tile as the step along y, tiles as columns of the grid, vectors of a tile as columns of a
-    block); room of an image with its padding (rows, columns); address of that room for each thread; elements from an
-    image to the next in source and target; strides of rows and columns in the source."""
+    of their integers among its own, and 0. Integers of the others: the next image, number of images, the next thread;
+    addresses of source and target; rows, columns, padding and steps along y and x, columns of the grid, lanes in use,
+    rows and columns of a block (`copy`: points of a tile as the step along y, tiles as columns of the grid, vectors of
+    a tile as columns of a block); room of an image with its padding (rows, columns); address of that room for each
+    thread; elements from an image to the next in source and target; strides of rows and columns in the source."""
     size = 4 if real == "float" else 8
     widths = [lanes >> n for n in range(lanes.bit_length() - 1)]
     head = _HEAD.format(real=real) + "".join(_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths)

@@ -473,6 +473,8 @@ def _runner(
 
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
+    if name == "nest" and not narrow:
+        return nest.NestStep(bound, dtype)
 
     def run(tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
         if narrow:

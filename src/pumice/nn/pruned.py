@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import Sparse, einsum, sparse
+from pumice.ops.einsum import OneOperandEinsum
 
 _REPEATS = 5  # Calls of each way in a measurement
 _DENSITY = 0.5  # Maximum share of kept weights with which a layer is stored sparsely, without a measurement
@@ -23,6 +24,7 @@ class _Pruned(nn.Module):
     parameter; way: "sparse", or "dense" if the whole weight is used."""
 
     mask: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class _Pruned(nn.Module):
             raise ShapeError(f"the mask has shape {list(kept.shape)}, the weight {list(weight.shape)}")
         self.register_buffer("mask", kept)
         self.values = nn.Parameter(weight.detach()[kept].clone())
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
         self.way = "sparse"
         self._stored: tuple[Any, Sparse] | None = None
 
@@ -49,11 +51,14 @@ class _Pruned(nn.Module):
 
     def _filter(self) -> Sparse:
         """The weight over its kept entries."""
-        key = self.mask.device, self.mask.data_ptr(), self.mask._version, id(self.values)
+        # Attributes of modules take long to find.
+        mask, values = self._buffers["mask"], self._parameters["values"]
+        assert mask is not None and values is not None
+        key = mask.get_device(), mask.data_ptr(), mask._version, id(values)
         if self._stored is None or self._stored[0] != key:
             entries = self._entries().to(torch.float32)
             stored = sparse(entries, f"({' '.join('mcrs'[: entries.ndim])}):C")
-            self._stored = key, stored.with_values([self.values])
+            self._stored = key, stored.with_values([values])
         return self._stored[1]
 
     def _entries(self) -> Tensor:
@@ -62,11 +67,12 @@ class _Pruned(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise DtypeError(f"input is a tensor, found {type(x).__name__}")
-        if x.device != self.mask.device:
-            raise DeviceError(f"the layer is on {self.mask.device}, the input on {x.device}")
+        mask = self._buffers["mask"]
+        if mask is not None and x.device != mask.device:
+            raise DeviceError(f"the layer is on {mask.device}, the input on {x.device}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stored": None}
+        return {**self.__dict__, "_stored": None, "_convolutions": {}}
 
     def extra_repr(self) -> str:
         return f"{list(self.mask.shape)}, {self.density:.0%} kept, {self.way}"
@@ -90,6 +96,8 @@ class PrunedConv2d(_Pruned):
             raise OptionError(f"padding_mode is 'zeros', found {conv.padding_mode!r}")
         self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
         self.padding = _padding(conv)
+        self._channels = self.mask.shape[1] * self.groups
+        self._convolutions: dict[torch.Size, tuple[Sparse, OneOperandEinsum]] = {}
 
     @classmethod
     def from_dense(cls, conv: nn.Conv2d, mask: Tensor | None = None) -> PrunedConv2d:
@@ -102,6 +110,15 @@ class PrunedConv2d(_Pruned):
             raise DtypeError(f"a torch.nn.Conv2d is expected, found {type(conv).__name__}")
         return cls(conv, mask)
 
+    def _convolution(self, sizes: torch.Size) -> OneOperandEinsum:
+        filter = self._filter()
+        found = self._convolutions.get(sizes)
+        if found is None or found[0] is not filter:
+            text = _statement(sizes, self.mask.shape[2:], self.stride, self.padding, self.dilation)
+            found = filter, OneOperandEinsum(text, "I", {"F": filter})
+            self._convolutions[sizes] = found
+        return found[1]
+
     def _entries(self) -> Tensor:
         """The mask over all input channels, [M, C, R, S] without axes of the kernel of size 1."""
         count, channels, *kernel = self.mask.shape
@@ -112,17 +129,16 @@ class PrunedConv2d(_Pruned):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
-        channels = self.mask.shape[1] * self.groups
-        if x.dim() not in (3, 4) or x.shape[-3] != channels:
-            raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(x.shape)}")
+        size, channels = x.shape, self._channels
+        if len(size) not in (3, 4) or size[-3] != channels:
+            raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(size)}")
+        bias = self._parameters["bias"]
         if self.way == "dense":
-            options = self.bias, self.stride, self.padding, self.dilation, self.groups
+            options = bias, self.stride, self.padding, self.dilation, self.groups
             return functional.conv2d(x, self.weight, *options)
-        images = x if x.dim() == 4 else x[None]
-        text = _statement(images.shape[2:], self.mask.shape[2:], self.stride, self.padding, self.dilation)
-        out = einsum(text, I=images, F=self._filter())
-        out = out if self.bias is None else out + self.bias[:, None, None]
-        return out if x.dim() == 4 else out[0]
+        out = self._convolution(size[-2:])(x if len(size) == 4 else x[None])
+        out = out if bias is None else out + bias[:, None, None]
+        return out if len(size) == 4 else out[0]
 
 
 Pair = tuple[int, ...]
