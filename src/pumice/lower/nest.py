@@ -95,10 +95,14 @@ class NestStep:
             return None
         number, shape = at[0], bound.shape
         held = [ready.place(n, x) for n, x in enumerate(given, 1)]
+        read, images = held[number]
+        in_place, joined = read is given[number], ready.placed[0].view.shape != shape
 
         def call(x: Tensor) -> Tensor:
-            found = ready.run_placed([*held[:number], ready.place(number + 1, x), *held[number + 1 :]])
-            return found if found.shape == shape else found.view(shape)
+            factors = held.copy()
+            factors[number] = (x, images) if in_place else ready.place(number + 1, x)
+            found = ready.run_placed(factors)
+            return found.view(shape) if joined else found
 
         return call
 
@@ -203,23 +207,25 @@ class Program(NamedTuple):
 
     numbers: array[int]
     patches: Sequence[Patch]
+    sequence: nest_c.Sequenced
+    region: int
 
     @staticmethod
     def of(steps: Sequence[tuple[Step, Sequence[Patch]]]) -> Program:
         """steps: each with its patches."""
         numbers, patches, heads = list[int](), list[Patch](), 2 * len(steps) + 1
         for (_, integers), own in steps:
-            patches += [(heads + len(numbers) + place, *rest) for place, *rest in own]
+            patches += [(heads + len(numbers) + place, which, past) for place, which, past in own]
             numbers += integers
         starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
         calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
-        return Program(array("q", (*calls, 0, *numbers)), patches)
+        return Program(array("q", (*calls, 0, *numbers)), patches, nest_c.sequence(), parallel_region())
 
     def run(self, threads: int, addresses: Sequence[int]) -> None:
         numbers = self.numbers[:]
         for place, which, past in self.patches:
             numbers[place] = addresses[which] + past
-        nest_c.sequence()(parallel_region(), threads, numbers.buffer_info()[0])
+        self.sequence(self.region, threads, numbers.buffer_info()[0])
 
 
 class Images:
@@ -309,7 +315,7 @@ class Prepared:
     def _steps(self, threads: int, images: Sequence[int]) -> list[tuple[Step, list[Patch]]]:
         """The C functions of a call: copy or pack, nest, unpack."""
         moves, size = self.moves, 4 if self.nest.real == "float" else 8
-        begins = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
+        begins: list[Patch] = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
         fixed = [*self._tasks(threads), self.starts.data_ptr(), self.target_offsets.data_ptr(), 0]
         entries = [n for o in self.offsets for n in (0, 0 if o is None else o.data_ptr())]
         nest = (self.kernel, (*fixed, *entries, *self.loops))
@@ -324,7 +330,7 @@ class Prepared:
         patches = [(source, moves.factor + 1, begin * size), (places[0], 1, 0), (places[1], 1, room)]
         steps.insert(0, (moves.into.step(each, moves.into.elements, *strides), patches))
         if moves.out is not None:
-            patches = [(source, 1, inside), (places[0], 0, 0), (places[1], 1, room)]
+            patches: list[Patch] = [(source, 1, inside), (places[0], 0, 0), (places[1], 1, room)]
             steps.append((moves.out.step(moves.out.elements, math.prod(moves.out.sizes[:2]), 0, 0), patches))
         return steps
 

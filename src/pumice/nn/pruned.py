@@ -16,6 +16,7 @@ from pumice.ops import Sparse, einsum, sparse
 from pumice.ops.einsum import OneOperandEinsum
 
 _REPEATS = 5  # Calls of each way in a measurement
+_SIZES = 16  # Sizes of inputs whose calls a layer keeps
 _DENSITY = 0.5  # Maximum share of kept weights with which a layer is stored sparsely, without a measurement
 
 
@@ -54,7 +55,7 @@ class _Pruned(nn.Module):
         # Attributes of modules take long to find.
         mask, values = self._buffers["mask"], self._parameters["values"]
         assert mask is not None and values is not None
-        key = mask.get_device(), mask.data_ptr(), mask._version, id(values)
+        key = mask.data_ptr(), mask._version, id(values)
         if self._stored is None or self._stored[0] != key:
             entries = self._entries().to(torch.float32)
             stored = sparse(entries, f"({' '.join('mcrs'[: entries.ndim])}):C")
@@ -96,7 +97,6 @@ class PrunedConv2d(_Pruned):
             raise OptionError(f"padding_mode is 'zeros', found {conv.padding_mode!r}")
         self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
         self.padding = _padding(conv)
-        self._channels = self.mask.shape[1] * self.groups
         self._convolutions: dict[torch.Size, tuple[Sparse, OneOperandEinsum]] = {}
 
     @classmethod
@@ -110,15 +110,6 @@ class PrunedConv2d(_Pruned):
             raise DtypeError(f"a torch.nn.Conv2d is expected, found {type(conv).__name__}")
         return cls(conv, mask)
 
-    def _convolution(self, sizes: torch.Size) -> OneOperandEinsum:
-        filter = self._filter()
-        found = self._convolutions.get(sizes)
-        if found is None or found[0] is not filter:
-            text = _statement(sizes, self.mask.shape[2:], self.stride, self.padding, self.dilation)
-            found = filter, OneOperandEinsum(text, "I", {"F": filter})
-            self._convolutions[sizes] = found
-        return found[1]
-
     def _entries(self) -> Tensor:
         """The mask over all input channels, [M, C, R, S] without axes of the kernel of size 1."""
         count, channels, *kernel = self.mask.shape
@@ -128,17 +119,31 @@ class PrunedConv2d(_Pruned):
         return whole.view(count, -1, *(size for size in kernel if size > 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        plain = type(x) is Tensor and not torch.compiler.is_compiling()
+        known = self._convolutions.get(x.shape) if plain else None
+        if known is None or known[0] is not self._filter() or self.way == "dense":
+            return self._first(x)
+        out, bias = known[1](x), self._parameters["bias"]
+        return out if bias is None else out + bias[:, None, None]
+
+    def _first(self, x: Tensor) -> Tensor:
+        """`forward` of inputs of a size that is new, or in another way."""
         self._check_input(x)
-        size, channels = x.shape, self._channels
-        if len(size) not in (3, 4) or size[-3] != channels:
-            raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(size)}")
-        bias = self._parameters["bias"]
+        channels = self.mask.shape[1] * self.groups
+        if x.dim() not in (3, 4) or x.shape[-3] != channels:
+            raise ShapeError(f"input is [N, {channels}, H, W] or [{channels}, H, W], found {list(x.shape)}")
         if self.way == "dense":
-            options = bias, self.stride, self.padding, self.dilation, self.groups
+            options = self.bias, self.stride, self.padding, self.dilation, self.groups
             return functional.conv2d(x, self.weight, *options)
-        out = self._convolution(size[-2:])(x if len(size) == 4 else x[None])
-        out = out if bias is None else out + bias[:, None, None]
-        return out if len(size) == 4 else out[0]
+        images, filter = x if x.dim() == 4 else x[None], self._filter()
+        text = _statement(images.shape[2:], self.mask.shape[2:], self.stride, self.padding, self.dilation)
+        if x.dim() == 4 and not torch.compiler.is_compiling():
+            if len(self._convolutions) >= _SIZES:
+                self._convolutions.clear()
+            self._convolutions[x.shape] = filter, OneOperandEinsum(text, "I", {"F": filter})
+        out = einsum(text, I=images, F=filter)
+        out = out if self.bias is None else out + self.bias[:, None, None]
+        return out if x.dim() == 4 else out[0]
 
 
 Pair = tuple[int, ...]

@@ -256,23 +256,22 @@ class _CheckedCall:
 
 class OneOperandEinsum:
     """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
-    in C (lower.nest) are prepared once per layout of x, until a fixed operand changes."""
+    in C (lower.nest) are prepared once per layout of x, until fixed values change. Index arrays must not."""
 
     def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
         self._text, self._name, self._fixed = text, name, fixed
-        self._tensors = facts_of(fixed)[0]
-        self._values = [t for t in self._tensors if t.is_floating_point()]
+        self._values = [t for t in facts_of(fixed)[0] if t.is_floating_point()]
         self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not autograd.is_plain_call((x, *self._values)):
+        if not autograd.is_plain_call((x, *self._values) if torch.is_grad_enabled() else (x,)):
             return self._einsum(x)
         try:
-            state = [t._version for t in self._tensors] + [t.data_ptr() for t in self._values]
+            state = [(t._version, t.data_ptr()) for t in self._values]
         except RuntimeError:
             # Inference tensors have no version.
             return self._einsum(x)
-        layout = x.shape, x.stride(), x.dtype, x.device
+        layout = x.shape, x.stride(), x.dtype, x.is_cpu
         known = self._calls.get(layout)
         if known is None or known[0] != state:
             known = self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
