@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
+from pumice.runtime.workspace import SPARE
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts
-from pumice.schedule.record_store import Store
-from pumice.schedule.tuned_loops import LoopKey, TunedLoops, half_octaves, loop_records
+from pumice.schedule.tuned_loops import LoopKey, Records, half_octaves, loop_records
 
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
@@ -85,41 +85,80 @@ class Wanted(NamedTuple):
             return completed(LoopSchedule(), facts)
 
 
-def run(
-    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
-) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`. wanted: default: tuned, or by the rule."""
-    statement, wide = bound.statement, _wide(dtype)
-    ready = prepared_for(bound, operands, dtype, wanted)
-    if ready is None:
-        result = torch.zeros(bound.shape, dtype=wide, device="cpu")
-    else:
-        result = ready.run([operands[p.view.name].to(wide) for p in ready.placed[1:]])
-    if (coefficient := statement.terms[0].coefficient) != 1:
-        result *= coefficient
-    result = result.view(bound.shape).to(dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    return NestStep(bound, dtype)(operands)
+
+
+class NestStep:
+    """A step of a plan: a statement that `refusal` accepts, for operands of the shapes of the first call. wanted: its
+    schedule; None: the tuned one, or the rule's."""
+
+    def __init__(self, bound: BoundStatement, dtype: torch.dtype, wanted: Wanted | None = None) -> None:
+        self.bound, self.dtype, self.wanted = bound, dtype, wanted
+        self._known: tuple[Records, int, Wanted, Form] | None = None
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result, of `dtype`, added to that of the steps before."""
+        bound, wide, statement = self.bound, _wide(self.dtype), self.bound.statement
+        ready = self.prepared(operands)
+        if ready is None:
+            result = torch.zeros(bound.shape, dtype=wide, device="cpu")
+        else:
+            result = ready.run([operands[p.view.name].to(wide) for p in ready.placed[1:]])
+        if (coefficient := statement.terms[0].coefficient) != 1:
+            result *= coefficient
+        result = result.view(bound.shape).to(self.dtype)
+        result = operands[statement.target.name] + result if statement.accumulate else result
+        return result if before is None else before + result
+
+    def prepared(self, operands: Mapping[str, Tensor]) -> Prepared | None:
+        """The nest; None without entries. Raises OptionError if it cannot have the schedule."""
+        records = loop_records()
+        if self._known is None or self._known[:2] != (records, records.generation):
+            wanted = self.wanted or _tuned(self.bound, self.dtype)
+            form = normalized(
+                self.bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]), wanted.fusing
+            )
+            assert isinstance(form, Form)
+            self._known = records, records.generation, wanted, form
+        _, _, wanted, form = self._known
+        first, *others = [operands[name] for name in form.arrays]
+        return prepared(first, form, _wide(self.dtype), wanted, *others)
+
+    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+        """The step as a function of a factor of the same layout and dtype, the other operands being as they are now;
+        None if more than the nest is to be done."""
+        statement, shape = self.bound.statement, self.bound.shape
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and self.dtype == _wide(self.dtype)
+        ready = self.prepared(operands) if plain else None
+        if ready is None:
+            return None
+        given = [operands[p.view.name] for p in ready.placed[1:]]
+        at = [n for n, p in enumerate(ready.placed[1:]) if p.view.name == name]
+        if len(at) != 1 or any(x.dtype != self.dtype for x in given):
+            return None
+        number = at[0]
+        held = [ready.place(n, x) for n, x in enumerate(given, 1)]
+        read, images = held[number]
+        in_place, joined = read is given[number], ready.placed[0].view.shape != shape
+
+        def call(x: Tensor) -> Tensor:
+            factors = held.copy()
+            factors[number] = (x, images) if in_place else ready.place(number + 1, x)
+            found = ready.run_placed(factors)
+            return found.view(shape) if joined else found
+
+        return call
 
 
 def source_of(
     bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
 ) -> str:
     """Schedule, loop nest and C source of a statement that `refusal` accepts; "" without entries."""
-    if (ready := prepared_for(bound, operands, dtype, wanted)) is None:
+    if (ready := NestStep(bound, dtype, wanted).prepared(operands)) is None:
         return ""
     return f"schedule {ready.schedule}\n{ready.nest}\n\n{nest_c.source(ready.nest)}"
-
-
-def prepared_for(
-    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
-) -> Prepared | None:
-    """The nest of a statement that `refusal` accepts; None without entries."""
-    if wanted is None:
-        wanted = _tuned(bound, dtype, loop_records(), loop_records().generation)
-    form = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]), wanted.fusing)
-    assert isinstance(form, Form)
-    first, *others = [operands[name] for name in form.arrays]
-    return prepared(first, form, _wide(dtype), wanted, *others)
 
 
 def key_of(bound: BoundStatement, dtype: torch.dtype) -> LoopKey:
@@ -129,10 +168,9 @@ def key_of(bound: BoundStatement, dtype: torch.dtype) -> LoopKey:
     return LoopKey(cpu_name(), str(statement), str(_wide(dtype)).removeprefix("torch."), sizes)
 
 
-@lru_cache(maxsize=1024)
-def _tuned(bound: BoundStatement, dtype: torch.dtype, records: Store[LoopKey, TunedLoops], generation: int) -> Wanted:
-    """The tuned schedule of a statement, or the rule's. generation: of the records."""
-    found = records.find(key_of(bound, dtype))
+def _tuned(bound: BoundStatement, dtype: torch.dtype) -> Wanted:
+    """The tuned schedule of a statement, or the rule's."""
+    found = loop_records().find(key_of(bound, dtype))
     return Wanted() if found is None else Wanted(found.schedule, lenient=True)
 
 
@@ -205,31 +243,34 @@ class Move(NamedTuple):
 
 Step = tuple[int, Sequence[int]]
 """Address of a C function, and its integers."""
+Patch = tuple[int, int, int]
+"""(place, number of an address, bytes past it): an integer that every call sets."""
 
 
 class Program(NamedTuple):
-    """A call as the integers of nest_c.sequence. patches: (place, number of an address, bytes past it) of those that
-    every call sets. Addresses are those of the target, of memory and of the factors."""
+    """A call as the integers of nest_c.sequence. Addresses are those of the target, of memory and of the factors."""
 
     numbers: array[int]
-    patches: Sequence[tuple[int, int, int]]
+    patches: Sequence[Patch]
+    sequence: nest_c.Sequenced
+    region: int
 
     @staticmethod
-    def of(steps: Sequence[tuple[Step, Sequence[tuple[int, int, int]]]]) -> Program:
+    def of(steps: Sequence[tuple[Step, Sequence[Patch]]]) -> Program:
         """steps: each with its patches."""
-        numbers, patches, heads = list[int](), list[tuple[int, int, int]](), 2 * len(steps) + 1
+        numbers, patches, heads = list[int](), list[Patch](), 2 * len(steps) + 1
         for (_, integers), own in steps:
-            patches += [(heads + len(numbers) + place, *rest) for place, *rest in own]
+            patches += [(heads + len(numbers) + place, which, past) for place, which, past in own]
             numbers += integers
         starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
         calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
-        return Program(array("q", (*calls, 0, *numbers)), patches)
+        return Program(array("q", (*calls, 0, *numbers)), patches, nest_c.sequence(), parallel_region())
 
     def run(self, threads: int, addresses: Sequence[int]) -> None:
         numbers = self.numbers[:]
         for place, which, past in self.patches:
             numbers[place] = addresses[which] + past
-        nest_c.sequence()(parallel_region(), threads, numbers.buffer_info()[0])
+        self.sequence(self.region, threads, numbers.buffer_info()[0])
 
 
 class Images:
@@ -250,24 +291,21 @@ class Images:
         images = images.reshape(-1, *self.size)
         if images.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
             return images, (0, *images.stride())
-        return x, self._known.setdefault(x.stride(), (images.storage_offset() - x.storage_offset(), *images.stride()))
+        found = int(images.storage_offset() - x.storage_offset()), *images.stride()
+        return x, self._known.setdefault(x.stride(), found)
 
 
 class LaneCopies(NamedTuple):
     """Copies of images to lanes, with their padding, and back; out: None if the target is in place. factor: the one
-    that is copied, whose images are `images`; parts: elements of that factor and of the target in lanes, with room
-    between them."""
+    that is copied, whose images are `images`; parts: elements of that factor and of the target in lanes; room: that a
+    thread needs besides."""
 
     factor: int
     images: Images
     into: Move
     out: Move | None
     parts: tuple[int, int]
-
-    @property
-    def room(self) -> int:
-        """Elements that a thread needs besides."""
-        return max(math.prod(move.room) for move in (self.into, self.out) if move is not None)
+    room: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,37 +337,49 @@ class Prepared:
 
     def run_placed(self, factors: Sequence[InMemory]) -> Tensor:
         """As `run`, of factors that `place` gave."""
-        threads, like, moves = torch.get_num_threads(), factors[0][0], self.moves
+        threads, moves, like = torch.get_num_threads(), self.moves, factors[0][0]
         outside = moves is not None and moves.out is not None
-        make = like.new_empty if self.whole else like.new_zeros
-        out = (like.new_empty if outside else make)(self.placed[0].view.shape)
-        memory = out if moves is None else make(sum(moves.parts) + threads * moves.room)
-        key = threads, *[at for _, at in factors if at]
-        program = self.programs.get(key) or self.programs.setdefault(key, self._program(threads, key[1:]))
-        program.run(threads, [out.data_ptr(), memory.data_ptr(), *[x.data_ptr() for x, _ in factors]])
+        out = (like.new_empty if self.whole or outside else like.new_zeros)(self.placed[0].view.shape)
+        addresses = [out.data_ptr(), 0, *[x.data_ptr() for x, _ in factors]]
+        images = () if moves is None else factors[moves.factor - 1][1]
+        program = self.programs.get((threads, images)) or self._program(threads, images)
+        if moves is None:
+            program.run(threads, addresses)
+            return out
+        buffer = SPARE.take(out.element_size() * (sum(moves.parts) + threads * moves.room))
+        if outside and not self.whole:
+            buffer.memory.zero_()
+        addresses[1] = buffer.address
+        program.run(threads, addresses)
+        SPARE.give(buffer)
         return out
 
-    def _program(self, threads: int, images: Sequence[Sequence[int]]) -> Program:
+    def _program(self, threads: int, images: tuple[int, ...]) -> Program:
         """images: of the factor that is copied, see Images.of."""
+        made = Program.of(self._steps(threads, images))
+        return self.programs.setdefault((threads, images), made)
+
+    def _steps(self, threads: int, images: Sequence[int]) -> list[tuple[Step, list[Patch]]]:
+        """The C functions of a call: copy or pack, nest, unpack."""
         moves, size = self.moves, 4 if self.nest.real == "float" else 8
-        begins = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
+        begins: list[Patch] = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
         fixed = [*self._tasks(threads), self.starts.data_ptr(), self.target_offsets.data_ptr(), 0]
         entries = [n for o in self.offsets for n in (0, 0 if o is None else o.data_ptr())]
         nest = (self.kernel, (*fixed, *entries, *self.loops))
         if moves is None:
-            return Program.of([(nest, [(nest_c.TARGET, 0, 0), *begins])])
+            return [(nest, [(nest_c.TARGET, 0, 0), *begins])]
         inside, room = (sum(moves.parts[:n]) * size for n in (1, 2))
-        target = (0, 0) if moves.out is None else (1, inside)
+        target = (nest_c.TARGET, 0, 0) if moves.out is None else (nest_c.TARGET, 1, inside)
         begins = [(place, 1 if n == moves.factor + 1 else n, past) for place, n, past in begins]
-        steps = [(nest, [(nest_c.TARGET, *target), *begins])]
-        ((begin, each, *strides),) = images
+        steps: list[tuple[Step, list[Patch]]] = [(nest, [target, *begins])]
+        begin, each, *strides = images
         source, *places = nest_c.MOVED
-        patches = [(source, moves.factor + 1, begin * size), *zip(places, (1, 1), (0, room), strict=True)]
+        patches = [(source, moves.factor + 1, begin * size), (places[0], 1, 0), (places[1], 1, room)]
         steps.insert(0, (moves.into.step(each, moves.into.elements, *strides), patches))
         if moves.out is not None:
-            patches = [*zip(nest_c.MOVED, (1, 0, 1), (inside, 0, room), strict=True)]
+            patches: list[Patch] = [(source, 1, inside), (places[0], 0, 0), (places[1], 1, room)]
             steps.append((moves.out.step(moves.out.elements, math.prod(moves.out.sizes[:2]), 0, 0), patches))
-        return Program.of(steps)
+        return steps
 
     def _tasks(self, threads: int) -> list[int]:
         segments = len(self.target_offsets)
@@ -347,8 +397,9 @@ class Prepared:
         x = placed.view.cut(x)
         # The values of a filter stay the same tensor, by which their order is cached.
         x = x if x.shape == placed.view.shape else x.reshape(placed.view.shape)
-        ordered = offsets is not None and self.nest.factors[number - 1].entries == "order"
-        return (_in_order(x, offsets) if ordered else _padded(x, placed.pads)), ()
+        if offsets is not None and self.nest.factors[number - 1].entries == "order":
+            return _in_order(x, offsets, x.data_ptr()), ()
+        return _padded(x, placed.pads), ()
 
 
 InMemory = tuple[Tensor, tuple[int, ...]]
@@ -364,7 +415,7 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
 
 
 @cached_per_tensor
-def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
+def _in_order(values: Tensor, offsets: Tensor, address: int) -> Tensor:  # noqa: ARG001 (`.data` may be set)
     return values.reshape(-1)[offsets[: -nest_c.AHEAD]]
 
 
@@ -381,7 +432,7 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> Lan
         tiles = lanes.block[1] // lanes.tile[1]
         sizes = (*images.size, 0, 0, lanes.points, 0, tiles, count, 1, lanes.tile[1])
         into = Move(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
-        return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0))
+        return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0), into.room[1])
     before = [0] * (2 - lanes.axes) + [pad[0] for pad in pads[-lanes.axes :]]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
     grid, rooms = (lanes.grid[1], math.prod(lanes.grid)), []
@@ -397,9 +448,8 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> Lan
         nest_c.mover("unpack", real), outputs, inside, (*out, 0, 0, *lanes.block, *grid, *lanes.block), (*rooms[1],)
     )
     # Squares of `count` vectors are read, also at the end of the last image.
-    return LaneCopies(
-        lanes.factor, images, into, back, (_aligned(number * elements), _aligned(outputs * inside + count * count))
-    )
+    parts = _aligned(number * elements), _aligned(outputs * inside + count * count)
+    return LaneCopies(lanes.factor, images, into, back, parts, max(math.prod(into.room), math.prod(back.room)))
 
 
 def _rows_columns(view: View, lanes: Lanes) -> tuple[int, int]:
@@ -428,7 +478,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
     plain = [_placed(n, view, pads[n], None, count) for n, view in enumerate(form.views)]
-    targets, segment = _sorted_targets(plain[0].offset(values[0]), len(kept))
+    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), len(kept))
     facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
     schedule = wanted.complete(facts)
     tiles = ImageTiles.of(schedule, facts)
@@ -436,8 +486,8 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     placed = plain if lanes is None else [_placed(n, v, pads[n], lanes, count) for n, v in enumerate(form.views)]
     nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
-    if isinstance(offsets[0], Tensor):
-        targets = targets.scatter(0, segment, offsets[0])
+    if placed[0].strides != plain[0].strides:
+        targets, segment = _sorted_targets(placed[0], offsets[0], len(kept))
     block, blocks = _blocks(form, values, schedule, facts)
     key = block * len(targets) + segment
     order = key.argsort(stable=True)
@@ -477,10 +527,20 @@ def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
     return factor._replace(entries="offset" if any(axis.dense for axis in view.axes) else "order")
 
 
-def _sorted_targets(offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
-    """(distinct target offsets in ascending order, the number of each entry's)."""
+def _sorted_targets(target: Placed, offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
+    """(distinct target offsets in ascending order, the number of each entry's). Those without entries are included if
+    they are few: the nest sets them to 0 sooner than a pass of its own."""
     found = offset if isinstance(offset, Tensor) else torch.full((count,), offset, device="cpu")
-    return found.unique(return_inverse=True)
+    distinct, number = found.unique(return_inverse=True)
+    axes = [(axis, *each) for axis, *each in zip(target.view.axes, target.view.shape, target.strides, strict=True)]
+    fixed = [(size, stride) for axis, size, stride in axes if axis.bare is None]
+    if math.prod(size for size, _ in fixed) > 2 * len(distinct) or any(a.dense and a.bare is None for a, *_ in axes):
+        return distinct, number
+    every = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for size, stride in fixed:
+        every = (every[:, None] + stride * torch.arange(size, device="cpu")).flatten()
+    every = every.sort().values
+    return every, torch.searchsorted(every, found)
 
 
 def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int]) -> tuple[tuple[int, int], ...]:

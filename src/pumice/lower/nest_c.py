@@ -463,8 +463,11 @@ def address(kernels: CDLL, name: str) -> int:
     return ctypes.cast(kernels[name], ctypes.c_void_p).value or 0
 
 
+Sequenced = Callable[[int, int, int], None]
+
+
 @lru_cache(maxsize=1)
-def sequence() -> Callable[[int, int, int], None]:
+def sequence() -> Sequenced:
     """`sequence` of moves_source as a function of (parallel_region(), threads, address of its integers)."""
     found = _moves(torch.float32)["sequence"]
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p), None

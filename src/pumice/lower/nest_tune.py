@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pumice.language.bind import BoundStatement
-from pumice.lower import nest
-from pumice.lower.nest import Prepared, Wanted
+from pumice.lower.nest import NestStep, Prepared, Wanted, key_of
 from pumice.schedule.loop_rule import candidates
 from pumice.schedule.loops import LoopSchedule
 from pumice.schedule.tuned_loops import TunedLoops, loop_records
@@ -22,33 +19,24 @@ _CALLS = 9  # Of a candidate and of the rule, in turns
 _SECONDS = 0.2  # After which a measurement ends, if each was called thrice
 
 
-@dataclass(frozen=True)
-class NestStep:
-    """A statement that runs as a loop nest. wanted: its schedule; None: the tuned one, or the rule's."""
+def tune(step: NestStep, tensors: Mapping[str, Tensor], most: int, clock: Clock) -> dict[LoopSchedule, float]:
+    """Seconds by schedule of the rule's and of at most `most` others; the fastest is kept on disk."""
+    ready = _with(step, LoopSchedule()).prepared(tensors)
+    if ready is None:
+        return {}
+    others = tuple(_candidates(step, tensors, ready, most))
+    found = search([TuningTask("nest", others)], _Measure(step, tensors), clock)
+    best = found.assignment.get("nest", LoopSchedule())
+    assert isinstance(best, LoopSchedule)
+    loop_records().keep(key_of(step.bound, step.dtype), TunedLoops.now(best, found.after, found.before))
+    times = {trial.candidate: trial.seconds for each in found.tried.values() for trial in each}
+    measured = {s: t for s, t in times.items() if isinstance(s, LoopSchedule) and t < math.inf}
+    # The last measurements are the most exact.
+    return measured | {ready.schedule: found.before} | ({best: found.after} if found.assignment else {})
 
-    bound: BoundStatement
-    dtype: torch.dtype
-    wanted: Wanted | None = None
 
-    def __call__(self, tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
-        found = nest.run(self.bound, tensors, self.dtype, self.wanted)
-        return found if before is None else before + found
-
-    def tune(self, tensors: Mapping[str, Tensor], most: int, clock: Clock) -> dict[LoopSchedule, float]:
-        """Seconds by schedule of the rule's and of at most `most` others; the fastest is kept on disk."""
-        ready = nest.prepared_for(self.bound, tensors, self.dtype, Wanted())
-        if ready is None:
-            return {}
-        measure = _Measure(self, tensors)
-        others = tuple(_candidates(self, tensors, ready, most))
-        found = search([TuningTask("nest", others)], measure, clock)
-        best = found.assignment.get("nest", LoopSchedule())
-        assert isinstance(best, LoopSchedule)
-        loop_records().keep(nest.key_of(self.bound, self.dtype), TunedLoops.now(best, found.after, found.before))
-        times = {trial.candidate: trial.seconds for each in found.tried.values() for trial in each}
-        # The last measurement of the best is the most exact.
-        measured = {s: t for s, t in times.items() if isinstance(s, LoopSchedule) and t < math.inf}
-        return measured | {ready.schedule: found.before} | ({best: found.after} if found.assignment else {})
+def _with(step: NestStep, schedule: LoopSchedule) -> NestStep:
+    return NestStep(step.bound, step.dtype, Wanted(schedule))
 
 
 def _candidates(step: NestStep, tensors: Mapping[str, Tensor], ready: Prepared, most: int) -> list[LoopSchedule]:
@@ -56,7 +44,7 @@ def _candidates(step: NestStep, tensors: Mapping[str, Tensor], ready: Prepared, 
     threads = torch.get_num_threads()
     found = candidates(ready.facts, threads, most)
     if apart := tuple(part for name in ready.facts.dense if "." in name for part in name.split(".")):
-        other = nest.prepared_for(step.bound, tensors, step.dtype, Wanted(LoopSchedule(order=apart)))
+        other = _with(step, LoopSchedule(order=apart)).prepared(tensors)
         assert other is not None
         half = max(1, most // 2)
         found = [*found[: most - half], *candidates(other.facts, threads, half)]
@@ -82,8 +70,8 @@ class _Measure:
         return self._rule * own / rule
 
     def _call(self, schedule: LoopSchedule) -> Callable[[], Tensor]:
-        step = self._step
-        return lambda: nest.run(step.bound, self._tensors, step.dtype, Wanted(schedule))
+        step = _with(self._step, schedule)
+        return lambda: step(self._tensors)
 
 
 def _interleaved(calls: Sequence[Callable[[], object]]) -> list[float]:

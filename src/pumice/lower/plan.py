@@ -26,12 +26,11 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, graph, maps, nest, work
+from pumice.lower import chained, cpu, graph, maps, nest, nest_tune, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
-from pumice.lower.nest_tune import NestStep
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import require_memory
 from pumice.schedule.predict import DEVICES, Device, Work, seconds
@@ -405,8 +404,8 @@ def tune(
     found: list[tuple[Statement, dict[Any, float]]] = []
     for part in ready.steps:
         tensors = {name: operands[place] for name, place in part.places}
-        if isinstance(part.run, NestStep):
-            found.append((part.run.bound.statement, part.run.tune(tensors, *limits)))
+        if isinstance(part.run, nest.NestStep):
+            found.append((part.run.bound.statement, nest_tune.tune(part.run, tensors, *limits)))
         runners = [part.run] if isinstance(part.run, kernels.KernelExecutor) else []
         if isinstance(part.run, chained.TwoStepLowering):
             runners, tensors = [part.run.first, part.run.second], part.run.run_first(tensors)
@@ -485,7 +484,7 @@ def _runner(
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
 
     if name == "nest":
-        return NestStep(bound, dtype, schedule_of(choice))
+        return nest.NestStep(bound, dtype, schedule_of(choice))
 
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]

@@ -44,6 +44,7 @@ from pumice.ops.operands import (
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
+from pumice.schedule.tuned_loops import loop_records
 from pumice.schedule.tuner import Clock, SearchProgress
 
 Given = ParamSpec("Given")
@@ -267,6 +268,49 @@ class _CheckedCall:
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     plan: plan.Plan | None = None
+
+
+class OneOperandEinsum:
+    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
+    in C (lower.nest) are prepared once per layout of x, until fixed values or tuned schedules change. Index arrays must
+    not."""
+
+    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
+        self._text, self._name, self._fixed = text, name, fixed
+        self._values = [t for t in facts_of(fixed)[0] if t.is_floating_point()]
+        self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not autograd.is_plain_call((x, *self._values) if torch.is_grad_enabled() else (x,)):
+            return self._einsum(x)
+        try:
+            state = loop_records().generation, [(t._version, t.data_ptr()) for t in self._values]
+        except RuntimeError:
+            # Inference tensors have no version.
+            return self._einsum(x)
+        layout = x.shape, x.stride(), x.dtype, x.is_cpu
+        known = self._calls.get(layout)
+        if known is None or known[0] != state:
+            known = self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+        return known[1](x)
+
+    def _einsum(self, x: Tensor) -> Tensor:
+        return _compiled(self._text, "")(**{**self._fixed, self._name: x})
+
+    def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The call as one loop nest; None if it is no such."""
+        self._einsum(x)
+        tensors, facts = facts_of({**self._fixed, self._name: x})
+        seen = _compiled(self._text, "")._checked_calls.get(facts)
+        if seen is None:
+            return None
+        made = plan.plan_for(tensors, seen.names, self._text, None, "")
+        only = made.steps[0] if len(made.steps) == 1 else None
+        if only is None or not isinstance(only.run, nest.NestStep) or only.run.dtype != made.dtype:
+            return None
+        given = {name: tensors[place] for name, place in only.places}
+        names = [name for name, tensor in given.items() if tensor is x]
+        return only.run.of_one(given, names[0]) if len(names) == 1 else None
 
 
 @lru_cache(maxsize=256)

@@ -208,7 +208,7 @@ def _with_blocks(schedule: LoopSchedule, facts: NestFacts) -> tuple[tuple[str, i
     _, _, value, cache = facts.processor
     channels, size = facts.coordinates[tiles.image.channel], math.prod(tiles.reads(tiles.tile)) * facts.lanes * value
     # Every block reads and writes all results again.
-    blocks = min(-(-channels * size // (cache * 7 // 8)), max(1, facts.entries[1] // (4 * facts.results)))
+    blocks = min(-(-channels * size // (cache * 7 // 8)), max(1, facts.entries[1] // (8 * facts.results)))
     return (*schedule.split, (tiles.image.channel, -(-channels // blocks))) if blocks > 1 else schedule.split
 
 

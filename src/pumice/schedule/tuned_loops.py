@@ -46,8 +46,11 @@ def half_octaves(extent: int) -> int:
     return (extent * extent).bit_length() - 1
 
 
+Records = Store[LoopKey, TunedLoops]
+
+
 @lru_cache(maxsize=1)
-def loop_records() -> Store[LoopKey, TunedLoops]:
+def loop_records() -> Records:
     """The user's tuned schedules."""
     return Store(settings().cache / f"loops-{VERSION}.json", LOOPS)
 
