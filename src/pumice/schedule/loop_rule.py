@@ -23,8 +23,12 @@ _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
 _PAYS = 2  # Multiply-adds per copied value from which copying an image to lanes pays
 _ALIGNS = 8  # Multiply-adds per value from which a copy that aligns vectors pays
-_MISS = 1.35  # Time of an entry whose values come from the second-level cache
-_COPY = 1.5  # Time of copying a vector to or from lanes, in loads
+# Times of the model, in aligned loads from the first-level cache that feed a multiply-add
+_MISS = 0.35  # Of a load from the second-level cache, besides
+_UNALIGNED = 1.3  # Of a load that is not aligned
+_ENTRY = 3.0  # Of an entry's offset and value
+_PAGE = 10  # Of results on another page
+_COPY = 1.5  # Of copying a vector to or from lanes
 
 
 @dataclass(frozen=True)
@@ -349,20 +353,20 @@ def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
     moved = {n for n, _ in schedule.vector}
     points = math.prod(extent for n, extent in facts.dense.items() if n not in moved)
     blocks = math.prod(-(-facts.coordinates[n] // size) for n, size in schedule.split if n in facts.coordinates)
+    length = math.prod(facts.dense[n] for n in moved)
+    # Vectors in place are not aligned if the length is no multiple of theirs.
+    load = _UNALIGNED if length % facts.lanes and not schedule.pack else 1.0
     if tiles is None:
-        length = math.prod(facts.dense[n] for n in moved)
         visits = points * -(-length // (hold * facts.lanes))
-        # Loads are not aligned; there are tiles of one vector, too.
-        return visits * (entries * (1.3 * max(hold, 4) + 2) + blocks * facts.results * (2 * hold + 4))
-    visits = points * math.prod(tiles.numbers)
+        return visits * (entries * (load * max(hold, 4) + _ENTRY) + blocks * facts.results * 2 * hold)
     # A tile's window of all channels of a block is read for every segment, and the whole image if tiles are inside.
-    inside = facts.segments and _inside(schedule.order, schedule, facts)
+    inside = bool(facts.segments) and _inside(schedule.order, schedule, facts)
     window = math.prod(tiles.reads(tiles.block if inside else tiles.tile)) * facts.lanes * facts.processor[2]
     channels = facts.coordinates.get(tiles.image.channel, 1)
     held = window * min(schedule.sizes().get(tiles.image.channel, channels), channels)
-    missed = (_MISS - 1) * min(1.0, max(0.0, held / facts.processor[3] - 0.9))
+    missed = _MISS * min(1.0, max(0.0, held / facts.processor[3] - 0.9))
+    # Results of the next segment are on another page, unless the tiles of one follow each other.
+    result = 2 * hold + (0 if inside else _PAGE)
     copies = 2 * _COPY * sum(tiles.image.values[: 1 if tiles.points else 2]) / facts.lanes * tiles.copied
-    # Vectors in place are not aligned if the length is no multiple of theirs.
-    load = 1.3 if not tiles.copied and tiles.image.sizes[0] % facts.lanes else 1
-    each = load * (1 + missed) * (max(hold, 5) + 1.5)
-    return visits * (entries * each + blocks * facts.results * (2 * hold + 4)) + copies
+    visits = points * math.prod(tiles.numbers)
+    return visits * (entries * ((load + missed) * max(hold, 4) + _ENTRY) + blocks * facts.results * result) + copies
