@@ -17,9 +17,10 @@ from pumice.schedule.tuned_plans import Plans
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "docs/guide.md", "docs/einsum.md", "docs/maps.md"]
+SCHEDULE = "schedule order m p e; pack I; vector p 2 q 4; split(p, 2); split(q, 7); split(c, 8); parallel m chunk 4"
 SAID = {
     "docs/guide.md": ["loss ", "accuracy ", "inference on", "voxels"],
-    "docs/einsum.md": ["C[A_m[p],n] = A_values[p,q] * B[A_k[p,q],n] ; A_m:sorted", "tl.load"],
+    "docs/einsum.md": ["C[A_m[p],n] = A_values[p,q] * B[A_k[p,q],n] ; A_m:sorted", "tl.load", SCHEDULE],
     "docs/maps.md": ["KernelMap(3 -> 3 rows, K=27, 5 pairs, 1.67 per output, policy='same')", "-> "],
 }
 

@@ -1,7 +1,10 @@
 """Loop nests in C agree with the oracle and with dense convolutions; other statements are refused with the reason."""
 
+import json
+import math
 import random
 import sys
+from array import array
 from collections import Counter
 from pathlib import Path
 
@@ -10,11 +13,15 @@ import torch
 from torch.nn import functional
 
 import pumice as pm
+from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import nest, nest_c
 from pumice.runtime import native
+from pumice.schedule.loop_rule import PRESETS
+from pumice.schedule.loops import LoopSchedule
+from pumice.schedule.tuned_loops import TunedLoops, loop_records
 
 sys.path.append(str(Path(__file__).parents[1] / "einsum"))
 from test_fuzz import Call
@@ -27,14 +34,15 @@ pytestmark = needs_compiler
 def kinds(monkeypatch):
     """Counts the kinds of nests that run."""
     found: Counter[str] = Counter()
-    run = nest.Prepared.run
+    run = nest.Prepared.run_placed
 
     def counted(self, factors):
-        found["sums" if self.nest.sums else "lanes" if self.moves else "in place" if self.nest.tiled else "plain"] += 1
+        moves = self.moves and ("lanes" if self.moves.out else "copied")
+        found[moves or ("sums" if self.nest.sums else "in place" if self.nest.tiled else "plain")] += 1
         found["blocks"] += len(self.starts) - 1 > len(self.target_offsets)
         return run(self, factors)
 
-    monkeypatch.setattr(nest.Prepared, "run", counted)
+    monkeypatch.setattr(nest.Prepared, "run_placed", counted)
     return found
 
 
@@ -110,9 +118,11 @@ def test_convolutions_with_sparse_filters(first, cache, kinds, monkeypatch):
     ("text", "shapes", "kind"),
     [
         ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((2, 24, 16, 16), (20, 24)), "in place"),
-        ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((1, 96, 7, 7), (90, 96)), "lanes"),
-        ("O[n,m,p] = I[n,c,2*p] * F[m,c]", ((1, 96, 100), (40, 96)), "lanes"),
-        ("C[m,n] = F[m,k] * B[k,n]", ((24, 70), (20, 24)), "plain"),
+        ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((1, 96, 7, 7), (90, 96)), "copied"),
+        ("O[n,m,p] = I[n,c,2*p] * F[m,c]", ((1, 96, 100), (40, 96)), "copied"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 70), (20, 24)), "copied"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 127), (20, 24)), "lanes"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 5), (20, 24)), "plain"),
         ("C[m] = F[m,k] * B[k]", ((24,), (20, 24)), "plain"),
         ("y[m] = F[m,c] * x[c,k] * z[m,k]", ((24, 70), (20, 24)), "sums"),
     ],
@@ -247,20 +257,284 @@ def test_explain_shows_the_nest_and_its_source():
     assert "for entry e of s" in text and "void run(region parallel" in text
 
 
+def moved(name, lanes, sizes, x, shape):
+    """x moved by a C function to a new tensor of this shape, between NaNs. sizes: see nest_c.moves_source."""
+    kernel = nest_c.address(nest_c.library(nest_c.moves_source("float", lanes)), name)
+    out, room = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan), torch.full((math.prod(sizes[-2:]),), torch.nan)
+    target, rows = out[GUARD:-GUARD].view(shape), [1, *x.stride()][-2:]
+    each = x.stride(0), target[0].numel()
+    numbers = [0, x.shape[0], 0, x.data_ptr(), target.data_ptr(), *sizes, room.data_ptr(), *each, *rows]
+    integers = array("q", (kernel, 3, 0, *numbers))
+    nest_c.sequence()(0, 1, integers.buffer_info()[0])
+    assert out[:GUARD].isnan().all() and out[-GUARD:].isnan().all()
+    return target
+
+
+GUARD = 256
+
+
+def guarded(shape):
+    """Random numbers of a shape between NaNs."""
+    whole = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan)
+    return whole[GUARD:-GUARD].copy_(torch.randn(math.prod(shape))).view(shape)
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_blocks_move_to_lanes_and_back(lanes, monkeypatch):
+def test_blocks_move_to_lanes_and_back(lanes):
     """For every vector length: compilers emulate vectors that the processor lacks."""
-    nest_c._moves.cache_clear()
-    monkeypatch.setattr(nest_c, "lanes_of", lambda dtype: ("float", lanes))
-    x = torch.randn(3, 11, 13)
+    x = guarded((3, 11, 13))
     grid, block = (2, lanes // 2), (6, -(-13 // (lanes // 2)))
-    room = grid[0] * block[0], grid[1] * block[1] + lanes
-    packed, back = x.new_empty(3, *block, lanes), torch.empty_like(x)
-    sizes = [11, 13, 0, 0, *block, grid[1], lanes, *block]
-    nest_c.move("pack", (x, packed), 3, sizes, room)
+    sizes = [11, 13, 0, 0, *block, grid[1], lanes, *block, grid[0] * block[0], grid[1] * block[1] + lanes]
+    packed = moved("pack", lanes, sizes, x, (3, *block, lanes))
     whole = functional.pad(x, (0, grid[1] * block[1] - 13, 0, grid[0] * block[0] - 11))
     wanted = whole.view(3, grid[0], block[0], grid[1], block[1]).permute(0, 2, 4, 1, 3).reshape(packed.shape)
     assert torch.equal(packed, wanted)
-    nest_c.move("unpack", (packed, back), 3, [11, 13, 0, 0, 0, 0, grid[1], lanes, *block], room)
-    assert torch.equal(back, x)
-    nest_c._moves.cache_clear()
+    # Squares of vectors are read, past the last image too.
+    room = functional.pad(packed.flatten(), (0, lanes * lanes))[: packed.numel()].view(packed.shape)
+    assert torch.equal(moved("unpack", lanes, sizes, room, (3, 11, 13)), x)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "tiles"), [((7, 7), 1), ((14, 14), 2), ((4, 28), 1), ((1, 32), 2), ((5, 18), 3)], ids=str
+)
+def test_images_are_copied_to_tiles_of_neighbouring_lanes(lanes, step, size, tiles):
+    x = guarded((3, (size[0] - 1) * step + 1, (size[1] - 1) * step + 1))[:, ::step, ::step]
+    assert x.shape[1:] == size
+    points = math.prod(size) // tiles
+    vectors = -(-points // lanes)
+    sizes = [*size, 0, 0, points, 0, tiles, lanes, 1, vectors, 1, math.prod(size) + lanes]
+    got = moved("copy", lanes, sizes, x, (3, tiles, vectors, lanes))
+    begins = torch.arange(vectors).mul(lanes).clamp(max=points - lanes)
+    assert torch.equal(got, x.reshape(3, tiles, points)[:, :, begins[:, None] + torch.arange(lanes)])
+
+
+# Schedules
+
+
+PRUNED = {
+    "1x1": (12, 20, 28, 1, 1),
+    "1x1, odd": (12, 20, 13, 1, 1),
+    "1x1, strided": (12, 20, 28, 1, 2),
+    "3x3": (12, 20, 28, 3, 1),
+    "3x3, odd": (12, 20, 11, 3, 1),
+    "3x3, strided": (12, 20, 31, 3, 2),
+}
+
+
+class Pruned:
+    """A pruned convolution as a statement, and its dense result."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, kernel: int, stride: int) -> None:
+        torch.manual_seed(0)
+        pad, shape = kernel // 2, (outputs, inputs, kernel, kernel)
+        weight, x = torch.randn(shape) * (torch.rand(shape) < 0.3), torch.randn(2, inputs, size, size)
+        self.expected = functional.conv2d(x, weight, None, stride, pad)
+        n = self.expected.shape[-1]
+        places = f"{stride}*p+r-{pad},{stride}*q+s-{pad}" if kernel > 1 else f"{stride}*p,{stride}*q"
+        taps = ",r,s" if kernel > 1 else ""
+        self.text = f"O[n,m,p,q] = I[n,c,{places}] * F[m,c{taps}] ; p:{n}, q:{n}"
+        form = "m:U (c r s):C" if kernel > 1 else "m:U c:C"
+        self.operands = {"I": x, "F": pm.sparse(weight if kernel > 1 else weight[:, :, 0, 0], form)}
+
+    def agrees(self, schedule: str) -> bool:
+        """True if the statement has this schedule; then its result is checked."""
+        try:
+            got = pm.einsum(self.text, lowering=f"nest/{schedule}", **self.operands)
+        except OptionError:
+            return False
+        torch.testing.assert_close(got, self.expected, rtol=1e-4, atol=1e-4, msg=f"{schedule}\n{{}}".format)
+        return True
+
+    def schedule(self, given: str = "") -> str:
+        """The whole schedule that explain() shows."""
+        lines = pm.compile_einsum(self.text, lowering=f"nest/{given}").explain(**self.operands).splitlines()
+        return next(line.removeprefix("schedule ") for line in lines if line.startswith("schedule "))
+
+
+@pytest.fixture
+def records(monkeypatch, tmp_path):
+    """An empty file of tuned schedules."""
+    monkeypatch.setenv("PUMICE_CACHE", str(tmp_path))
+    yield from fresh_settings()
+
+
+def fresh_settings():
+    settings.cache_clear()
+    loop_records.cache_clear()
+    yield loop_records()
+    settings.cache_clear()
+    loop_records.cache_clear()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("layer", PRUNED)
+def test_presets_compute_convolutions(layer, preset):
+    one = Pruned(*PRUNED[layer])
+    assert one.agrees(preset)
+    assert one.schedule(one.schedule(preset)) == one.schedule(preset)
+
+
+def test_presets_compute_sparse_activations_and_pairs():
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 10, 9, 8), torch.randn(8, 24)
+    x *= torch.rand(x.shape) < 0.3
+    pairs = {"D": torch.tensor([0, 0, 2, 3, 3]), "S": torch.tensor([1, 0, 3, 2, 2]), "K": torch.tensor([0, 1, 1, 0, 2])}
+    features, kernel = torch.randn(4, 5), torch.randn(3, 5, 24)
+    wanted = pm.einsum(
+        "y[D[e],m] = x[S[e],c] * W[K[e],c,m] ; y:[4,_]", lowering="reference", x=features, W=kernel, **pairs
+    )
+    for preset in PRESETS:
+        got = pm.einsum(
+            "O[n,p,q,m] = I[n,p,q,c] * F[c,m]", lowering=f"nest/{preset}", I=pm.sparse(x, "n:U h:U w:U c:C"), F=weight
+        )
+        torch.testing.assert_close(got, x @ weight, rtol=1e-4, atol=1e-4)
+        text = "y[D[e],m] = x[S[e],c] * W[K[e],c,m] ; y:[4,_], D:sorted"
+        got = pm.einsum(text, lowering=f"nest/{preset}", x=features, W=kernel, **pairs)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def random_schedule(chance: random.Random) -> str:
+    """Some directives of a convolution's schedule, many of them illegal."""
+    number = chance.choice((1, 2, 3, 4, 5, 7, 8, 14, 16, 28, 56))
+    y, x = chance.choice(((1, 8), (2, 4), (4, 2), (8, 1), (3, 2)))
+    parts = [
+        ("order n p m e", "order m p", "order m n e", "order m p.q", "order q p", "order e m", "order m p q e"),
+        (f"vector p {y} q {x}; pack I", "vector q", "vector q; pack I", "vector p.q", "vector p.q 8; pack I", "pack I"),
+        (f"split(p, {chance.randint(1, 4)})", f"split(q, {number})", f"split(p.q, {number})", "vector p.q; pack I"),
+        (f"split(c, {number})", f"split(r, {chance.randint(1, 3)})", f"split(c, {number}); split(s, 2)"),
+        ("parallel m", f"parallel m chunk {number}", "parallel n", "parallel p", "parallel c"),
+        (f"hold {chance.randint(1, 14)}", "unroll e 2", "unroll e 3", "fuse(p, q)"),
+    ]
+    return "; ".join(chance.choice(one) for one in chance.sample(parts, chance.randint(1, 4)))
+
+
+@pytest.mark.parametrize("layer", PRUNED)
+def test_random_schedules_compute_the_same(layer):
+    one, chance, legal = Pruned(*PRUNED[layer]), random.Random(layer), set()
+    for _ in range(60):
+        text = random_schedule(chance)
+        if len(legal) < 12 and one.agrees(text):
+            legal.add(one.schedule(text))
+    assert len(legal) >= 6
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_orders_and_chunks_compute_the_same(threads):
+    before, one = torch.get_num_threads(), Pruned(*PRUNED["3x3"])
+    torch.set_num_threads(threads)
+    try:
+        for order in ("n p m e", "m n p e", "n m p e", "p n m e", "m p n e"):
+            for parallel in ("", "; parallel m chunk 3", "; parallel m chunk 500", "; parallel n"):
+                assert one.agrees(f"order {order}; vector q{parallel}")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_orders_of_sums_and_unrolled_sums():
+    torch.manual_seed(0)
+    a, b, c = torch.eye(6).mul(torch.rand(6)), torch.randn(6, 3, 4), torch.randn(3, 4, 40)
+    text, operands = "C[m,n] = A[m,k] * B[k,i,j] * D[i,j,n]", {"A": pm.sparse(a, "CSR"), "B": b, "D": c}
+    wanted = torch.einsum("mk,kij,ijn->mn", a, b, c)
+    for schedule in ("order m e i j", "order m e j i", "unroll i 2; unroll j 4", "vector n; hold 2; unroll e 4"):
+        got = pm.einsum(text, lowering=f"nest/{schedule}", **operands)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    told = pm.compile_einsum(text, lowering="nest/order j i; unroll i 2").explain(**operands)
+    assert " e j i; " in told and told.count('_Pragma("GCC unroll 2")') >= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("order e m", "e is before its parent level m"),
+        ("vector c", "c is a compressed level"),
+        ("parallel c", "c is summed: tasks would write the same results"),
+        ("fuse(p, q)", "I is read through a window along p"),
+        ("pack I; vector p 2 q 4; split(p, 6); split(q, 7)", "42 accumulators, but registers hold"),
+        ("order m x", "x: the nest has no such index; it has n, p, q, m, c, r, s, e"),
+        ("locate F", "no factor is located"),
+        ("hold 0", "expected numbers from 1"),
+        ("tile 4", "unknown directive 'tile 4'"),
+    ],
+)
+def test_illegal_schedules(text, reason):
+    one = Pruned(*PRUNED["3x3"])
+    with pytest.raises(OptionError, match=reason):
+        pm.einsum(one.text, lowering=f"nest/{text}", **one.operands)
+
+
+def test_gradients_take_the_schedule_where_they_can():
+    """The statement of a gradient has other indices: there the rule may take the schedule's place."""
+    one = Pruned(*PRUNED["3x3"])
+    x = one.operands["I"].clone().requires_grad_()
+    found = [
+        torch.autograd.grad(pm.einsum(one.text, I=x, F=one.operands["F"], lowering=name).square().sum(), x)[0]
+        for name in ("nest/order m p e; vector q; split(c, 4)", "nest/skimcaffe", "reference")
+    ]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[1], found[2], rtol=1e-3, atol=1e-3)
+
+
+def test_images_of_one_row():
+    """Their filter still has rows: the window along y is no part of a lane."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 64, 3, 34), torch.randn(64, 64, 3, 3) * (torch.rand(64, 64, 3, 3) < 0.5)
+    filter, text = pm.sparse(weight, "(m c r s):C"), "O[n,m,p,q] = I[n,c,p+r,q+s] * F[m,c,r,s]"
+    got = pm.einsum(text, I=x, F=filter, lowering="nest")
+    torch.testing.assert_close(got, functional.conv2d(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(2, 127), (2, 131), (26, 31)])
+def test_flat_images_without_equal_tiles(size):
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 32, *size), torch.randn(40, 32) * (torch.rand(40, 32) < 0.5)
+    for lowering in ("nest", "nest/vector p.q 8; pack I"):
+        got = pm.einsum("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", I=x, F=pm.sparse(weight, "CSR"), lowering=lowering)
+        torch.testing.assert_close(got, torch.einsum("mc,ncpq->nmpq", weight, x), rtol=1e-4, atol=1e-4)
+
+
+def test_tuned_schedules_are_kept_and_used(records):
+    one, steps = Pruned(*PRUNED["3x3"]), []
+    told = pm.compile_einsum(one.text, lowering="nest").tune(
+        budget=20, candidates=6, progress=steps.append, **one.operands
+    )
+    assert told.count(" ms  ") == 7 and steps[-1].done <= steps[-1].total
+    ((key, tuned),) = records.all().items()
+    assert key.dtype == "float32" and 0 < tuned.seconds <= tuned.rule
+    # As if another schedule had been the fastest.
+    records.keep(key, TunedLoops.now(LoopSchedule.parse("vector q; hold 2"), 1e-3, 2e-3))
+    assert one.schedule().startswith("order n p m q e; vector q;") and one.agrees("")
+    assert one.schedule("vector q; hold 3").endswith("hold 3")
+    # In the same size class; the rule's where it is illegal.
+    assert Pruned(12, 20, 31, 3, 1).schedule().endswith("hold 2")
+    records.keep(key, TunedLoops.now(LoopSchedule.parse("pack I; vector p 2 q 4; split(q, 28)"), 1e-3, 2e-3))
+    assert one.schedule() == one.schedule("parallel m") and one.agrees("")
+
+
+@pytest.mark.parametrize("broken", ["order m; __import__", 7, "hold 99999999", None])
+def test_corrupt_records_are_ignored(records, broken):
+    one = Pruned(*PRUNED["1x1"])
+    pm.compile_einsum(one.text, lowering="nest").tune(budget=1, candidates=1, **one.operands)
+    found = json.loads(records.path.read_text())
+    found["loops"][0]["schedule"] = broken
+    records.path.write_text(json.dumps(found))
+    loop_records.cache_clear()
+    assert not loop_records().all()
+    assert one.schedule() == one.schedule("parallel m") and one.agrees("")
+
+
+def test_a_wrong_result_ends_the_tuner(records, monkeypatch):
+    call = nest.NestStep.__call__
+    wrong = lambda self, *args: call(self, *args) * (1 if self.wanted == nest.Wanted() else 2)  # noqa: E731
+    monkeypatch.setattr(nest.NestStep, "__call__", wrong)
+    one = Pruned(*PRUNED["1x1"])
+    with pytest.raises(AssertionError, match="not close"):
+        pm.compile_einsum(one.text, lowering="nest").tune(candidates=2, **one.operands)
+    assert not records.all()
+
+
+def test_statements_without_entries_have_nothing_to_tune(records):
+    rows, values = torch.full((6,), -1), torch.ones(6, 3)
+    told = pm.compile_einsum("y[R[e],n] = v[e,n] ; y:[4,_]", lowering="nest").tune(R=rows, v=values)
+    assert " ms  " not in told and not records.all()

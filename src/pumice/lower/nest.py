@@ -15,9 +15,9 @@ our own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from ctypes import CDLL
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,17 +26,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pumice.errors import OptionError
 from pumice.language.bind import BoundStatement
-from pumice.language.nodes import Statement
+from pumice.language.nodes import Statement, arrays_of
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
-from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, NestAxis, View, normalized, padded_sizes
+from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import l1_bytes
+from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
+from pumice.runtime.workspace import SPARE
+from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
+from pumice.schedule.loops import Image, LoopSchedule, NestFacts
+from pumice.schedule.tuned_loops import LoopKey, Records, half_octaves, loop_records
 
-_ACROSS = 4  # Vectors per tile along a vector index
-_TILE = 14  # Accumulators of a tile over an image
-_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
 
@@ -55,40 +57,125 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return None
 
 
+class Wanted(NamedTuple):
+    """The schedule of a nest: as far as it is given, or the name of a preset. lenient: the rule's if it is refused."""
+
+    schedule: LoopSchedule = LoopSchedule()
+    preset: str = ""
+    lenient: bool = False
+
+    @staticmethod
+    def of(text: str, lenient: bool = False) -> Wanted:
+        """That of a preset's name or of a schedule's text. Raises OptionError for other text."""
+        named = text in PRESETS
+        return Wanted(LoopSchedule() if named else LoopSchedule.parse(text), text if named else "", lenient)
+
+    @property
+    def fusing(self) -> Fusing:
+        groups = self.schedule.fuse
+        return Fusing(groups, frozenset(self.schedule.names()).difference(*groups))
+
+    def complete(self, facts: NestFacts) -> LoopSchedule:
+        """The whole schedule. Raises OptionError if the nest cannot have it."""
+        try:
+            return completed(PRESETS[self.preset](facts) if self.preset else self.schedule, facts)
+        except OptionError:
+            if not self.lenient:
+                raise
+            return completed(LoopSchedule(), facts)
+
+
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    statement, form, wide = bound.statement, _form(bound, operands), _wide(dtype)
-    ready = prepared(*_arrays(form, operands, wide))
-    if ready is None:
-        result = torch.zeros(bound.shape, dtype=wide, device="cpu")
-    else:
-        result = ready.run([view.of(operands[view.name].to(wide)) for view in form.views[1:]])
-    if (coefficient := statement.terms[0].coefficient) != 1:
-        result *= coefficient
-    result = result.view(bound.shape).to(dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+    return NestStep(bound, dtype)(operands)
 
 
-def source_of(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> str:
-    """The loop nest of a statement that `refusal` accepts, and its C source; "" without entries."""
-    ready = prepared(*_arrays(_form(bound, operands), operands, _wide(dtype)))
-    return "" if ready is None else f"{ready.nest}\n\n{nest_c.source(ready.nest)}"
+class NestStep:
+    """A step of a plan: a statement that `refusal` accepts, for operands of the shapes of the first call. wanted: its
+    schedule; None: the tuned one, or the rule's."""
+
+    def __init__(self, bound: BoundStatement, dtype: torch.dtype, wanted: Wanted | None = None) -> None:
+        self.bound, self.dtype, self.wanted = bound, dtype, wanted
+        self._known: tuple[Records, int, Wanted, Form] | None = None
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result, of `dtype`, added to that of the steps before."""
+        bound, wide, statement = self.bound, _wide(self.dtype), self.bound.statement
+        ready = self.prepared(operands)
+        if ready is None:
+            result = torch.zeros(bound.shape, dtype=wide, device="cpu")
+        else:
+            result = ready.run([operands[p.view.name].to(wide) for p in ready.placed[1:]])
+        if (coefficient := statement.terms[0].coefficient) != 1:
+            result *= coefficient
+        result = result.view(bound.shape).to(self.dtype)
+        result = operands[statement.target.name] + result if statement.accumulate else result
+        return result if before is None else before + result
+
+    def prepared(self, operands: Mapping[str, Tensor]) -> Prepared | None:
+        """The nest; None without entries. Raises OptionError if it cannot have the schedule."""
+        records = loop_records()
+        if self._known is None or self._known[:2] != (records, records.generation):
+            wanted = self.wanted or _tuned(self.bound, self.dtype)
+            form = normalized(
+                self.bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]), wanted.fusing
+            )
+            assert isinstance(form, Form)
+            self._known = records, records.generation, wanted, form
+        _, _, wanted, form = self._known
+        first, *others = [operands[name] for name in form.arrays]
+        return prepared(first, form, _wide(self.dtype), wanted, *others)
+
+    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+        """The step as a function of a factor of the same layout and dtype, the other operands being as they are now;
+        None if more than the nest is to be done."""
+        statement, shape = self.bound.statement, self.bound.shape
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and self.dtype == _wide(self.dtype)
+        ready = self.prepared(operands) if plain else None
+        if ready is None:
+            return None
+        given = [operands[p.view.name] for p in ready.placed[1:]]
+        at = [n for n, p in enumerate(ready.placed[1:]) if p.view.name == name]
+        if len(at) != 1 or any(x.dtype != self.dtype for x in given):
+            return None
+        number = at[0]
+        held = [ready.place(n, x) for n, x in enumerate(given, 1)]
+        read, images = held[number]
+        in_place, joined = read is given[number], ready.placed[0].view.shape != shape
+
+        def call(x: Tensor) -> Tensor:
+            factors = held.copy()
+            factors[number] = (x, images) if in_place else ready.place(number + 1, x)
+            found = ready.run_placed(factors)
+            return found.view(shape) if joined else found
+
+        return call
 
 
-def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
-    found = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]))
-    assert isinstance(found, Form)
-    return found
+def source_of(
+    bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype, wanted: Wanted | None = None
+) -> str:
+    """Schedule, loop nest and C source of a statement that `refusal` accepts; "" without entries."""
+    if (ready := NestStep(bound, dtype, wanted).prepared(operands)) is None:
+        return ""
+    return f"schedule {ready.schedule}\n{ready.nest}\n\n{nest_c.source(ready.nest)}"
+
+
+def key_of(bound: BoundStatement, dtype: torch.dtype) -> LoopKey:
+    """Key of a statement's tuned schedule."""
+    sizes = tuple(half_octaves(extent) for _, extent in sorted(bound.extents.items()))
+    statement = replace(bound.statement, ranges=())
+    return LoopKey(cpu_name(), str(statement), str(_wide(dtype)).removeprefix("torch."), sizes)
+
+
+def _tuned(bound: BoundStatement, dtype: torch.dtype) -> Wanted:
+    """The tuned schedule of a statement, or the rule's."""
+    found = loop_records().find(key_of(bound, dtype))
+    return Wanted() if found is None else Wanted(found.schedule, lenient=True)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _arrays(form: Form, operands: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Any, ...]:
-    """The arguments of `prepared`."""
-    first, *others = [operands[name] for name in form.arrays]
-    return (first, form, dtype, *others)
 
 
 # Layout and offsets
@@ -98,8 +185,9 @@ class Lanes(NamedTuple):
     """Vector lanes over blocks of an image, the last `axes` (1 or 2) axes of the target and of factor `factor`.
 
     grid: blocks along y and x; block: outputs of one, in whole tiles; tile: outputs of a tile; steps: coefficients of
-    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read; copied:
-    False if lanes are neighbours, in place. If axes is 1, there is one row.
+    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read. If axes is
+    1, there is one row. points: of a tile if lanes are neighbours, else 0. Then x counts vectors, the last vector of a
+    tile ends with it, and the target is in place; so is the factor unless it is copied.
     """
 
     factor: int
@@ -110,7 +198,12 @@ class Lanes(NamedTuple):
     steps: tuple[int, int]
     read: tuple[int, int]
     window: tuple[int, int]
-    copied: bool
+    copied: bool = True
+    points: int = 0
+
+    def moves(self, number: int) -> bool:
+        """True if operand `number` is in memory of its own, as [..., y, x, lane]."""
+        return number == self.factor and self.copied if number else not self.points
 
 
 class Placed(NamedTuple):
@@ -133,39 +226,99 @@ class Placed(NamedTuple):
         return total
 
 
+class Move(NamedTuple):
+    """A C function that moves images to or from lanes. kernel: its address; elements: of an image in lanes; sizes,
+    room: see nest_c.moves_source."""
+
+    kernel: int
+    images: int
+    elements: int
+    sizes: tuple[int, ...]
+    room: tuple[int, int]
+
+    def step(self, *strides: int) -> Step:
+        """strides: from an image to the next in source and target, of rows and of columns in the source."""
+        return self.kernel, (0, self.images, 0, 0, 0, *self.sizes, *self.room, 0, *strides)
+
+
+Step = tuple[int, Sequence[int]]
+"""Address of a C function, and its integers."""
+Patch = tuple[int, int, int]
+"""(place, number of an address, bytes past it): an integer that every call sets."""
+
+
+class Program(NamedTuple):
+    """A call as the integers of nest_c.sequence. Addresses are those of the target, of memory and of the factors."""
+
+    numbers: array[int]
+    patches: Sequence[Patch]
+    sequence: nest_c.Sequenced
+    region: int
+
+    @staticmethod
+    def of(steps: Sequence[tuple[Step, Sequence[Patch]]]) -> Program:
+        """steps: each with its patches."""
+        numbers, patches, heads = list[int](), list[Patch](), 2 * len(steps) + 1
+        for (_, integers), own in steps:
+            patches += [(heads + len(numbers) + place, which, past) for place, which, past in own]
+            numbers += integers
+        starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
+        calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
+        return Program(array("q", (*calls, 0, *numbers)), patches, nest_c.sequence(), parallel_region())
+
+    def run(self, threads: int, addresses: Sequence[int]) -> None:
+        numbers = self.numbers[:]
+        for place, which, past in self.patches:
+            numbers[place] = addresses[which] + past
+        self.sequence(self.region, threads, numbers.buffer_info()[0])
+
+
+class Images:
+    """Where the images of an operand lie in memory. size: their rows and columns; pads: of the axes before these."""
+
+    def __init__(self, view: View, size: tuple[int, int], pads: tuple[tuple[int, int], ...]) -> None:
+        self.view, self.size, self.pads, self._padded = view, size, pads, any(map(any, pads))
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """(x, or a copy that has padding and the images at equal distances; elements before the first image, from an
+        image to the next, between rows and between columns)."""
+        if (known := self._known.get(x.stride())) is not None and not self._padded:
+            return x, known
+        images = self.view.cut(x)
+        if self._padded:
+            images = _padded(images.reshape(self.view.shape), self.pads)
+        images = images.reshape(-1, *self.size)
+        if images.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            return images, (0, *images.stride())
+        found = int(images.storage_offset() - x.storage_offset()), *images.stride()
+        return x, self._known.setdefault(x.stride(), found)
+
+
 class LaneCopies(NamedTuple):
-    """Copies of images to lanes, with their padding, and back. factor: the one that is copied; axes: of an image;
-    inside: shape of the target in lanes; into: (elements of an image in lanes, sizes, room); out: (sizes, room), see
-    nest_c.move."""
+    """Copies of images to lanes, with their padding, and back; out: None if the target is in place. factor: the one
+    that is copied, whose images are `images`; parts: elements of that factor and of the target in lanes; room: that a
+    thread needs besides."""
 
     factor: int
-    axes: int
-    inside: tuple[int, ...]
-    into: tuple[int, list[int], tuple[int, int]]
-    out: tuple[list[int], tuple[int, int]]
-
-    def pack(self, x: Tensor) -> Tensor:
-        elements, sizes, room = self.into
-        images = x.numel() // (sizes[0] * sizes[1])
-        packed = x.new_empty(images * elements)
-        nest_c.move("pack", (x, packed), images, sizes, room)
-        return packed
-
-    def unpack(self, result: Tensor, shape: tuple[int, ...]) -> Tensor:
-        sizes, room = self.out
-        out = result.new_empty(shape)
-        nest_c.move("unpack", (result, out), out.numel() // (sizes[0] * sizes[1]), sizes, room)
-        return out
+    images: Images
+    into: Move
+    out: Move | None
+    parts: tuple[int, int]
+    room: int
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A nest with its sizes and offsets. begins, offsets: of each factor, by constants and by entry (None: none);
-    whole: all results are written; outer: points of the outer loops; loops: integers of the outer and inner loops.
-    A factor that has one value per entry is put in their order."""
+    """A nest with its sizes and offsets. facts: what its schedule was made of; begins, offsets: of each factor, by
+    constants and by entry (None: none); whole: all results are written; outer: points of the outer loops; loops:
+    integers of the outer and inner loops. A factor that has one value per entry is put in their order. kernel: address
+    of the C function; programs: by threads and layout of the copied factor."""
 
+    facts: NestFacts
+    schedule: LoopSchedule
     nest: Nest
-    kernels: CDLL
+    kernel: int
     placed: tuple[Placed, ...]
     moves: LaneCopies | None
     starts: Tensor
@@ -176,33 +329,81 @@ class Prepared:
     outer: int
     length: int
     loops: tuple[int, ...]
+    programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
-        """The target, of the shape of its view."""
-        moves, shape = self.moves, self.placed[0].view.shape
-        make = factors[0].new_empty if self.whole else factors[0].new_zeros
-        result = make(shape if moves is None else moves.inside)
-        held = [self._in_memory(n, x) for n, x in enumerate(factors, 1)]
-        numbers = [*self._tasks(), *(t.data_ptr() for t in (self.starts, self.target_offsets, result))]
-        for x, begin, offsets in zip(held, self.begins, self.offsets, strict=True):
-            numbers += [x.data_ptr() + begin * x.element_size(), 0 if offsets is None else offsets.data_ptr()]
-        nest_c.run(self.kernels, "run", [*numbers, *self.loops])
-        return result if moves is None else moves.unpack(result, shape)
+        """The target, of the shape of its view. factors: the whole operands."""
+        return self.run_placed([self.place(n, x) for n, x in enumerate(factors, 1)])
 
-    def _tasks(self) -> list[int]:
-        segments, threads = len(self.target_offsets), torch.get_num_threads()
-        wanted = -(-_TASKS * threads // self.outer) if threads > 1 else 1
-        each = -(-segments // min(segments, wanted))
+    def run_placed(self, factors: Sequence[InMemory]) -> Tensor:
+        """As `run`, of factors that `place` gave."""
+        threads, moves, like = torch.get_num_threads(), self.moves, factors[0][0]
+        outside = moves is not None and moves.out is not None
+        out = (like.new_empty if self.whole or outside else like.new_zeros)(self.placed[0].view.shape)
+        addresses = [out.data_ptr(), 0, *[x.data_ptr() for x, _ in factors]]
+        images = () if moves is None else factors[moves.factor - 1][1]
+        program = self.programs.get((threads, images)) or self._program(threads, images)
+        if moves is None:
+            program.run(threads, addresses)
+            return out
+        buffer = SPARE.take(out.element_size() * (sum(moves.parts) + threads * moves.room))
+        if outside and not self.whole:
+            buffer.memory.zero_()
+        addresses[1] = buffer.address
+        program.run(threads, addresses)
+        SPARE.give(buffer)
+        return out
+
+    def _program(self, threads: int, images: tuple[int, ...]) -> Program:
+        """images: of the factor that is copied, see Images.of."""
+        made = Program.of(self._steps(threads, images))
+        return self.programs.setdefault((threads, images), made)
+
+    def _steps(self, threads: int, images: Sequence[int]) -> list[tuple[Step, list[Patch]]]:
+        """The C functions of a call: copy or pack, nest, unpack."""
+        moves, size = self.moves, 4 if self.nest.real == "float" else 8
+        begins: list[Patch] = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
+        fixed = [*self._tasks(threads), self.starts.data_ptr(), self.target_offsets.data_ptr(), 0]
+        entries = [n for o in self.offsets for n in (0, 0 if o is None else o.data_ptr())]
+        nest = (self.kernel, (*fixed, *entries, *self.loops))
+        if moves is None:
+            return [(nest, [(nest_c.TARGET, 0, 0), *begins])]
+        inside, room = (sum(moves.parts[:n]) * size for n in (1, 2))
+        target = (nest_c.TARGET, 0, 0) if moves.out is None else (nest_c.TARGET, 1, inside)
+        begins = [(place, 1 if n == moves.factor + 1 else n, past) for place, n, past in begins]
+        steps: list[tuple[Step, list[Patch]]] = [(nest, [target, *begins])]
+        begin, each, *strides = images
+        source, *places = nest_c.MOVED
+        patches = [(source, moves.factor + 1, begin * size), (places[0], 1, 0), (places[1], 1, room)]
+        steps.insert(0, (moves.into.step(each, moves.into.elements, *strides), patches))
+        if moves.out is not None:
+            patches: list[Patch] = [(source, 1, inside), (places[0], 0, 0), (places[1], 1, room)]
+            steps.append((moves.out.step(moves.out.elements, math.prod(moves.out.sizes[:2]), 0, 0), patches))
+        return steps
+
+    def _tasks(self, threads: int) -> list[int]:
+        segments = len(self.target_offsets)
+        name, chunk = next(iter(self.schedule.parallel), ("", 0))
+        wanted = -(-_TASKS * threads // self.outer) if threads > 1 and name not in self.facts.dense else 1
+        each = min(segments, chunk or -(-segments // min(segments, wanted)))
         chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
-    def _in_memory(self, number: int, x: Tensor) -> Tensor:
-        offsets, moves, pads = self.offsets[number - 1], self.moves, self.placed[number].pads
-        if self.nest.factors[number - 1].entries == "order" and offsets is not None:
-            return _in_order(x, offsets)
-        if moves is None or moves.factor != number:
-            return _padded(x, pads)
-        return moves.pack(_padded(x, pads[: -moves.axes]))
+    def place(self, number: int, x: Tensor) -> InMemory:
+        """A factor as the nest reads it."""
+        offsets, moves, placed = self.offsets[number - 1], self.moves, self.placed[number]
+        if moves is not None and moves.factor == number:
+            return moves.images.of(x)
+        x = placed.view.cut(x)
+        # The values of a filter stay the same tensor, by which their order is cached.
+        x = x if x.shape == placed.view.shape else x.reshape(placed.view.shape)
+        if offsets is not None and self.nest.factors[number - 1].entries == "order":
+            return _in_order(x, offsets, x.data_ptr()), ()
+        return _padded(x, placed.pads), ()
+
+
+InMemory = tuple[Tensor, tuple[int, ...]]
+"""A factor, and where its images are if these are copied, see Images.of."""
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -214,36 +415,59 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
 
 
 @cached_per_tensor
-def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
-    return values.reshape(-1)[offsets]
+def _in_order(values: Tensor, offsets: Tensor, address: int) -> Tensor:  # noqa: ARG001 (`.data` may be set)
+    return values.reshape(-1)[offsets[: -nest_c.AHEAD]]
 
 
-def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> LaneCopies:
+def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> LaneCopies | None:
     """Copies of the factor's images to lanes, and of the target's from them."""
-    target, factor = placed[0].view.shape, placed[lanes.factor]
+    if not (lanes.moves(0) or lanes.moves(lanes.factor)):
+        return None
+    factor, target = placed[lanes.factor], placed[0].view.shape
+    pads, shape = factor.pads, factor.view.shape
+    images = Images(factor.view, _rows_columns(factor.view, lanes), pads[: -lanes.axes])
+    number = math.prod(size + sum(pad) for size, pad in zip(shape[: -lanes.axes], pads, strict=False))
+    elements = math.prod(lanes.read) * count
+    if lanes.points:
+        tiles = lanes.block[1] // lanes.tile[1]
+        sizes = (*images.size, 0, 0, lanes.points, 0, tiles, count, 1, lanes.tile[1])
+        into = Move(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
+        return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0), into.room[1])
+    before = [0] * (2 - lanes.axes) + [pad[0] for pad in pads[-lanes.axes :]]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
-    before = [0] * (2 - lanes.axes) + [pad[0] for pad in factor.pads[-lanes.axes :]]
-    grid = lanes.grid[1], math.prod(lanes.grid)
-    rooms = [
-        ((lanes.grid[0] - 1) * step[0] + size[0], (lanes.grid[1] - 1) * step[1] + size[1] + count)
-        for step, size in ((steps, lanes.read), (lanes.block, lanes.block))
-    ]
-    into = [*_image(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
-    out = [*_image(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
-    inside = (*target[: -lanes.axes], *lanes.block, count)
-    return LaneCopies(
-        lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1])
+    grid, rooms = (lanes.grid[1], math.prod(lanes.grid)), []
+    for step, size in ((steps, lanes.read), (lanes.block, lanes.block)):
+        rooms.append([(n - 1) * d + s for n, d, s in zip(lanes.grid, step, size, strict=True)])
+        rooms[-1][1] += count
+    into = Move(
+        nest_c.mover("pack", real), number, elements, (*images.size, *before, *steps, *grid, *lanes.read), (*rooms[0],)
     )
+    out = _rows_columns(placed[0].view, lanes)
+    outputs, inside = math.prod(target[: -lanes.axes]), math.prod(lanes.block) * count
+    back = Move(
+        nest_c.mover("unpack", real), outputs, inside, (*out, 0, 0, *lanes.block, *grid, *lanes.block), (*rooms[1],)
+    )
+    # Squares of `count` vectors are read, also at the end of the last image.
+    parts = _aligned(number * elements), _aligned(outputs * inside + count * count)
+    return LaneCopies(lanes.factor, images, into, back, parts, max(math.prod(into.room), math.prod(back.room)))
 
 
-def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
-    """(rows, columns) of the images that make up an array."""
-    return (1 if lanes.axes == 1 else shape[-2]), shape[-1]
+def _rows_columns(view: View, lanes: Lanes) -> tuple[int, int]:
+    """(rows, columns) of the images that make up an operand: a joined axis may be both where lanes are neighbours."""
+    rows, columns = _two(view.pieces[-2:] if lanes.points else view.shape[-lanes.axes :])
+    whole = math.prod(view.shape[-lanes.axes :])
+    return (rows, columns) if rows * columns == whole else (1, whole)
+
+
+def _aligned(elements: int) -> int:
+    """At least so many elements, whole cache lines."""
+    return -(-elements // 16) * 16
 
 
 @cached_per_tensor
-def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> Prepared | None:
-    """The nest of a form over these index arrays; None without entries."""
+def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *others: Tensor) -> Prepared | None:
+    """The nest of a form over these index arrays; None without entries. Raises OptionError if it cannot have the wanted
+    schedule."""
     entries = EntryList(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
     part = partial(_entry_part, entries, dict(form.extents))
     values = [list(map(part, view.axes, view.shape)) for view in form.views]
@@ -253,24 +477,32 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     values = [[None if v is None else v[kept] for v in each] for each in values]
     real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
-    lanes = _lanes(form, values, len(kept), count)
-    placed = [_placed(n, view, pads[n], lanes, count) for n, view in enumerate(form.views)]
-    nest, outer, inner, length = _roles(form, placed, lanes, real, count)
+    plain = [_placed(n, view, pads[n], None, count) for n, view in enumerate(form.views)]
+    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), len(kept))
+    facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
+    schedule = wanted.complete(facts)
+    tiles = ImageTiles.of(schedule, facts)
+    lanes = None if tiles is None else _lanes(form, tiles, count)
+    placed = plain if lanes is None else [_placed(n, v, pads[n], lanes, count) for n, v in enumerate(form.views)]
+    nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
-    targets, segment = _sorted_targets(offsets[0], len(kept))
-    block, blocks = _blocks(form, values, lanes, nest, len(targets))
+    if placed[0].strides != plain[0].strides:
+        targets, segment = _sorted_targets(placed[0], offsets[0], len(kept))
+    block, blocks = _blocks(form, values, schedule, facts)
     key = block * len(targets) + segment
     order = key.argsort(stable=True)
     nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
     return Prepared(
+        facts,
+        schedule,
         nest,
-        nest_c.library(nest_c.source(nest)),
+        nest_c.address(nest_c.library(nest_c.source(nest)), "run"),
         tuple(placed),
-        None if lanes is None or not lanes.copied else _moves(lanes, placed, count),
+        None if lanes is None else _moves(lanes, placed, real, count),
         torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1, device="cpu")),
         targets,
         tuple(0 if isinstance(o, Tensor) else o for o in offsets[1:]),
-        tuple(o[order].int() if isinstance(o, Tensor) else None for o in offsets[1:]),
+        tuple(_with_room(o[order]) if isinstance(o, Tensor) else None for o in offsets[1:]),
         len(targets) * math.prod(size for name, size in form.extents if name not in form.reduced)
         == math.prod(form.views[0].shape),
         math.prod(extent for extent, *_ in outer),
@@ -284,16 +516,31 @@ def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, 
     return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
 
 
+def _with_room(offsets: Tensor) -> Tensor:
+    """int32 offsets, followed by those that are read ahead."""
+    return functional.pad(offsets, (0, nest_c.AHEAD)).int()
+
+
 def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
     if all(axis.entry is None for axis in view.axes):
         return factor
     return factor._replace(entries="offset" if any(axis.dense for axis in view.axes) else "order")
 
 
-def _sorted_targets(offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
-    """(distinct target offsets in ascending order, the number of each entry's)."""
+def _sorted_targets(target: Placed, offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
+    """(distinct target offsets in ascending order, the number of each entry's). Those without entries are included if
+    they are few: the nest sets them to 0 sooner than a pass of its own."""
     found = offset if isinstance(offset, Tensor) else torch.full((count,), offset, device="cpu")
-    return found.unique(return_inverse=True)
+    distinct, number = found.unique(return_inverse=True)
+    axes = [(axis, *each) for axis, *each in zip(target.view.axes, target.view.shape, target.strides, strict=True)]
+    fixed = [(size, stride) for axis, size, stride in axes if axis.bare is None]
+    if math.prod(size for size, _ in fixed) > 2 * len(distinct) or any(a.dense and a.bare is None for a, *_ in axes):
+        return distinct, number
+    every = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for size, stride in fixed:
+        every = (every[:, None] + stride * torch.arange(size, device="cpu")).flatten()
+    every = every.sort().values
+    return every, torch.searchsorted(every, found)
 
 
 def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
@@ -309,7 +556,7 @@ def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int
 def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int) -> Placed:
     sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
     inner = 1
-    if lanes is not None and number in (0, lanes.factor):
+    if lanes is not None and lanes.moves(number):
         # [..., y, x, lane]
         sizes[-lanes.axes :] = (lanes.read if number else lanes.block)[-lanes.axes :]
         inner = count
@@ -317,104 +564,91 @@ def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: L
     return Placed(view, pads, tuple(strides)[: len(sizes)][::-1])
 
 
-def _loops(names: Sequence[str], extents: Mapping[str, int], placed: Sequence[Placed]) -> list[tuple[int, ...]]:
+def _loops(names: Sequence[str], extents: Mapping[str, int], placed: Sequence[Placed]) -> dict[str, Loop]:
     """(extent, stride in each operand) of these indices."""
-    return [(extents[n], *(p.stride(n) for p in placed)) for n in names if extents[n] > 1]
+    return {n: (extents[n], *(p.stride(n) for p in placed)) for n in names if extents[n] > 1}
 
 
 Loop = tuple[int, ...]
 
 
 def _roles(
-    form: Form, placed: Sequence[Placed], lanes: Lanes | None, real: str, count: int
+    form: Form, placed: Sequence[Placed], lanes: Lanes | None, schedule: LoopSchedule, facts: NestFacts, real: str
 ) -> tuple[Nest, list[Loop], list[Loop], int]:
     """(nest, its outer and inner loops, points of the vector index)."""
-    extents = dict(form.extents)
+    extents, count, moved = dict(form.extents), facts.lanes, [name for name, _ in schedule.vector]
     if lanes is None:
-        vector = _vector_index(form, placed)
-        moved, length = [vector], extents.get(vector, 1)
-        across = range(min(_ACROSS, -(-length // count)))
-        offsets = [tuple(count * k * p.stride(vector) for k in across) for p in placed]
-        along, tiles = [p.stride(vector) == 1 for p in placed], list[Loop]()
+        vector = moved[0] if moved else ""
+        length, along = extents.get(vector, 1), [p.stride(vector) == 1 for p in placed]
+        offsets, tiles = [tuple(count * k * p.stride(vector) for k in range(schedule.hold)) for p in placed], {}
     else:
-        moved, length = [axis.bare for axis in form.views[0].axes[-lanes.axes :]], count
-        offsets, tiles = _image_tiles(placed, lanes, count)
-        along = [n in (0, lanes.factor) for n in range(len(placed))]
-    free = [n for n in extents if n not in form.reduced and n not in moved]
-    outer = _loops(free, extents, placed) + tiles
-    inner = [(extent, *s) for extent, _, *s in _loops([n for n in form.reduced if n not in moved], extents, placed)]
+        offsets, tiles = _image_tiles(placed, lanes, moved, count)
+        length, along = count, [n in (0, lanes.factor) for n in range(len(placed))]
+    free = _loops([n for n in facts.outer if n not in moved], extents, placed) | tiles
+    summed = _loops([n for n in form.reduced if n not in moved], extents, placed)
+    order = [name for name in schedule.order if name in free or name in facts.segments[:1]]
+    outer, inner = [free[n] for n in order if n in free], [n for n in schedule.order if n in summed]
     factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
     sums = lanes is None and not along[0] and length > 1
     target = offsets[0] if not sums else (0,) * len(offsets[0])
+    nest = Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums)
+    around = next((k for k, name in enumerate(order) if name not in free), len(outer))
+    unroll = dict(schedule.unroll)
+    unrolled = tuple(unroll.get(name, 0) for name in (facts.entries[0], *inner))
     return (
-        Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums),
+        replace(nest, around=around, unroll=unrolled if any(unrolled) else ()),
         outer,
-        inner,
+        [(summed[n][0], *summed[n][2:]) for n in inner],
         length,
     )
 
 
-def _vector_index(form: Form, placed: Sequence[Placed]) -> str:
-    """The longest index along which all operands are contiguous or constant; "" if there is none."""
-    names = [n for n, _ in form.extents if all(p.stride(n) in (0, 1) for p in placed)]
-    names = [n for n in names if any(p.stride(n) for p in placed[1:])]
-    extents = dict(form.extents)
-    return max(names, key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), default="")
-
-
-def _image_tiles(placed: Sequence[Placed], lanes: Lanes, count: int) -> tuple[list[tuple[int, ...]], list[Loop]]:
-    """(offsets of a tile's outputs in each operand, loops over the tiles of a block)."""
-    strides = []
-    for n, place in enumerate(placed):
-        steps = (1, 1) if n == 0 else lanes.steps
-        rows = [0, *place.strides][-2] if lanes.axes == 2 else 0
-        inside = n in (0, lanes.factor)
-        strides.append((steps[0] * rows, steps[1] * count) if inside else (0, 0))
+def _image_tiles(
+    placed: Sequence[Placed], lanes: Lanes, names: Sequence[str], count: int
+) -> tuple[list[tuple[int, ...]], dict[str, Loop]]:
+    """(offsets of a tile's outputs in each operand, loops over the tiles of a block). names: of the image's axes."""
     height, width = lanes.tile
-    offsets = [tuple(y * sy + x * sx for y in range(height) for x in range(width)) for sy, sx in strides]
+    offsets, strides = [], []
+    for n, place in enumerate(placed):
+        if lanes.moves(n):
+            down, right = (1, 1) if n == 0 else lanes.steps
+            rows = [0, *place.strides][-2] * down if lanes.axes == 2 else 0
+            found, moved = (rows, right * count), (height * rows, width * right * count)
+        else:
+            # Neighbours in place, or the same for all lanes.
+            found, moved = (0, count), (0, lanes.points)
+        if n not in (0, lanes.factor):
+            found = moved = 0, 0
+        last = lanes.points - count if lanes.points and not lanes.moves(n) else math.inf
+        offsets.append(tuple(int(min(y * found[0] + x * found[1], last)) for y in range(height) for x in range(width)))
+        strides.append(moved)
     numbers = [b // t for b, t in zip(lanes.block, lanes.tile, strict=True)]
-    loops = [(n, *(t * s[axis] for s in strides)) for axis, (n, t) in enumerate(zip(numbers, lanes.tile, strict=True))]
-    return offsets, [loop for loop in loops if loop[0] > 1]
+    loops = [(n, *(s[axis] for s in strides)) for axis, n in enumerate(numbers)]
+    named = zip(names, loops[2 - lanes.axes :], strict=True)
+    return offsets, {name: loop for name, loop in named if loop[0] > 1}
 
 
-def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, count: int) -> Lanes | None:
-    """Lanes over blocks of an image, if they pay."""
-    target, extents = form.views[0], dict(form.extents)
-    for axes in (2, 1):
-        names = [axis.bare for axis in target.axes[-axes:]]
-        found = [n for n, view in enumerate(form.views[1:], 1) if _reads_image(view, names)]
-        others = [view for n, view in enumerate(form.views[1:], 1) if n not in found]
-        read = {name for view in others for axis in view.axes for _, name in axis.dense}
-        if len(names) < axes or None in names or len(found) != 1 or read & {*names}:
-            continue
-        sizes = [extents[name or ""] for name in names]
-        view = form.views[found[0]]
-        steps = [view.axes[n - axes].dense[0][0] for n in range(axes)]
-        spans = [_span(values[found[0]][n - axes]) for n in range(axes)]
-        bare = view.axes[-1].bare is not None
-        image = Image(_two(sizes, 1), _two(steps, 1), _two(spans, 0), bare)
-        lanes = _grid(found[0], image, count)
-        copied = (math.prod(view.shape) + math.prod(target.shape)) * lanes.copied
-        fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
-        if fits and math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
-            return lanes
-    return None
+def _lanes(form: Form, tiles: ImageTiles, count: int) -> Lanes:
+    axes = len(tiles.tile)
+    (factor,) = _image_views(form, tiles.image.names)
+    grid, block, tile, steps = (_two(n) for n in (tiles.grid or (count,), tiles.block, tiles.tile, tiles.image.steps))
+    read, window = (_two(tiles.reads(outputs)) for outputs in (tiles.block, tiles.tile))
+    return Lanes(factor, axes, grid, block, tile, steps, read, window, tiles.copied, tiles.points)
 
 
-class Image(NamedTuple):
-    """An image along y and x: outputs, coefficients in the factor's axes, spans of the entries' parts there;
-    bare: its x axis is that of the factor."""
-
-    sizes: tuple[int, int]
-    steps: tuple[int, int]
-    spans: tuple[int, int]
-    bare: bool
-
-
-def _two(numbers: Sequence[int], default: int) -> tuple[int, int]:
+def _two(numbers: Sequence[int]) -> tuple[int, int]:
     """Numbers along y and x from those of one or two axes."""
-    first, second = [default, *numbers][-2:]
+    first, second = [1, *numbers][-2:]
     return first, second
+
+
+def _image_views(form: Form, names: Sequence[str | None]) -> list[int]:
+    """The factor that has these indices as an image; none if others read them, too."""
+    found = [n for n, view in enumerate(form.views[1:], 1) if _reads_image(view, names)]
+    others = {
+        name for n, view in enumerate(form.views[1:], 1) if n not in found for a in view.axes for _, name in a.dense
+    }
+    return found if len(found) == 1 and not others & {*names} else []
 
 
 def _reads_image(view: View, names: Sequence[str | None]) -> bool:
@@ -425,56 +659,94 @@ def _reads_image(view: View, names: Sequence[str | None]) -> bool:
     return alone and not before & {*names}
 
 
+Values = Sequence[Sequence[Tensor | None]]
+
+
+def _facts(
+    form: Form, values: Values, placed: Sequence[Placed], entries: tuple[int, int], vector: tuple[int, int]
+) -> NestFacts:
+    """What a schedule may name. placed: in place; entries: numbers of entries and segments; vector: (lanes, bytes of a
+    value)."""
+    levels, sizes = _levels(form), dict(form.extents)
+    extents = {name: sizes[name] for view in form.views for axis in view.axes for _, name in axis.dense}
+    segments = tuple(dict.fromkeys(name for (n, _), name in levels.items() if n == 0))
+    spans: dict[str, int] = {}
+    for (n, k), name in levels.items():
+        if name not in segments:
+            spans.setdefault(name, _span(values[n][k]) + 1)
+    taken = {*levels.values(), *(part for name in extents for part in name.split("."))}
+    factors = form.views[1:]
+    axes = [(view.name, [n for _, n in a.dense]) for view in factors for a in view.axes if a.dense and not a.bare]
+    windows = [(factor, n, tuple(o for o in names if o != n)) for factor, names in axes for n in names]
+    vectors = [
+        n for n in extents if all(p.stride(n) in (0, 1) for p in placed) and any(p.stride(n) for p in placed[1:])
+    ]
+    vectors.sort(key=lambda n: (min(extents[n], _WIDE), placed[0].stride(n)), reverse=True)
+    images = [image for axes in (2, 1) if (image := _image(form, values, levels, axes, vector[0]))]
+    return NestFacts(
+        extents,
+        tuple(name for name in extents if name in form.reduced),
+        segments,
+        spans,
+        ("entries" if "e" in taken else "e", entries[0]),
+        entries[1],
+        tuple(view.name for view in factors),
+        tuple(windows),
+        tuple(vectors),
+        tuple(images),
+        (vector[0], nest_c.registers(), vector[1], l1_bytes()),
+    )
+
+
+def _levels(form: Form) -> dict[tuple[int, int], str]:
+    """Names of the axes, (number of view, of axis), with coordinates in an index array: F_c is c if that is free."""
+    arrays = {
+        (n, k): found[0].name
+        for n, view in enumerate(form.views)
+        for k, axis in enumerate(view.axes)
+        if axis.entry is not None and (found := arrays_of(axis.entry))
+    }
+    short = {name: name.rpartition("_")[2] or name for name in arrays.values()}
+    dense = [part for name, _ in form.extents for part in name.split(".")]
+    names = [*dense, *short.values()]
+    return {at: short[name] if names.count(short[name]) == 1 else name for at, name in arrays.items()}
+
+
+def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], axes: int, count: int) -> Image | None:
+    """The image of the last one or two axes of the target, if a factor has it."""
+    target, extents = form.views[0], dict(form.extents)
+    names = tuple(axis.bare or "" for axis in target.axes[-axes:])
+    sizes = tuple(extents.get(name, 1) for name in names)
+    found = _image_views(form, names)
+    if len(names) < axes or "" in names or not found or (axes == 2 and sizes[0] == 1):
+        return None
+    number, view, own = found[0], form.views[found[0]], values[found[0]][-axes:]
+    images = math.prod([*padded_sizes(view, extents)][:-axes]) * count
+    return Image(
+        view.name,
+        names,
+        sizes,
+        tuple(axis.dense[0][0] for axis in view.axes[-axes:]),
+        tuple(map(_span, own)),
+        view.axes[-1].bare is not None,
+        (math.prod(view.shape), math.prod(target.shape)),
+        any(view.slices),
+        MOST_ELEMENTS // images,
+        levels.get((number, len(view.axes) - axes - 1), ""),
+    )
+
+
 def _span(entry: Tensor | None) -> int:
     return 0 if entry is None else int(entry.max() - entry.min())
 
 
-def _grid(factor: int, image: Image, count: int) -> Lanes:
-    """The grid of blocks that needs the fewest operations, then the one that reads least."""
-    sizes, steps, spans, bare = image
-    flat, best = sizes[0] == 1, dict[tuple[int, int], Lanes]()
-    for across in range(1, count + 1):
-        grid = (1, count) if flat else (min(sizes[0], count // across), min(sizes[1], across))
-        block = [-(-n // g) for n, g in zip(sizes, grid, strict=True)]
-        whole = flat and bare and not sizes[1] % count
-        width = _tile_length(block[1], _TILE, whole)
-        tile = _tile_length(block[0], _TILE // width), width
-        numbers = [-(-b // t) for b, t in zip(block, tile, strict=True)]
-        rows, columns = (n * t for n, t in zip(numbers, tile, strict=True))
-        read, window = (_reach(outputs, steps, spans) for outputs in ((rows, columns), tile))
-        copied = not (whole and columns * count == sizes[1])
-        found = Lanes(factor, 1 if flat else 2, grid, (rows, columns), tile, steps, read, window, copied)
-        best.setdefault((math.prod(numbers) * (math.prod(tile) + 1), math.prod(window)), found)
-    return best[min(best)]
-
-
-def _reach(outputs: Sequence[int], steps: Sequence[int], spans: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns that so many outputs read."""
-    rows, columns = ((n - 1) * step + 1 + span for n, step, span in zip(outputs, steps, spans, strict=True))
-    return rows, columns
-
-
-def _tile_length(points: int, most: int, whole: bool = False) -> int:
-    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
-    divide the axis are preferred, if they are not short."""
-    lengths = range(1, min(points, most) + 1)
-    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
-    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
-
-
-def _blocks(
-    form: Form, values: Sequence[Sequence[Tensor | None]], lanes: Lanes | None, nest: Nest, segments: int
-) -> tuple[Tensor | int, int]:
-    """(block of each entry, number of blocks): a block's part of the image stays in L1."""
-    if lanes is None or len(values[lanes.factor]) <= lanes.axes:
-        return 0, 1
-    channel = values[lanes.factor][-1 - lanes.axes]
-    if channel is None:
-        return 0, 1
-    size = math.prod(lanes.window) * nest.lanes * (4 if nest.real == "float" else 8)
-    channel = channel - channel.min()
-    channels = int(channel.max()) + 1
-    # Every block reads and writes all results again.
-    wanted = min(-(-channels * size // (l1_bytes() * 7 // 8)), max(1, len(channel) // (4 * segments)))
-    each = -(-channels // wanted)
-    return channel // each, -(-channels // each)
+def _blocks(form: Form, values: Values, schedule: LoopSchedule, facts: NestFacts) -> tuple[Tensor | int, int]:
+    """(block of each entry, number of blocks)."""
+    block, blocks = 0, 1
+    for name, size in schedule.split:
+        if name in facts.coordinates:
+            found = next(values[n][k] for (n, k), level in _levels(form).items() if level == name)
+            assert found is not None
+            count = -(-facts.coordinates[name] // size)
+            block, blocks = block * count + (found - found.min()) // size, blocks * count
+    return block, blocks

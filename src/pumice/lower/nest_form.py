@@ -46,19 +46,20 @@ class NestAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; shape: of
-    the view, whose axes may join several of the operand's."""
+    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; pieces:
+    shape of that part; shape: of the view, whose axes may join several of the operand's."""
 
     name: str
     axes: tuple[NestAxis, ...]
     slices: tuple[tuple[int, int, int] | None, ...]
+    pieces: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def of(self, x: Tensor) -> Tensor:
-        """The operand's view; a copy if its axes cannot be joined otherwise."""
-        if any(self.slices):
-            x = x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
-        return x if x.shape == self.shape else x.reshape(self.shape)
+    def cut(self, x: Tensor) -> Tensor:
+        """The operand's part that is read, before axes are joined."""
+        if self.slices == (None,) * len(self.slices):
+            return x
+        return x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +79,26 @@ class Form:
         return [name for name, _ in self.extents if name not in out]
 
 
+class Fusing(NamedTuple):
+    """Groups of dense indices that may be joined within themselves only, and those that are not joined at all."""
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    apart: frozenset[str] = frozenset()
+
+    def allows(self, joined: str) -> bool:
+        names = joined.split(".")
+        if any({*names} & {*group} for group in self.groups):
+            return any({*names} <= {*group} for group in self.groups)
+        return not self.apart & {*names}
+
+
+FUSED = Fusing()  # As far as possible
+
+
 @lru_cache(maxsize=1024)
-def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Form | str:
+def normalized(
+    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = FUSED
+) -> Form | str:
     """The form of a statement, or the reason why it has none. shapes: of the operands."""
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
@@ -92,7 +111,7 @@ def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]],
     views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
     if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
         return "the target is written through windows"
-    _join(views, extents)
+    _join(views, extents, fusing)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
         return "an operand is too large with the zeros that its windows reach"
@@ -161,7 +180,7 @@ def _view(access: Access, shape: Sequence[int], axes: Sequence[NestAxis], extent
     seen = tuple(
         a if s is None else NestAxis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True)
     )
-    return View(access.name, seen, slices, sizes)
+    return View(access.name, seen, slices, sizes, sizes)
 
 
 def _slice(axis: NestAxis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
@@ -173,15 +192,17 @@ def _slice(axis: NestAxis, size: int, extents: Mapping[str, int]) -> tuple[int, 
     return (axis.constant, extents[name], step) if inside else None
 
 
-def _join(views: list[View], extents: dict[str, int]) -> None:
+def _join(views: list[View], extents: dict[str, int], fusing: Fusing) -> None:
     """Join dense indices that are adjacent in every access that has one of them."""
     names = [axis.bare for axis in views[0].axes]
     for first, second in zip(names, names[1:], strict=False):
-        if first and second and first != second and all(_adjacent(view, first, second) for view in views):
-            joined = f"{first}.{second}"
+        joined = f"{first}.{second}"
+        if not first or not second or first == second or not fusing.allows(joined):
+            continue
+        if all(_adjacent(view, first, second) for view in views):
             views[:] = [_joined(view, first, joined) for view in views]
             extents[joined] = extents.pop(first) * extents.pop(second)
-            return _join(views, extents)
+            return _join(views, extents, fusing)
     return None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, graph, maps, nest, work
+from pumice.lower import chained, cpu, graph, maps, nest, nest_tune, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -35,6 +35,7 @@ from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import require_memory
 from pumice.schedule.predict import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
+from pumice.schedule.tuner import Clock
 
 Shapes = Mapping[str, tuple[int, ...]]
 Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
@@ -387,14 +388,24 @@ def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
     return torch.zeros(plan.shape, dtype=plan.dtype, device=operands[0].device if operands else None)
 
 
+class TuningLimits(NamedTuple):
+    """candidates: schedules of a loop nest to measure besides the rule's; clock: budget of each, and its observer."""
+
+    candidates: int
+    clock: Clock
+
+
 def tune(
-    operands: Sequence[Tensor], names: str, text: str, lowering: str
-) -> list[tuple[Statement, dict[kernels.Tile, float]]]:
-    """Autotune the tiles of all kernels of a plan: (statement, seconds by tile) of each."""
+    operands: Sequence[Tensor], names: str, text: str, lowering: str, limits: TuningLimits
+) -> list[tuple[Statement, dict[Any, float]]]:
+    """Autotune the tiles of all kernels of a plan, and the schedules of its loop nests: (statement, seconds by tile or
+    schedule) of each."""
     ready = _prepared(operands, names, text, None, lowering)
-    found = []
+    found: list[tuple[Statement, dict[Any, float]]] = []
     for part in ready.steps:
         tensors = {name: operands[place] for name, place in part.places}
+        if isinstance(part.run, nest.NestStep):
+            found.append((part.run.bound.statement, nest_tune.tune(part.run, tensors, *limits)))
         runners = [part.run] if isinstance(part.run, kernels.KernelExecutor) else []
         if isinstance(part.run, chained.TwoStepLowering):
             runners, tensors = [part.run.first, part.run.second], part.run.run_first(tensors)
@@ -420,7 +431,7 @@ def _prepared(
     if math.prod(shape) >> 24:  # smaller ones fit
         _require_memory(operands, names, text, shape, dtype)
     option = _option(operands, names, text, shape, lowering)
-    precision = lowering.removesuffix(PREFERRED).partition("/")[2]
+    choice = lowering.partition("/")[2]
     places = array_places(names, text, option.forms)
     parts = []
     for number, step in enumerate(placed(option.steps, arrays(operands, names, text, option), shape), 1):
@@ -430,7 +441,7 @@ def _prepared(
         # Accumulate in float32; only the last step rounds.
         last = number == len(option.steps) or not dtype.is_floating_point
         kind = step.dtype or (dtype if last else torch.promote_types(dtype, torch.float32))
-        run = _runner(option.lowerings[number - 1], step.bound, tensors, kind, precision)
+        run = _runner(option.lowerings[number - 1], step.bound, tensors, kind, choice)
         parts.append(PlanStep(run, used, step.result, tuple(name for name in tensors if name not in places)))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
@@ -463,13 +474,17 @@ def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
 
 
 def _runner(
-    name: str, bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, precision: str
+    name: str, bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, choice: str
 ) -> Callable[[Mapping[str, Tensor], Tensor | None], Tensor]:
-    """The function that runs a step with its tensors."""
+    """The function that runs a step with its tensors. choice: a precision, or the schedule of a loop nest."""
+    precision = choice.removesuffix(PREFERRED)
     if name == "triton":
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
+
+    if name == "nest":
+        return nest.NestStep(bound, dtype, schedule_of(choice))
 
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
@@ -482,6 +497,13 @@ def _runner(
         return found if before is None else before + found
 
     return run
+
+
+def schedule_of(choice: str) -> nest.Wanted | None:
+    """The schedule of loop nests in a lowering behind "/", None without. One that is only PREFERRED may be replaced by
+    the rule's. Raises OptionError for other text."""
+    text = choice.removesuffix(PREFERRED)
+    return nest.Wanted.of(text, text != choice) if text else None
 
 
 def result_dtype(operands: Sequence[Tensor], names: str, text: str) -> torch.dtype:

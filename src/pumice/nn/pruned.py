@@ -13,8 +13,10 @@ from torch.nn import functional
 
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import Sparse, einsum, sparse
+from pumice.ops.einsum import OneOperandEinsum
 
 _REPEATS = 5  # Calls of each way in a measurement
+_SIZES = 16  # Sizes of inputs whose calls a layer keeps
 _DENSITY = 0.5  # Maximum share of kept weights with which a layer is stored sparsely, without a measurement
 
 
@@ -23,6 +25,7 @@ class _Pruned(nn.Module):
     parameter; way: "sparse", or "dense" if the whole weight is used."""
 
     mask: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> None:
         super().__init__()
@@ -33,7 +36,7 @@ class _Pruned(nn.Module):
             raise ShapeError(f"the mask has shape {list(kept.shape)}, the weight {list(weight.shape)}")
         self.register_buffer("mask", kept)
         self.values = nn.Parameter(weight.detach()[kept].clone())
-        self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
         self.way = "sparse"
         self._stored: tuple[Any, Sparse] | None = None
 
@@ -49,11 +52,14 @@ class _Pruned(nn.Module):
 
     def _filter(self) -> Sparse:
         """The weight over its kept entries."""
-        key = self.mask.device, self.mask.data_ptr(), self.mask._version, id(self.values)
+        # Attributes of modules take long to find.
+        mask, values = self._buffers["mask"], self._parameters["values"]
+        assert mask is not None and values is not None
+        key = mask.data_ptr(), mask._version, id(values)
         if self._stored is None or self._stored[0] != key:
             entries = self._entries().to(torch.float32)
             stored = sparse(entries, f"({' '.join('mcrs'[: entries.ndim])}):C")
-            self._stored = key, stored.with_values([self.values])
+            self._stored = key, stored.with_values([values])
         return self._stored[1]
 
     def _entries(self) -> Tensor:
@@ -62,11 +68,12 @@ class _Pruned(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise DtypeError(f"input is a tensor, found {type(x).__name__}")
-        if x.device != self.mask.device:
-            raise DeviceError(f"the layer is on {self.mask.device}, the input on {x.device}")
+        mask = self._buffers["mask"]
+        if mask is not None and x.device != mask.device:
+            raise DeviceError(f"the layer is on {mask.device}, the input on {x.device}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stored": None}
+        return {**self.__dict__, "_stored": None, "_convolutions": {}}
 
     def extra_repr(self) -> str:
         return f"{list(self.mask.shape)}, {self.density:.0%} kept, {self.way}"
@@ -90,6 +97,7 @@ class PrunedConv2d(_Pruned):
             raise OptionError(f"padding_mode is 'zeros', found {conv.padding_mode!r}")
         self.stride, self.dilation, self.groups = conv.stride, conv.dilation, conv.groups
         self.padding = _padding(conv)
+        self._convolutions: dict[torch.Size, tuple[Sparse, OneOperandEinsum]] = {}
 
     @classmethod
     def from_dense(cls, conv: nn.Conv2d, mask: Tensor | None = None) -> PrunedConv2d:
@@ -111,6 +119,15 @@ class PrunedConv2d(_Pruned):
         return whole.view(count, -1, *(size for size in kernel if size > 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        plain = type(x) is Tensor and not torch.compiler.is_compiling()
+        known = self._convolutions.get(x.shape) if plain else None
+        if known is None or known[0] is not self._filter() or self.way == "dense":
+            return self._first(x)
+        out, bias = known[1](x), self._parameters["bias"]
+        return out if bias is None else out + bias[:, None, None]
+
+    def _first(self, x: Tensor) -> Tensor:
+        """`forward` of inputs of a size that is new, or in another way."""
         self._check_input(x)
         channels = self.mask.shape[1] * self.groups
         if x.dim() not in (3, 4) or x.shape[-3] != channels:
@@ -118,9 +135,13 @@ class PrunedConv2d(_Pruned):
         if self.way == "dense":
             options = self.bias, self.stride, self.padding, self.dilation, self.groups
             return functional.conv2d(x, self.weight, *options)
-        images = x if x.dim() == 4 else x[None]
+        images, filter = x if x.dim() == 4 else x[None], self._filter()
         text = _statement(images.shape[2:], self.mask.shape[2:], self.stride, self.padding, self.dilation)
-        out = einsum(text, I=images, F=self._filter())
+        if x.dim() == 4 and not torch.compiler.is_compiling():
+            if len(self._convolutions) >= _SIZES:
+                self._convolutions.clear()
+            self._convolutions[x.shape] = filter, OneOperandEinsum(text, "I", {"F": filter})
+        out = einsum(text, I=images, F=filter)
         out = out if self.bias is None else out + self.bias[:, None, None]
         return out if x.dim() == 4 else out[0]
 

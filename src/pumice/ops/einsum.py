@@ -45,6 +45,8 @@ from pumice.ops.operands import (
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
+from pumice.schedule.tuned_loops import loop_records
+from pumice.schedule.tuner import Clock, SearchProgress
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
@@ -71,7 +73,8 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     out: tensor of the result's shape and dtype, which is written and returned.
     lowering: "triton", "chained", "gathered", "nest", "graph" or "reference"; default: the cheapest by the cost
         model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the precision of float32 products; default:
-        torch.set_float32_matmul_precision.
+        torch.set_float32_matmul_precision. "nest/vector q; hold 4" and "nest/skimcaffe" give the schedule of a loop
+        nest, as text or by a preset's name (see docs/einsum.md); "nest" takes the tuned one, or that of a rule.
 
     Returns a new tensor of the target's shape (a Sparse if the target has a pattern, or positions for its axes, which
     takes `pm.sparse` operands), in the operands' dtype (under autocast in the autocast dtype). Half
@@ -222,16 +225,29 @@ class Einsum:
         tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
         return explanation(tensors, names, self.text, self.lowering)
 
-    def tune(self, /, **operands: Operand) -> str:
-        """Autotune the kernel tiles for operands of this size class; returns the measured times as text. The fastest
-        tiles are stored on disk for all processes. Raises OptionError if no step is a kernel (on a CPU)."""
+    def tune(
+        self,
+        /,
+        *,
+        budget: float = 60.0,
+        candidates: int = 30,
+        progress: Callable[[SearchProgress], object] | None = None,
+        **operands: Operand,
+    ) -> str:
+        """Autotune for operands of this size class: tiles of kernels on a GPU, schedules of loop nests on a CPU;
+        returns the measured times as text. The fastest are stored on disk for all processes, by device.
+
+        budget: seconds for each nest, some more to finish; candidates: its schedules besides the rule's, the most
+        promising by a model of their cost; progress: called after each measurement.
+        Raises OptionError if no step is a kernel or a nest."""
         ready = self._checked(operands)
         if ready.statement.fused or joins(ready.statement, _coordinate_axes(ready.operands)):
             raise OptionError("nothing to tune: the statement is evaluated by others, see explain()")
         tensors, names, _ = flatten_used(self.text, ready.operands, ready.constants)
-        found = plan.tune(tensors, names, self.text, self.lowering)
+        clock = Clock(budget, watch=progress or (lambda step: None))
+        found = plan.tune(tensors, names, self.text, self.lowering, plan.TuningLimits(candidates, clock))
         if not found:
-            raise OptionError("nothing to tune: no step is a kernel here, see explain()")
+            raise OptionError("nothing to tune: no step is a kernel or a loop nest here, see explain()")
         lines = []
         for step, times in found:
             lines.append(str(step))
@@ -269,6 +285,49 @@ class _CheckedCall:
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     plan: plan.Plan | None = None
     joined: JoinedStatement | None = None
+
+
+class OneOperandEinsum:
+    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
+    in C (lower.nest) are prepared once per layout of x, until fixed values or tuned schedules change. Index arrays must
+    not."""
+
+    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
+        self._text, self._name, self._fixed = text, name, fixed
+        self._values = [t for t in facts_of(fixed)[0] if t.is_floating_point()]
+        self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not autograd.is_plain_call((x, *self._values) if torch.is_grad_enabled() else (x,)):
+            return self._einsum(x)
+        try:
+            state = loop_records().generation, [(t._version, t.data_ptr()) for t in self._values]
+        except RuntimeError:
+            # Inference tensors have no version.
+            return self._einsum(x)
+        layout = x.shape, x.stride(), x.dtype, x.is_cpu
+        known = self._calls.get(layout)
+        if known is None or known[0] != state:
+            known = self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+        return known[1](x)
+
+    def _einsum(self, x: Tensor) -> Tensor:
+        return _compiled(self._text, "")(**{**self._fixed, self._name: x})
+
+    def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """The call as one loop nest; None if it is no such."""
+        self._einsum(x)
+        tensors, facts = facts_of({**self._fixed, self._name: x})
+        seen = _compiled(self._text, "")._checked_calls.get(facts)
+        if seen is None:
+            return None
+        made = plan.plan_for(tensors, seen.names, self._text, None, "")
+        only = made.steps[0] if len(made.steps) == 1 else None
+        if only is None or not isinstance(only.run, nest.NestStep) or only.run.dtype != made.dtype:
+            return None
+        given = {name: tensors[place] for name, place in only.places}
+        names = [name for name, tensor in given.items() if tensor is x]
+        return only.run.of_one(given, names[0]) if len(names) == 1 else None
 
 
 @lru_cache(maxsize=256)
@@ -359,11 +418,14 @@ def _probed(text: str) -> Statement:
 def _check_lowering(lowering: str) -> None:
     if not isinstance(lowering, str):
         raise OptionError(f"lowering is text, found {type(lowering).__name__}; there are {', '.join(plan.LOWERINGS)}")
-    name, _, precision = lowering.partition("/")
+    name, _, choice = lowering.partition("/")
     if name and name not in plan.LOWERINGS:
         raise OptionError(f"lowering {name!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
-    if precision and (name != "triton" or precision not in plan.kernels.PRECISIONS):
-        raise OptionError(f"{lowering!r}: only triton takes a precision, one of {', '.join(plan.kernels.PRECISIONS)}")
+    if name == "nest":
+        plan.schedule_of(choice)
+    elif choice and (name != "triton" or choice not in plan.kernels.PRECISIONS):
+        precisions = ", ".join(plan.kernels.PRECISIONS)
+        raise OptionError(f"{lowering!r}: only triton takes a precision, one of {precisions}, and nest a schedule")
 
 
 def _bare_names(formats: Mapping[str, str]) -> str:
@@ -440,9 +502,14 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())
     lines += ["sizes", f"  {ranges}", f"  {statement.target.name} {list(bound.shape)}", ""]
     text = plan.with_lost_ranges(text, names, bound)
-    found = plan.options(operands, names, text, bound.shape, lowering.partition("/")[0])
+    name, _, choice = lowering.partition("/")
+    found = plan.options(operands, names, text, bound.shape, name)
+    schedule = plan.schedule_of(choice) if name == "nest" else None
     for option in sorted(found, key=lambda o: o.cost):
-        lines += _option(option, operands, names, text, bound.shape)
+        lines += _option(option, operands, names)
+        if not option.refused:
+            for step in plan.placed(option.steps, plan.arrays(operands, names, text, option), bound.shape):
+                lines += _ways(step, plan.device_of(operands), schedule)
     return "\n".join(lines)
 
 
@@ -462,17 +529,12 @@ def _steps(steps: Sequence[Statement], dense: Mapping[str, str]) -> list[str]:
     return ["steps", *(f"  {step}" for step in steps), *used, ""]
 
 
-def _option(
-    option: plan.Candidate, operands: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...]
-) -> list[str]:
+def _option(option: plan.Candidate, operands: Sequence[Tensor], names: str) -> list[str]:
     form = ", ".join(f"{name} as {form}" for name, form in option.forms) or "dense operands"
     if option.refused:
         return [f"{form}: refused", f"  {option.refused}", ""]
-    tensors = plan.arrays(operands, names, text, option)
     lines = [f"{form}: {' and '.join(option.lowerings)}, estimated {1e6 * option.cost:.1f} us"]
     lines += [*_held(operands, names, option), "", *_steps(option.steps, {})]
-    for step in plan.placed(option.steps, tensors, shape):
-        lines += _ways(step, plan.device_of(operands))
     return lines
 
 
@@ -485,7 +547,7 @@ def _held(operands: Sequence[Tensor], names: str, option: plan.Candidate) -> lis
     return [f"  {name}: {_count(size)}B in the arrays that are read" for name, size in held.items()]
 
 
-def _ways(step: plan.PlacedStep, device: Device) -> list[str]:
+def _ways(step: plan.PlacedStep, device: Device, schedule: nest.Wanted | None) -> list[str]:
     """Cost (or refusal) of each lowering of a step, its work and index roles, and the source of its kernel."""
     lines = [f"lowerings of {step.statement}"]
     for name, cost, why in plan.step_options(step, device, ""):
@@ -494,7 +556,7 @@ def _ways(step: plan.PlacedStep, device: Device) -> list[str]:
     if source := kernels.source_of(step.bound, step.tensors):
         lines += [f"kernel, tile {kernels.tile_of(step.bound, step.tensors)}", source, ""]
     if nest.refusal(step.statement, step.bound, step.tensors) is None:
-        lines += ["loop nest", nest.source_of(step.bound, step.tensors, torch.float32), ""]
+        lines += ["loop nest", nest.source_of(step.bound, step.tensors, torch.float32, schedule), ""]
     return lines
 
 

@@ -10,11 +10,13 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -127,6 +129,16 @@ def l1_bytes() -> int:
         return int(Path("/sys/devices/system/cpu/cpu0/cache/index0/size").read_text().strip().removesuffix("K")) << 10
     except (OSError, ValueError):
         return 32 << 10
+
+
+@lru_cache(maxsize=1)
+def cpu_name() -> str:
+    """Model of the processor, its architecture if the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 @lru_cache(maxsize=1)

@@ -1,13 +1,15 @@
-"""Device memory: workspace shared by the programs of a kernel, and checks before a large allocation."""
+"""Memory that is no result: workspace of GPU kernels, buffers of C kernels; and checks before a large allocation."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +108,35 @@ def _bytes(size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
+class Buffer(NamedTuple):
+    """Uninitialised memory of a C kernel. address: 64-byte aligned."""
+
+    memory: Tensor
+    size: int
+    address: int
+
+
+class SpareBuffers:
+    """Buffers between the calls of C kernels, which take one each: as many as calls run at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[Buffer] = []
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of at least `size` bytes, for `give`."""
+        with suppress(IndexError):
+            if (found := self._free.pop()).size >= size:
+                return found
+        memory = _bytes(_rounded(size), torch.device("cpu"))
+        return Buffer(memory, memory.numel(), memory.data_ptr())
+
+    def give(self, buffer: Buffer) -> None:
+        """Return a buffer that is no longer used."""
+        if buffer.size <= _MAX_CACHED_BYTES:
+            self._free.append(buffer)
+
+
+SPARE = SpareBuffers()
 _COUNTER_POOLS: BoundedCache[_CounterPool] = BoundedCache(64)
 _WORKSPACES: BoundedCache[Workspace] = BoundedCache(256)
 
