@@ -313,7 +313,8 @@ class Prepared:
     """A nest with its sizes and offsets. facts: what its schedule was made of; begins, offsets: of each factor, by
     constants and by entry (None: none); whole: all results are written; outer: points of the outer loops; loops:
     integers of the outer and inner loops. A factor that has one value per entry is put in their order. kernel: address
-    of the C function; programs: by threads and layout of the copied factor."""
+    of the C function; like: of the target's size, without memory; programs: by threads and layout of the copied
+    factor."""
 
     facts: NestFacts
     schedule: LoopSchedule
@@ -329,6 +330,7 @@ class Prepared:
     outer: int
     length: int
     loops: tuple[int, ...]
+    like: Tensor
     programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
@@ -337,16 +339,18 @@ class Prepared:
 
     def run_placed(self, factors: Sequence[InMemory]) -> Tensor:
         """As `run`, of factors that `place` gave."""
-        threads, moves, like = torch.get_num_threads(), self.moves, factors[0][0]
+        threads, moves = torch.get_num_threads(), self.moves
         outside = moves is not None and moves.out is not None
-        out = (like.new_empty if self.whole or outside else like.new_zeros)(self.placed[0].view.shape)
+        out = torch.empty_like(self.like)
+        if not (self.whole or outside):
+            out.zero_()
         addresses = [out.data_ptr(), 0, *[x.data_ptr() for x, _ in factors]]
         images = () if moves is None else factors[moves.factor - 1][1]
         program = self.programs.get((threads, images)) or self._program(threads, images)
         if moves is None:
             program.run(threads, addresses)
             return out
-        buffer = SPARE.take(out.element_size() * (sum(moves.parts) + threads * moves.room))
+        buffer = SPARE.take((4 if self.nest.real == "float" else 8) * (sum(moves.parts) + threads * moves.room))
         if outside and not self.whole:
             buffer.memory.zero_()
         addresses[1] = buffer.address
@@ -508,7 +512,15 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
         math.prod(extent for extent, *_ in outer),
         length,
         tuple(number for loop in (*outer, *inner) for number in loop),
+        _without_memory(form.views[0].shape, dtype),
     )
+
+
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor for torch.empty_like, which finds its way sooner than torch.empty."""
+    found = torch.empty(shape, dtype=dtype, device="cpu")
+    found.untyped_storage().resize_(0)
+    return found
 
 
 def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:

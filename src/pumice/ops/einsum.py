@@ -298,14 +298,14 @@ class OneOperandEinsum:
         self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not autograd.is_plain_call((x, *self._values) if torch.is_grad_enabled() else (x,)):
+        if not x.is_cpu or not autograd.is_plain_on_cpu(x, self._values):
             return self._einsum(x)
         try:
             state = loop_records().generation, [(t._version, t.data_ptr()) for t in self._values]
         except RuntimeError:
             # Inference tensors have no version.
             return self._einsum(x)
-        layout = x.shape, x.stride(), x.dtype, x.is_cpu
+        layout = x.shape, x.stride(), x.dtype
         known = self._calls.get(layout)
         if known is None or known[0] != state:
             known = self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
