@@ -1,7 +1,9 @@
 """Loop nests in C agree with the oracle and with dense convolutions; other statements are refused with the reason."""
 
+import math
 import random
 import sys
+from array import array
 from collections import Counter
 from pathlib import Path
 
@@ -30,7 +32,8 @@ def kinds(monkeypatch):
     run = nest.Prepared.run
 
     def counted(self, factors):
-        found["sums" if self.nest.sums else "lanes" if self.moves else "in place" if self.nest.tiled else "plain"] += 1
+        moves = self.moves and ("lanes" if self.moves.out else "copied")
+        found[moves or ("sums" if self.nest.sums else "in place" if self.nest.tiled else "plain")] += 1
         found["blocks"] += len(self.starts) - 1 > len(self.target_offsets)
         return run(self, factors)
 
@@ -110,9 +113,10 @@ def test_convolutions_with_sparse_filters(first, cache, kinds, monkeypatch):
     ("text", "shapes", "kind"),
     [
         ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((2, 24, 16, 16), (20, 24)), "in place"),
-        ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((1, 96, 7, 7), (90, 96)), "lanes"),
-        ("O[n,m,p] = I[n,c,2*p] * F[m,c]", ((1, 96, 100), (40, 96)), "lanes"),
-        ("C[m,n] = F[m,k] * B[k,n]", ((24, 70), (20, 24)), "plain"),
+        ("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", ((1, 96, 7, 7), (90, 96)), "copied"),
+        ("O[n,m,p] = I[n,c,2*p] * F[m,c]", ((1, 96, 100), (40, 96)), "copied"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 70), (20, 24)), "copied"),
+        ("C[m,n] = F[m,k] * B[k,n]", ((24, 127), (20, 24)), "plain"),
         ("C[m] = F[m,k] * B[k]", ((24,), (20, 24)), "plain"),
         ("y[m] = F[m,c] * x[c,k] * z[m,k]", ((24, 70), (20, 24)), "sums"),
     ],
@@ -247,20 +251,62 @@ def test_explain_shows_the_nest_and_its_source():
     assert "for entry e of s" in text and "void run(region parallel" in text
 
 
+def moved(name, lanes, sizes, x, shape):
+    """x moved by a C function to a new tensor of this shape, between NaNs. sizes: see nest_c.moves_source."""
+    kernel = nest_c.function(nest_c.library(nest_c.moves_source("float", lanes)), name)
+    out, room = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan), torch.full((math.prod(sizes[-2:]),), torch.nan)
+    target, rows = out[GUARD:-GUARD].view(shape), [1, *x.stride()][-2:]
+    numbers = [
+        0,
+        x.shape[0],
+        0,
+        x.data_ptr(),
+        target.data_ptr(),
+        *sizes,
+        room.data_ptr(),
+        x.stride(0),
+        target[0].numel(),
+    ]
+    kernel(0, 1, array("q", [*numbers, *rows]).buffer_info()[0])
+    assert out[:GUARD].isnan().all() and out[-GUARD:].isnan().all()
+    return target
+
+
+GUARD = 256
+
+
+def guarded(shape):
+    """Random numbers of a shape between NaNs."""
+    whole = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan)
+    return whole[GUARD:-GUARD].copy_(torch.randn(math.prod(shape))).view(shape)
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
-def test_blocks_move_to_lanes_and_back(lanes, monkeypatch):
+def test_blocks_move_to_lanes_and_back(lanes):
     """For every vector length: compilers emulate vectors that the processor lacks."""
-    nest_c._moves.cache_clear()
-    monkeypatch.setattr(nest_c, "lanes_of", lambda dtype: ("float", lanes))
-    x = torch.randn(3, 11, 13)
+    x = guarded((3, 11, 13))
     grid, block = (2, lanes // 2), (6, -(-13 // (lanes // 2)))
-    room = grid[0] * block[0], grid[1] * block[1] + lanes
-    packed, back = x.new_empty(3, *block, lanes), torch.empty_like(x)
-    sizes = [11, 13, 0, 0, *block, grid[1], lanes, *block]
-    nest_c.move("pack", (x, packed), 3, sizes, room)
+    sizes = [11, 13, 0, 0, *block, grid[1], lanes, *block, grid[0] * block[0], grid[1] * block[1] + lanes]
+    packed = moved("pack", lanes, sizes, x, (3, *block, lanes))
     whole = functional.pad(x, (0, grid[1] * block[1] - 13, 0, grid[0] * block[0] - 11))
     wanted = whole.view(3, grid[0], block[0], grid[1], block[1]).permute(0, 2, 4, 1, 3).reshape(packed.shape)
     assert torch.equal(packed, wanted)
-    nest_c.move("unpack", (packed, back), 3, [11, 13, 0, 0, 0, 0, grid[1], lanes, *block], room)
-    assert torch.equal(back, x)
-    nest_c._moves.cache_clear()
+    # Squares of vectors are read, past the last image too.
+    room = functional.pad(packed.flatten(), (0, lanes * lanes))[: packed.numel()].view(packed.shape)
+    assert torch.equal(moved("unpack", lanes, sizes, room, (3, 11, 13)), x)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "tiles"), [((7, 7), 1), ((14, 14), 2), ((4, 28), 1), ((1, 32), 2), ((5, 18), 3)], ids=str
+)
+def test_images_are_copied_to_tiles_of_neighbouring_lanes(lanes, step, size, tiles):
+    x = guarded((3, (size[0] - 1) * step + 1, (size[1] - 1) * step + 1))[:, ::step, ::step]
+    assert x.shape[1:] == size
+    points = math.prod(size) // tiles
+    vectors = -(-points // lanes)
+    sizes = [*size, 0, 0, points, 0, tiles, lanes, 1, vectors, 1, math.prod(size) + lanes]
+    got = moved("copy", lanes, sizes, x, (3, tiles, vectors, lanes))
+    begins = torch.arange(vectors).mul(lanes).clamp(max=points - lanes)
+    assert torch.equal(got, x.reshape(3, tiles, points)[:, :, begins[:, None] + torch.arange(lanes)])

@@ -15,10 +15,10 @@ our own.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
-from ctypes import CDLL
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, NestAxis, View, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import l1_bytes
+from pumice.runtime.native import l1_bytes, parallel_region
 
 _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
@@ -62,7 +62,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
     if ready is None:
         result = torch.zeros(bound.shape, dtype=wide, device="cpu")
     else:
-        result = ready.run([view.of(operands[view.name].to(wide)) for view in form.views[1:]])
+        result = ready.run([operands[view.name].to(wide) for view in form.views[1:]])
     if (coefficient := statement.terms[0].coefficient) != 1:
         result *= coefficient
     result = result.view(bound.shape).to(dtype)
@@ -98,8 +98,9 @@ class Lanes(NamedTuple):
     """Vector lanes over blocks of an image, the last `axes` (1 or 2) axes of the target and of factor `factor`.
 
     grid: blocks along y and x; block: outputs of one, in whole tiles; tile: outputs of a tile; steps: coefficients of
-    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read; copied:
-    False if lanes are neighbours, in place. If axes is 1, there is one row.
+    y and x in the factor's axes; read, window: rows and columns of the factor that a block and a tile read. If axes is
+    1, there is one row. points: of a tile if lanes are neighbours, else 0. Then x counts vectors, the last vector of a
+    tile ends with it, and the target is in place; so is the factor unless it is copied.
     """
 
     factor: int
@@ -110,7 +111,12 @@ class Lanes(NamedTuple):
     steps: tuple[int, int]
     read: tuple[int, int]
     window: tuple[int, int]
-    copied: bool
+    copied: bool = True
+    points: int = 0
+
+    def moves(self, number: int) -> bool:
+        """True if operand `number` is in memory of its own, as [..., y, x, lane]."""
+        return number == self.factor and self.copied if number else not self.points
 
 
 class Placed(NamedTuple):
@@ -133,29 +139,61 @@ class Placed(NamedTuple):
         return total
 
 
+class Move(NamedTuple):
+    """A C function that moves images to or from lanes. elements: of an image in lanes; sizes, room: see
+    nest_c.moves_source."""
+
+    kernel: nest_c.Kernel
+    images: int
+    elements: int
+    sizes: tuple[int, ...]
+    room: tuple[int, int]
+
+    def run(self, threads: int, places: Sequence[int], *strides: int) -> None:
+        """places: addresses of source, target and room. strides: from an image to the next in source and target, of
+        rows and of columns in the source."""
+        *ends, room = places
+        numbers = array("q", (0, self.images, 0, *ends, *self.sizes, *self.room, room, *strides))
+        self.kernel(parallel_region(), threads, numbers.buffer_info()[0])
+
+
+class Images:
+    """Where the images of an operand lie in memory. size: their rows and columns; pads: of the axes before these."""
+
+    def __init__(self, view: View, size: tuple[int, int], pads: tuple[tuple[int, int], ...]) -> None:
+        self.view, self.size, self.pads, self._padded = view, size, pads, any(map(any, pads))
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """(x, or a copy that has padding and the images at equal distances; elements before the first image, from an
+        image to the next, between rows and between columns)."""
+        if (known := self._known.get(x.stride())) is not None and not self._padded:
+            return x, known
+        images = self.view.cut(x)
+        if self._padded:
+            images = _padded(images.reshape(self.view.shape), self.pads)
+        images = images.reshape(-1, *self.size)
+        if images.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+            return images, (0, *images.stride())
+        return x, self._known.setdefault(x.stride(), (images.storage_offset() - x.storage_offset(), *images.stride()))
+
+
 class LaneCopies(NamedTuple):
-    """Copies of images to lanes, with their padding, and back. factor: the one that is copied; axes: of an image;
-    inside: shape of the target in lanes; into: (elements of an image in lanes, sizes, room); out: (sizes, room), see
-    nest_c.move."""
+    """Copies of images to lanes, with their padding, and back; None: in place. factor: the one that is copied, whose
+    images are `images`; parts: elements of that factor and of the target in lanes, with room between them."""
 
     factor: int
-    axes: int
-    inside: tuple[int, ...]
-    into: tuple[int, list[int], tuple[int, int]]
-    out: tuple[list[int], tuple[int, int]]
+    images: Images
+    into: Move | None
+    out: Move | None
+    parts: tuple[int, int]
 
-    def pack(self, x: Tensor) -> Tensor:
-        elements, sizes, room = self.into
-        images = x.numel() // (sizes[0] * sizes[1])
-        packed = x.new_empty(images * elements)
-        nest_c.move("pack", (x, packed), images, sizes, room)
-        return packed
-
-    def unpack(self, result: Tensor, shape: tuple[int, ...]) -> Tensor:
-        sizes, room = self.out
-        out = result.new_empty(shape)
-        nest_c.move("unpack", (result, out), out.numel() // (sizes[0] * sizes[1]), sizes, room)
-        return out
+    def memory(self, like: Tensor, threads: int, zero: bool) -> tuple[Tensor, list[int]]:
+        """(memory, addresses of its parts and of the room of threads)."""
+        room = max(math.prod(move.room) for move in (self.into, self.out) if move is not None)
+        made = (like.new_zeros if zero else like.new_empty)(sum(self.parts) + threads * room)
+        first, size = made.data_ptr(), made.element_size()
+        return made, [first, first + size * self.parts[0], first + size * sum(self.parts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +203,7 @@ class Prepared:
     A factor that has one value per entry is put in their order."""
 
     nest: Nest
-    kernels: CDLL
+    kernel: nest_c.Kernel
     placed: tuple[Placed, ...]
     moves: LaneCopies | None
     starts: Tensor
@@ -178,31 +216,54 @@ class Prepared:
     loops: tuple[int, ...]
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
-        """The target, of the shape of its view."""
-        moves, shape = self.moves, self.placed[0].view.shape
-        make = factors[0].new_empty if self.whole else factors[0].new_zeros
-        result = make(shape if moves is None else moves.inside)
-        held = [self._in_memory(n, x) for n, x in enumerate(factors, 1)]
-        numbers = [*self._tasks(), *(t.data_ptr() for t in (self.starts, self.target_offsets, result))]
-        for x, begin, offsets in zip(held, self.begins, self.offsets, strict=True):
-            numbers += [x.data_ptr() + begin * x.element_size(), 0 if offsets is None else offsets.data_ptr()]
-        nest_c.run(self.kernels, "run", [*numbers, *self.loops])
-        return result if moves is None else moves.unpack(result, shape)
+        """The target, of the shape of its view. factors: the whole operands."""
+        shape, moves, threads = self.placed[0].view.shape, self.moves, torch.get_num_threads()
+        outside = moves is not None and moves.out is not None
+        out = (factors[0].new_empty if self.whole or outside else factors[0].new_zeros)(shape)
+        memory, places = (None, []) if moves is None else moves.memory(out, threads, outside and not self.whole)
+        result = places[1] if outside else out.data_ptr()
+        numbers = [*self._tasks(threads), *self._addresses, result]
+        held = [memory]
+        for n, x in enumerate(factors, 1):
+            x, address = self._in_memory(n, x, places, threads)
+            held.append(x)
+            numbers += [address + self.begins[n - 1] * out.element_size(), self._entries[n - 1]]
+        integers = array("q", (*numbers, *self.loops))
+        self.kernel(parallel_region(), threads, integers.buffer_info()[0])
+        if moves is not None and moves.out is not None:
+            images = math.prod(moves.out.sizes[:2])
+            moves.out.run(threads, (result, out.data_ptr(), places[2]), moves.out.elements, images, 0, 0)
+        return out
 
-    def _tasks(self) -> list[int]:
-        segments, threads = len(self.target_offsets), torch.get_num_threads()
+    @cached_property
+    def _addresses(self) -> tuple[int, int]:
+        return self.starts.data_ptr(), self.target_offsets.data_ptr()
+
+    @cached_property
+    def _entries(self) -> list[int]:
+        return [0 if o is None else o.data_ptr() for o in self.offsets]
+
+    def _tasks(self, threads: int) -> list[int]:
+        segments = len(self.target_offsets)
         wanted = -(-_TASKS * threads // self.outer) if threads > 1 else 1
         each = -(-segments // min(segments, wanted))
         chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
-    def _in_memory(self, number: int, x: Tensor) -> Tensor:
-        offsets, moves, pads = self.offsets[number - 1], self.moves, self.placed[number].pads
-        if self.nest.factors[number - 1].entries == "order" and offsets is not None:
-            return _in_order(x, offsets)
-        if moves is None or moves.factor != number:
-            return _padded(x, pads)
-        return moves.pack(_padded(x, pads[: -moves.axes]))
+    def _in_memory(self, number: int, x: Tensor, places: Sequence[int], threads: int) -> tuple[Tensor, int]:
+        """(a factor as the nest reads it, its address)."""
+        offsets, moves, placed = self.offsets[number - 1], self.moves, self.placed[number]
+        if moves is not None and moves.factor == number and moves.into is not None:
+            x, (begin, *strides) = moves.images.of(x)
+            source = x.data_ptr() + begin * x.element_size()
+            moves.into.run(threads, (source, places[0], places[2]), strides[0], moves.into.elements, *strides[1:])
+            return x, places[0]
+        x = placed.view.cut(x).reshape(placed.view.shape)
+        if offsets is not None and self.nest.factors[number - 1].entries == "order":
+            x = _in_order(x, offsets)
+        else:
+            x = _padded(x, placed.pads)
+        return x, x.data_ptr()
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -215,30 +276,53 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
 
 @cached_per_tensor
 def _in_order(values: Tensor, offsets: Tensor) -> Tensor:
-    return values.reshape(-1)[offsets]
+    return values.reshape(-1)[offsets[: -nest_c.AHEAD]]
 
 
-def _moves(lanes: Lanes, placed: Sequence[Placed], count: int) -> LaneCopies:
+def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> LaneCopies | None:
     """Copies of the factor's images to lanes, and of the target's from them."""
-    target, factor = placed[0].view.shape, placed[lanes.factor]
+    if not (lanes.moves(0) or lanes.moves(lanes.factor)):
+        return None
+    factor, target = placed[lanes.factor], placed[0].view.shape
+    pads, shape = factor.pads, factor.view.shape
+    images = Images(factor.view, _image(factor.view, lanes), pads[: -lanes.axes])
+    number = math.prod(size + sum(pad) for size, pad in zip(shape[: -lanes.axes], pads, strict=False))
+    elements = math.prod(lanes.read) * count
+    if lanes.points:
+        tiles = lanes.block[1] // lanes.tile[1]
+        sizes = (*images.size, 0, 0, lanes.points, 0, tiles, count, 1, lanes.tile[1])
+        into = Move(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
+        return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0))
+    before = [0] * (2 - lanes.axes) + [pad[0] for pad in pads[-lanes.axes :]]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
-    before = [0] * (2 - lanes.axes) + [pad[0] for pad in factor.pads[-lanes.axes :]]
-    grid = lanes.grid[1], math.prod(lanes.grid)
-    rooms = [
-        ((lanes.grid[0] - 1) * step[0] + size[0], (lanes.grid[1] - 1) * step[1] + size[1] + count)
-        for step, size in ((steps, lanes.read), (lanes.block, lanes.block))
-    ]
-    into = [*_image(factor.view.shape, lanes), *before, *steps, *grid, *lanes.read]
-    out = [*_image(target, lanes), 0, 0, 0, 0, *grid, *lanes.block]
-    inside = (*target[: -lanes.axes], *lanes.block, count)
+    grid, rooms = (lanes.grid[1], math.prod(lanes.grid)), []
+    for step, size in ((steps, lanes.read), (lanes.block, lanes.block)):
+        rooms.append([(n - 1) * d + s for n, d, s in zip(lanes.grid, step, size, strict=True)])
+        rooms[-1][1] += count
+    into = Move(
+        nest_c.mover("pack", real), number, elements, (*images.size, *before, *steps, *grid, *lanes.read), (*rooms[0],)
+    )
+    out = _image(placed[0].view, lanes)
+    outputs, inside = math.prod(target[: -lanes.axes]), math.prod(lanes.block) * count
+    back = Move(
+        nest_c.mover("unpack", real), outputs, inside, (*out, 0, 0, *lanes.block, *grid, *lanes.block), (*rooms[1],)
+    )
+    # Squares of `count` vectors are read, also at the end of the last image.
     return LaneCopies(
-        lanes.factor, lanes.axes, inside, (math.prod(lanes.read) * count, into, rooms[0]), (out, rooms[1])
+        lanes.factor, images, into, back, (_aligned(number * elements), _aligned(outputs * inside + count * count))
     )
 
 
-def _image(shape: Sequence[int], lanes: Lanes) -> tuple[int, int]:
-    """(rows, columns) of the images that make up an array."""
-    return (1 if lanes.axes == 1 else shape[-2]), shape[-1]
+def _image(view: View, lanes: Lanes) -> tuple[int, int]:
+    """(rows, columns) of the images that make up an operand: a joined axis may be both."""
+    whole = math.prod(view.shape[-lanes.axes :])
+    rows, columns = [1, *view.pieces][-2:]
+    return (rows, columns) if rows * columns == whole else (1, whole)
+
+
+def _aligned(elements: int) -> int:
+    """At least so many elements, whole cache lines."""
+    return -(-elements // 16) * 16
 
 
 @cached_per_tensor
@@ -264,13 +348,13 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
     return Prepared(
         nest,
-        nest_c.library(nest_c.source(nest)),
+        nest_c.function(nest_c.library(nest_c.source(nest)), "run"),
         tuple(placed),
-        None if lanes is None or not lanes.copied else _moves(lanes, placed, count),
+        None if lanes is None else _moves(lanes, placed, real, count),
         torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1, device="cpu")),
         targets,
         tuple(0 if isinstance(o, Tensor) else o for o in offsets[1:]),
-        tuple(o[order].int() if isinstance(o, Tensor) else None for o in offsets[1:]),
+        tuple(_with_room(o[order]) if isinstance(o, Tensor) else None for o in offsets[1:]),
         len(targets) * math.prod(size for name, size in form.extents if name not in form.reduced)
         == math.prod(form.views[0].shape),
         math.prod(extent for extent, *_ in outer),
@@ -282,6 +366,11 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
 def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
     """The entries' part of an axis; entries whose window is outside the operand everywhere are not kept."""
     return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
+
+
+def _with_room(offsets: Tensor) -> Tensor:
+    """int32 offsets, followed by those that are read ahead."""
+    return functional.pad(offsets, (0, nest_c.AHEAD)).int()
 
 
 def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
@@ -309,7 +398,7 @@ def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int
 def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int) -> Placed:
     sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
     inner = 1
-    if lanes is not None and number in (0, lanes.factor):
+    if lanes is not None and lanes.moves(number):
         # [..., y, x, lane]
         sizes[-lanes.axes :] = (lanes.read if number else lanes.block)[-lanes.axes :]
         inner = count
@@ -364,16 +453,23 @@ def _vector_index(form: Form, placed: Sequence[Placed]) -> str:
 
 def _image_tiles(placed: Sequence[Placed], lanes: Lanes, count: int) -> tuple[list[tuple[int, ...]], list[Loop]]:
     """(offsets of a tile's outputs in each operand, loops over the tiles of a block)."""
-    strides = []
-    for n, place in enumerate(placed):
-        steps = (1, 1) if n == 0 else lanes.steps
-        rows = [0, *place.strides][-2] if lanes.axes == 2 else 0
-        inside = n in (0, lanes.factor)
-        strides.append((steps[0] * rows, steps[1] * count) if inside else (0, 0))
     height, width = lanes.tile
-    offsets = [tuple(y * sy + x * sx for y in range(height) for x in range(width)) for sy, sx in strides]
+    offsets, strides = [], []
+    for n, place in enumerate(placed):
+        if lanes.moves(n):
+            down, right = (1, 1) if n == 0 else lanes.steps
+            rows = [0, *place.strides][-2] * down if lanes.axes == 2 else 0
+            found, moved = (rows, right * count), (height * rows, width * right * count)
+        else:
+            # Neighbours in place, or the same for all lanes.
+            found, moved = (0, count), (0, lanes.points)
+        if n not in (0, lanes.factor):
+            found = moved = 0, 0
+        last = lanes.points - count if lanes.points and not lanes.moves(n) else math.inf
+        offsets.append(tuple(int(min(y * found[0] + x * found[1], last)) for y in range(height) for x in range(width)))
+        strides.append(moved)
     numbers = [b // t for b, t in zip(lanes.block, lanes.tile, strict=True)]
-    loops = [(n, *(t * s[axis] for s in strides)) for axis, (n, t) in enumerate(zip(numbers, lanes.tile, strict=True))]
+    loops = [(n, *(s[axis] for s in strides)) for axis, n in enumerate(numbers)]
     return offsets, [loop for loop in loops if loop[0] > 1]
 
 
@@ -394,9 +490,14 @@ def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, 
         bare = view.axes[-1].bare is not None
         image = Image(_two(sizes, 1), _two(steps, 1), _two(spans, 0), bare)
         lanes = _grid(found[0], image, count)
-        copied = (math.prod(view.shape) + math.prod(target.shape)) * lanes.copied
         fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
-        if fits and math.prod(sizes) >= count and entries * math.prod(extents.values()) >= _PAYS * copied:
+        if not fits or math.prod(sizes) < count:
+            continue
+        reused = entries * math.prod(extents.values()) // math.prod(view.shape)
+        if lanes.points:
+            # Aligned vectors are read in place; parts of an operand are copied anyway.
+            return lanes._replace(copied=any(view.slices) or (sizes[0] % count > 0 and reused >= _PAYS))
+        if reused >= _PAYS * (1 + math.prod(target.shape) / math.prod(view.shape)):
             return lanes
     return None
 
@@ -433,17 +534,17 @@ def _grid(factor: int, image: Image, count: int) -> Lanes:
     """The grid of blocks that needs the fewest operations, then the one that reads least."""
     sizes, steps, spans, bare = image
     flat, best = sizes[0] == 1, dict[tuple[int, int], Lanes]()
+    if flat and bare and (tiles := _neighbours(sizes[1], count)) is not None:
+        best[tiles[0] * (tiles[1] + 1), 0] = _in_line(factor, sizes[1], tiles, count)
     for across in range(1, count + 1):
         grid = (1, count) if flat else (min(sizes[0], count // across), min(sizes[1], across))
         block = [-(-n // g) for n, g in zip(sizes, grid, strict=True)]
-        whole = flat and bare and not sizes[1] % count
-        width = _tile_length(block[1], _TILE, whole)
+        width = _tile_length(block[1], _TILE)
         tile = _tile_length(block[0], _TILE // width), width
         numbers = [-(-b // t) for b, t in zip(block, tile, strict=True)]
         rows, columns = (n * t for n, t in zip(numbers, tile, strict=True))
         read, window = (_reach(outputs, steps, spans) for outputs in ((rows, columns), tile))
-        copied = not (whole and columns * count == sizes[1])
-        found = Lanes(factor, 1 if flat else 2, grid, (rows, columns), tile, steps, read, window, copied)
+        found = Lanes(factor, 1 if flat else 2, grid, (rows, columns), tile, steps, read, window)
         best.setdefault((math.prod(numbers) * (math.prod(tile) + 1), math.prod(window)), found)
     return best[min(best)]
 
@@ -454,12 +555,22 @@ def _reach(outputs: Sequence[int], steps: Sequence[int], spans: Sequence[int]) -
     return rows, columns
 
 
-def _tile_length(points: int, most: int, whole: bool = False) -> int:
-    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output. whole: tiles that
-    divide the axis are preferred, if they are not short."""
-    lengths = range(1, min(points, most) + 1)
-    dividing = [t for t in lengths if points % t == 0 and 2 * t >= len(lengths)]
-    return min(whole and dividing or lengths, key=lambda t: -(-points // t) * (t + 1))
+def _tile_length(points: int, most: int) -> int:
+    """Outputs of a tile along an axis of `points`: a tile takes about as long as one more output."""
+    return min(range(1, min(points, most) + 1), key=lambda t: -(-points // t) * (t + 1))
+
+
+def _neighbours(length: int, count: int) -> tuple[int, int] | None:
+    """(equal tiles, vectors of a tile) of an axis, the last vector of a tile overlapping the one before; None if its
+    length has no such divisor."""
+    equal = [(n, -(-length // n // count)) for n in range(1, length // count + 1) if length % n == 0]
+    return min((each for each in equal if each[1] <= _TILE), key=lambda e: e[0] * (e[1] + 1), default=None)
+
+
+def _in_line(factor: int, length: int, tiles: tuple[int, int], count: int) -> Lanes:
+    number, vectors = tiles
+    block = 1, number * vectors
+    return Lanes(factor, 1, (1, count), block, (1, vectors), (1, 1), block, (1, vectors), False, length // number)
 
 
 def _blocks(

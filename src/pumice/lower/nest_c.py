@@ -15,20 +15,20 @@ outer loop, and (extent, stride in each factor) of each inner one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from pumice.runtime.launch import integers
-from pumice.runtime.native import Compiler, NativeUnavailableError, call, compiler
+from pumice.runtime.native import Compiler, NativeUnavailableError, compiler
 
 HEADER = 10  # Integers before the factors'
-_CPU = torch.device("cpu")
+AHEAD = 1  # Offsets are read so many entries ahead: arrays of offsets have as many more
 
 
 class FactorAccess(NamedTuple):
@@ -97,6 +97,7 @@ void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, wo
 _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z, real *t, {arguments}, const i64 *at,
     int first) {{
     {declare}
+    {ahead}
     for (i64 e = at[0]; e < at[1]; e++) {{
         {entry}
         {loops}
@@ -191,18 +192,24 @@ def _products(nest: Nest, count: int, kind: str) -> tuple[list[str], list[str]]:
 
 
 def _frame(nest: Nest) -> dict[str, str]:
-    """Arguments, entry pointers and inner loops, which all tiles share."""
+    """Arguments, entry pointers and inner loops, which all tiles share. Offsets are read AHEAD entries before their
+    use: a load that waits for its address holds up those behind it."""
     each = range(len(nest.factors))
-    at = {"": "", "order": " + e"}
-    entry = [
-        f"const real *p{n} = f{n}{at.get(f.entries, f' + ((const int *)z[{_factor(n) + 1}])[e]')};"
-        for n, f in enumerate(nest.factors)
-    ]
+    ahead, entry = [], []
+    for n, f in enumerate(nest.factors):
+        if f.entries != "offset":
+            entry.append(f"const real *p{n} = f{n}{' + e' if f.entries else ''};")
+            continue
+        at = f"f{n} + ((const int *)z[{_factor(n) + 1}])"
+        ahead += [f"const real *n{n}_{k} = {at}[at[0] + {k}];" for k in range(AHEAD)]
+        moves = "".join(f" n{n}_{k} = n{n}_{k + 1};" for k in range(AHEAD - 1))
+        entry.append(f"const real *p{n} = n{n}_0;{moves} n{n}_{AHEAD - 1} = {at}[e + {AHEAD}];")
     slots = [_loop(nest, nest.outer + k) for k in range(nest.inner)]
     loops = "".join(f"for (i64 i{k} = 0; i{k} < z[{at}]; i{k}++) " for k, at in enumerate(slots))
     steps = ["".join(f" + i{k} * z[{at + 1 + n}]" for k, at in enumerate(slots)) for n in each]
     return {
         "arguments": ", ".join(f"const real *f{n}" for n in each),
+        "ahead": " ".join(ahead),
         "entry": " ".join(entry),
         "loops": loops + "{ " + " ".join(f"const real *q{n} = p{n}{steps[n]};" for n in each) + " ",
     }
@@ -212,6 +219,7 @@ _SUM = """static inline __attribute__((always_inline)) void tile(const i64 *z, r
     int first) {{
     real total = first ? 0 : *t;
     {declare}
+    {ahead}
     for (i64 e = at[0]; e < at[1]; e++) {{
         {entry}
         {loops}
@@ -252,78 +260,142 @@ def _summing(nest: Nest, widths: list[int]) -> tuple[list[str], str]:
     return [text], f"tile(z, y, {', '.join(f'f{n}' for n in range(len(nest.factors)))}, at, !b);"
 
 
-_BLOCKS = """
+_MOVES = """
 #define V {lanes}
 typedef v{lanes} v;
-static inline __attribute__((always_inline)) void transpose(v *r) {{
-    {stages}
+/* Rows of V values at from + at[k] into columns r[k]. */
+static inline __attribute__((always_inline)) void transpose(v *r, const real *from, const i64 *at) {{
+    {transpose}
 }}
-static inline __attribute__((always_inline)) void copy(real *to, const real *from, i64 n) {{
+/* n values, the first at `from`, `step` apart. */
+static inline __attribute__((always_inline)) void take(real *to, const real *from, i64 n, i64 step) {{
     i64 k = 0;
-    for (; k + V <= n; k += V) *(v *)(to + k) = *(const v *)(from + k);
-    {rest}
+    if (step == 1) {{
+        for (; k + V <= n; k += V) *(v *)(to + k) = *(const v *)(from + k);
+        {rest}
+    }} else if (step == 2) for (; n >= V && k < n; k += V) {{
+        k = k + V <= n ? k : n - V;
+        const v a = *(const v *)(from + 2 * k), b = *(const v *)(from + 2 * k + V - 1);
+        *(v *)(to + k) = __builtin_shufflevector(a, b, {even});
+    }}
+    for (; k < n; k++) to[k] = from[k * step];
 }}
 /* P[a, y, x, lane] = X[a, y + step_y * (lane / gx) - pad_y, x + step_x * (lane % gx) - pad_x], zero outside */
-static void pack_one(const i64 *z, const real *from, real *to, real *s) {{
-    const i64 H = z[5], W = z[6], py = z[7], px = z[8], sy = z[9], sx = z[10], gx = z[11], lanes = z[12], SH = z[13],
-        SW = z[14], hs = z[15], ws = z[16];
+static void pack_one(const i64 *z, const i64 *at, const real *from, real *to, real *s) {{
+    const i64 H = z[5], W = z[6], py = z[7], px = z[8], SH = z[13], SW = z[14], hs = z[15], ws = z[16];
     const i64 rows = H < hs - py ? H : hs - py, columns = W < ws - px ? W : ws - px;
-    for (i64 y = 0; y < rows; y++) copy(s + (y + py) * ws + px, from + y * W, columns);
+    for (i64 y = 0; y < rows; y++) take(s + (y + py) * ws + px, from + y * z[20], columns, z[21]);
     for (i64 y = 0; y < SH; y++) for (i64 x = 0; x < SW; x += V) {{
         v r[V];
-        for (int l = 0; l < V; l++) {{
-            const i64 m = l < lanes ? l : 0;
-            r[l] = *(const v *)(s + (m / gx * sy + y) * ws + m % gx * sx + x);
-        }}
-        transpose(r);
+        transpose(r, s + y * ws + x, at);
         real *d = to + (y * SW + x) * V;
-        if (x + V <= SW) for (int k = 0; k < V; k++) *(v *)(d + k * V) = r[k];
+        if (x + V <= SW) {{ {whole} }}
         else for (int k = 0; k < SW - x; k++) *(v *)(d + k * V) = r[k];
     }}
 }}
 /* T[a, y + bh * (lane / gx), x + bw * (lane % gx)] = B[a, y, x, lane] */
-static void unpack_one(const i64 *z, const real *from, real *to, real *s) {{
-    const i64 H = z[5], W = z[6], gx = z[11], lanes = z[12], bh = z[13], bw = z[14], ws = z[16];
+static void unpack_one(const i64 *z, const i64 *at, const real *from, real *to, real *s) {{
+    const i64 H = z[5], W = z[6], lanes = z[12], bh = z[13], bw = z[14], ws = z[16];
+    static const i64 rows[V] = {{ {rows} }};
     for (i64 y = 0; y < bh; y++) for (i64 x = (bw - 1) / V * V; x >= 0; x -= V) {{
         v r[V];
-        const real *f = from + (y * bw + x) * V;
-        for (int k = 0; k < V; k++) r[k] = *(const v *)(f + (x + k < bw ? k : 0) * V);
-        transpose(r);
+        transpose(r, from + (y * bw + x) * V, rows);
         /* Columns past the block are overwritten by the next one, whose first columns come last. */
-        for (int l = 0; l < lanes; l++) *(v *)(s + (l / gx * bh + y) * ws + l % gx * bw + x) = r[l];
+        for (int l = 0; l < lanes; l++) *(v *)(s + at[l] + y * ws + x) = r[l];
     }}
-    for (i64 y = 0; y < H; y++) copy(to + y * W, s + y * ws, W);
+    for (i64 y = 0; y < H; y++) take(to + y * W, s + y * ws, W, 1);
 }}
-static void move(void *data, void (*one)(const i64 *, const real *, real *, real *)) {{
-    i64 *z = data;
-    real *s = (real *)z[17] + __atomic_fetch_add(z + 2, 1, __ATOMIC_RELAXED) * z[15] * z[16];
+/* P[a, i, k, lane] = X[a, i * L + min(k * V, L - V) + lane] of flat images: T vectors of a tile of L points */
+static void copy_one(const i64 *z, const i64 *at, const real *from, real *to, real *s) {{
+    const i64 H = z[5], W = z[6], L = z[9], n = z[11], T = z[14], whole = L == T * V;
+    const int flat = z[21] == 1 && (H == 1 || z[20] == W);
+    real *d = whole ? to : s;
+    if (!flat) for (i64 y = 0; y < H; y++) take(d + y * W, from + y * z[20], W, z[21]);
+    else if (whole) take(d, from, H * W, 1);
+    const real *f = flat ? from : s;
+    if (!whole) for (i64 i = 0; i < n; i++, f += L, to += T * V) {{
+        for (i64 k = 0; k + 1 < T; k++) *(v *)(to + k * V) = *(const v *)(f + k * V);
+        *(v *)(to + (T - 1) * V) = *(const v *)(f + L - V);
+    }}
+}}
+static inline __attribute__((always_inline)) void move(
+    void *data, void (*one)(const i64 *, const i64 *, const real *, real *, real *)) {{
+    i64 *z = data, at[V];
+    const i64 room = z[15] * z[16];
+    real *s = (real *)z[17] + __atomic_fetch_add(z + 2, 1, __ATOMIC_RELAXED) * room;
+    for (i64 k = 0; k < room; k++) s[k] = 0;
+    for (int l = 0; l < V; l++) {{
+        const i64 m = l < z[12] ? l : 0;
+        at[l] = m / z[11] * z[9] * z[16] + m % z[11] * z[10];
+    }}
     for (;;) {{
         const i64 a = __atomic_fetch_add(z, 1, __ATOMIC_RELAXED);
         if (a >= z[1]) return;
-        one(z, (const real *)z[3] + a * z[18], (real *)z[4] + a * z[19], s);
+        one(z, at, (const real *)z[3] + a * z[18], (real *)z[4] + a * z[19], s);
     }}
 }}
-static void move_in(void *data) {{ move(data, pack_one); }}
-static void move_out(void *data) {{ move(data, unpack_one); }}
-void pack(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_in); }}
-void unpack(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_out); }}
 """
+_MOVE = """static void move_{name}(void *data) {{ move(data, {name}_one); }}
+void {name}(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_{name}); }}
+"""
+MOVE = 22  # Integers of a function that moves images
 
 
-def blocks_source(real: str, lanes: int) -> str:
-    """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image."""
-    size, stages = 4 if real == "float" else 8, []
-    for d in (1 << n for n in range(lanes.bit_length() - 1)):
-        low = [k if k % (2 * d) < d else k - d + lanes for k in range(lanes)]
-        high = [k + d if k % (2 * d) < d else k + lanes for k in range(lanes)]
-        for i in (k for k in range(lanes) if k % (2 * d) < d):
-            a, b = (f"__builtin_shufflevector(r[{i}], r[{i + d}], {', '.join(map(str, m))})" for m in (low, high))
-            stages.append(f"{{ const v a = {a}, b = {b}; r[{i}] = a; r[{i + d}] = b; }}")
+def moves_source(real: str, lanes: int) -> str:
+    """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image, and of `copy` from rows
+    to tiles of vectors. Their integers: the next image, number of images, the next thread; addresses of source and
+    target; rows, columns, padding and steps along y and x, columns of the grid, lanes in use, rows and columns of a
+    block (`copy`: points of a tile as the step along y, tiles as columns of the grid, vectors of a tile as columns of a
+    block); room of an image with its padding (rows, columns); address of that room for each thread; elements from an
+    image to the next in source and target; strides of rows and columns in the source."""
+    size = 4 if real == "float" else 8
     widths = [lanes >> n for n in range(lanes.bit_length() - 1)]
     head = _HEAD.format(real=real) + "".join(_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths)
     rest = [f"if (n & {w}) {{ *(v{w} *)(to + k) = *(const v{w} *)(from + k); k += {w}; }}" for w in widths[1:]]
-    rest.append("if (n & 1) to[k] = from[k];")
-    return head + _BLOCKS.format(lanes=lanes, stages="\n    ".join(stages), rest="\n    ".join(rest))
+    half = lanes // 2
+    text = _MOVES.format(
+        lanes=lanes,
+        transpose="\n    ".join(_transpose(lanes, min(lanes, 16 // size))),
+        rest="\n        ".join(rest),
+        even=", ".join(str(2 * k if k < half else 2 * k + 1) for k in range(lanes)),
+        whole=" ".join(f"*(v *)(d + {k * lanes}) = r[{k}];" for k in range(lanes)),
+        rows=", ".join(str(k * lanes) for k in range(lanes)),
+    )
+    return head + text + "".join(_MOVE.format(name=name) for name in ("pack", "unpack", "copy"))
+
+
+def _transpose(lanes: int, short: int) -> list[str]:
+    """Statements that transpose a square: exchanges of parts of at least `short` values, the largest while loading,
+    then interleaving within such parts, which processors do in one instruction."""
+    lines, half = [], lanes // 2
+    if half < short:
+        lines += [f"r[{k}] = *(const v *)(from + at[{k}]);" for k in range(lanes)]
+    else:
+        joined = ", ".join(map(str, range(lanes)))
+        for k, past in product(range(half), (0, half)):
+            parts = ", ".join(f"*(const v{half} *)(from + at[{k + n}] + {past})" for n in (0, half))
+            lines.append(f"r[{k + past}] = __builtin_shufflevector({parts}, {joined});")
+    distance = half // 2
+    while distance >= short:
+        low = [k if not k & distance else k - distance + lanes for k in range(lanes)]
+        for k in (k for k in range(lanes) if not k & distance):
+            lines.append(_exchanged((k, k + distance), (low, [n + distance for n in low]), (k, k + distance)))
+        distance //= 2
+    low = [k // short * short + k % short // 2 + k % 2 * lanes for k in range(lanes)]
+    masks = low, [n + short // 2 for n in low]
+    for _ in range(short.bit_length() - 1):
+        lines.append("{ v t[V]; " + " ".join(f"t[{k}] = r[{k}];" for k in range(lanes)))
+        for first, k in product(range(0, lanes, short), range(short // 2)):
+            pair, into = (first + k, first + k + short // 2), (first + 2 * k, first + 2 * k + 1)
+            lines.append(_exchanged(pair, masks, into).replace("(r[", "(t[").replace(", r[", ", t["))
+        lines.append("}")
+    return lines
+
+
+def _exchanged(pair: tuple[int, int], masks: Sequence[Sequence[int]], into: tuple[int, int]) -> str:
+    """Two rows r[into] of a pair's values, picked by two masks."""
+    a, b = (f"__builtin_shufflevector(r[{pair[0]}], r[{pair[1]}], {', '.join(map(str, m))})" for m in masks)
+    return f"{{ const v a = {a}, b = {b}; r[{into[0]}] = a; r[{into[1]}] = b; }}"
 
 
 def lanes_of(dtype: torch.dtype) -> tuple[str, int]:
@@ -357,19 +429,21 @@ def unavailable() -> str | None:
 
 @lru_cache(maxsize=2)
 def _moves(dtype: torch.dtype) -> CDLL:
-    return library(blocks_source(*lanes_of(dtype)))
+    return library(moves_source(*lanes_of(dtype)))
 
 
-def run(kernels: CDLL, name: str, numbers: Sequence[int]) -> None:
-    """Call a function of an array of integers."""
-    call(kernels, name, (integers(numbers, _CPU),), ())
+@lru_cache(maxsize=8)
+def mover(name: str, real: str) -> Kernel:
+    """`pack`, `unpack` or `copy` of moves_source."""
+    return function(_moves(torch.float32 if real == "float" else torch.float64), name)
 
 
-def move(name: str, arrays: tuple[Tensor, Tensor], images: int, sizes: Sequence[int], room: tuple[int, int]) -> None:
-    """Call `pack` or `unpack` from an array of images to another. sizes: rows, columns, padding and steps along y and
-    x, columns of the grid, lanes in use, rows and columns of a block; room: of an image with its padding."""
-    source, target = arrays
-    scratch = source.new_zeros(torch.get_num_threads(), *room)
-    addresses = (t.data_ptr() for t in (source, target))
-    each = (t.numel() // images for t in (source, target))
-    run(_moves(source.dtype), name, [0, images, 0, *addresses, *sizes, *room, scratch.data_ptr(), *each])
+Kernel = Callable[[int, int, int], None]
+"""A C function of (parallel_region(), threads, address of its integers)."""
+
+
+def function(kernels: CDLL, name: str) -> Kernel:
+    """A function of a library."""
+    found = kernels[name]
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p), None
+    return found

@@ -46,19 +46,20 @@ class NestAxis(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; shape: of
-    the view, whose axes may join several of the operand's."""
+    """An access and how its operand is viewed. slices: (start, count, step) of the operand's axes, or None; pieces:
+    shape of that part; shape: of the view, whose axes may join several of the operand's."""
 
     name: str
     axes: tuple[NestAxis, ...]
     slices: tuple[tuple[int, int, int] | None, ...]
+    pieces: tuple[int, ...]
     shape: tuple[int, ...]
 
-    def of(self, x: Tensor) -> Tensor:
-        """The operand's view; a copy if its axes cannot be joined otherwise."""
-        if any(self.slices):
-            x = x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
-        return x if x.shape == self.shape else x.reshape(self.shape)
+    def cut(self, x: Tensor) -> Tensor:
+        """The operand's part that is read, before axes are joined."""
+        if self.slices == (None,) * len(self.slices):
+            return x
+        return x[tuple(slice(None) if s is None else slice(s[0], s[0] + s[1] * s[2], s[2]) for s in self.slices)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ def _view(access: Access, shape: Sequence[int], axes: Sequence[NestAxis], extent
     seen = tuple(
         a if s is None else NestAxis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True)
     )
-    return View(access.name, seen, slices, sizes)
+    return View(access.name, seen, slices, sizes, sizes)
 
 
 def _slice(axis: NestAxis, size: int, extents: Mapping[str, int]) -> tuple[int, int, int] | None:
