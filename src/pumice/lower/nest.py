@@ -63,10 +63,18 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
         result = torch.zeros(bound.shape, dtype=wide, device="cpu")
     else:
         result = ready.run([operands[view.name].to(wide) for view in form.views[1:]])
+        if form.reduction == "mean":
+            result /= ready.counts.clamp(min=1)
     if (coefficient := statement.terms[0].coefficient) != 1:
         result *= coefficient
-    result = result.view(bound.shape).to(dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+    if not statement.accumulate:
+        return result.view(bound.shape).to(dtype)
+    old = operands[statement.target.name].to(dtype)
+    if form.reduction == "sum" or ready is None:
+        return old + result.view(bound.shape).to(dtype)
+    join = torch.maximum if form.reduction == "max" else torch.minimum
+    old = old.reshape(result.shape)
+    return torch.where(ready.counts > 0, join(result.to(dtype), old), old).view(bound.shape)
 
 
 def source_of(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> str:
@@ -200,7 +208,8 @@ class LaneCopies(NamedTuple):
 class Prepared:
     """A nest with its sizes and offsets. begins, offsets: of each factor, by constants and by entry (None: none);
     whole: all results are written; outer: points of the outer loops; loops: integers of the outer and inner loops.
-    A factor that has one value per entry is put in their order."""
+    counts: values that are reduced into each result, unless they are summed. A factor that has one value per entry is
+    put in their order."""
 
     nest: Nest
     kernel: nest_c.Kernel
@@ -214,6 +223,7 @@ class Prepared:
     outer: int
     length: int
     loops: tuple[int, ...]
+    counts: Tensor
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
         """The target, of the shape of its view. factors: the whole operands."""
@@ -360,7 +370,21 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
         math.prod(extent for extent, *_ in outer),
         length,
         tuple(number for loop in (*outer, *inner) for number in loop),
+        _counts(form, values[0], len(kept)),
     )
+
+
+def _counts(form: Form, values: Sequence[Tensor | None], entries: int) -> Tensor:
+    """The number of values that are reduced into each result, of length 1 along its dense axes; empty for sums.
+    values: of the target's axes."""
+    if form.reduction == "sum":
+        return torch.empty(0, device="cpu")
+    shape = [1 if v is None else size for v, size in zip(values, form.views[0].shape, strict=True)]
+    place = torch.zeros((), dtype=torch.int64, device="cpu")
+    for value, size in zip(values, shape, strict=True):
+        place = place * size + (0 if value is None else value)
+    each = math.prod(size for name, size in form.extents if name in form.reduced)
+    return each * torch.bincount(place.expand(entries), minlength=math.prod(shape)).view(shape)
 
 
 def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
@@ -435,8 +459,9 @@ def _roles(
     factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
     sums = lanes is None and not along[0] and length > 1
     target = offsets[0] if not sums else (0,) * len(offsets[0])
+    reduction = "sum" if form.reduction == "mean" else form.reduction
     return (
-        Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums),
+        Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums, reduction),
         outer,
         inner,
         length,
