@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ from pumice.runtime.native import l1_bytes, parallel_region
 
 _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
-_PAYS = 8  # Multiply-adds per copied value from which copying an image to lanes pays
+_PAYS = 2  # Multiply-adds per copied value from which copying an image to lanes pays
+_ALIGNS = 8  # Multiply-adds per value from which a copy that aligns vectors pays
 _TASKS = 8  # Tasks per thread
 _WIDE = 64  # Points of a vector index from which its length no longer matters
 
@@ -148,21 +149,47 @@ class Placed(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A C function that moves images to or from lanes. elements: of an image in lanes; sizes, room: see
-    nest_c.moves_source."""
+    """A C function that moves images to or from lanes. kernel: its address; elements: of an image in lanes; sizes,
+    room: see nest_c.moves_source."""
 
-    kernel: nest_c.Kernel
+    kernel: int
     images: int
     elements: int
     sizes: tuple[int, ...]
     room: tuple[int, int]
 
-    def run(self, threads: int, places: Sequence[int], *strides: int) -> None:
-        """places: addresses of source, target and room. strides: from an image to the next in source and target, of
-        rows and of columns in the source."""
-        *ends, room = places
-        numbers = array("q", (0, self.images, 0, *ends, *self.sizes, *self.room, room, *strides))
-        self.kernel(parallel_region(), threads, numbers.buffer_info()[0])
+    def step(self, *strides: int) -> Step:
+        """strides: from an image to the next in source and target, of rows and of columns in the source."""
+        return self.kernel, (0, self.images, 0, 0, 0, *self.sizes, *self.room, 0, *strides)
+
+
+Step = tuple[int, Sequence[int]]
+"""Address of a C function, and its integers."""
+
+
+class Program(NamedTuple):
+    """A call as the integers of nest_c.sequence. patches: (place, number of an address, bytes past it) of those that
+    every call sets. Addresses are those of the target, of memory and of the factors."""
+
+    numbers: array[int]
+    patches: Sequence[tuple[int, int, int]]
+
+    @staticmethod
+    def of(steps: Sequence[tuple[Step, Sequence[tuple[int, int, int]]]]) -> Program:
+        """steps: each with its patches."""
+        numbers, patches, heads = list[int](), list[tuple[int, int, int]](), 2 * len(steps) + 1
+        for (_, integers), own in steps:
+            patches += [(heads + len(numbers) + place, *rest) for place, *rest in own]
+            numbers += integers
+        starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
+        calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
+        return Program(array("q", (*calls, 0, *numbers)), patches)
+
+    def run(self, threads: int, addresses: Sequence[int]) -> None:
+        numbers = self.numbers[:]
+        for place, which, past in self.patches:
+            numbers[place] = addresses[which] + past
+        nest_c.sequence()(parallel_region(), threads, numbers.buffer_info()[0])
 
 
 class Images:
@@ -187,32 +214,30 @@ class Images:
 
 
 class LaneCopies(NamedTuple):
-    """Copies of images to lanes, with their padding, and back; None: in place. factor: the one that is copied, whose
+    """Copies of images to lanes, with their padding, and back; out: None if the target is in place. factor: the one that is copied, whose
     images are `images`; parts: elements of that factor and of the target in lanes, with room between them."""
 
     factor: int
     images: Images
-    into: Move | None
+    into: Move
     out: Move | None
     parts: tuple[int, int]
 
-    def memory(self, like: Tensor, threads: int, zero: bool) -> tuple[Tensor, list[int]]:
-        """(memory, addresses of its parts and of the room of threads)."""
-        room = max(math.prod(move.room) for move in (self.into, self.out) if move is not None)
-        made = (like.new_zeros if zero else like.new_empty)(sum(self.parts) + threads * room)
-        first, size = made.data_ptr(), made.element_size()
-        return made, [first, first + size * self.parts[0], first + size * sum(self.parts)]
+    @property
+    def room(self) -> int:
+        """Elements that a thread needs besides."""
+        return max(math.prod(move.room) for move in (self.into, self.out) if move is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A nest with its sizes and offsets. begins, offsets: of each factor, by constants and by entry (None: none);
     whole: all results are written; outer: points of the outer loops; loops: integers of the outer and inner loops.
-    counts: values that are reduced into each result, unless they are summed. A factor that has one value per entry is
-    put in their order."""
+    A factor that has one value per entry is put in their order. counts: values reduced into each result, unless summed;
+    kernel: address of the C function; programs: by threads and layout of the copied factor."""
 
     nest: Nest
-    kernel: nest_c.Kernel
+    kernel: int
     placed: tuple[Placed, ...]
     moves: LaneCopies | None
     starts: Tensor
@@ -224,34 +249,45 @@ class Prepared:
     length: int
     loops: tuple[int, ...]
     counts: Tensor
+    programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
         """The target, of the shape of its view. factors: the whole operands."""
-        shape, moves, threads = self.placed[0].view.shape, self.moves, torch.get_num_threads()
+        return self.run_placed([self.place(n, x) for n, x in enumerate(factors, 1)])
+
+    def run_placed(self, factors: Sequence[InMemory]) -> Tensor:
+        """As `run`, of factors that `place` gave."""
+        threads, like, moves = torch.get_num_threads(), factors[0][0], self.moves
         outside = moves is not None and moves.out is not None
-        out = (factors[0].new_empty if self.whole or outside else factors[0].new_zeros)(shape)
-        memory, places = (None, []) if moves is None else moves.memory(out, threads, outside and not self.whole)
-        result = places[1] if outside else out.data_ptr()
-        numbers = [*self._tasks(threads), *self._addresses, result]
-        held = [memory]
-        for n, x in enumerate(factors, 1):
-            x, address = self._in_memory(n, x, places, threads)
-            held.append(x)
-            numbers += [address + self.begins[n - 1] * out.element_size(), self._entries[n - 1]]
-        integers = array("q", (*numbers, *self.loops))
-        self.kernel(parallel_region(), threads, integers.buffer_info()[0])
-        if moves is not None and moves.out is not None:
-            images = math.prod(moves.out.sizes[:2])
-            moves.out.run(threads, (result, out.data_ptr(), places[2]), moves.out.elements, images, 0, 0)
+        make = like.new_empty if self.whole else like.new_zeros
+        out = (like.new_empty if outside else make)(self.placed[0].view.shape)
+        memory = out if moves is None else make(sum(moves.parts) + threads * moves.room)
+        key = threads, *[at for _, at in factors if at]
+        program = self.programs.get(key) or self.programs.setdefault(key, self._program(threads, key[1:]))
+        program.run(threads, [out.data_ptr(), memory.data_ptr(), *[x.data_ptr() for x, _ in factors]])
         return out
 
-    @cached_property
-    def _addresses(self) -> tuple[int, int]:
-        return self.starts.data_ptr(), self.target_offsets.data_ptr()
-
-    @cached_property
-    def _entries(self) -> list[int]:
-        return [0 if o is None else o.data_ptr() for o in self.offsets]
+    def _program(self, threads: int, images: Sequence[Sequence[int]]) -> Program:
+        """images: of the factor that is copied, see Images.of."""
+        moves, size = self.moves, 4 if self.nest.real == "float" else 8
+        begins = [(nest_c.HEADER + 2 * n, n + 2, begin * size) for n, begin in enumerate(self.begins)]
+        fixed = [*self._tasks(threads), self.starts.data_ptr(), self.target_offsets.data_ptr(), 0]
+        entries = [n for o in self.offsets for n in (0, 0 if o is None else o.data_ptr())]
+        nest = (self.kernel, (*fixed, *entries, *self.loops))
+        if moves is None:
+            return Program.of([(nest, [(nest_c.TARGET, 0, 0), *begins])])
+        inside, room = (sum(moves.parts[:n]) * size for n in (1, 2))
+        target = (0, 0) if moves.out is None else (1, inside)
+        begins = [(place, 1 if n == moves.factor + 1 else n, past) for place, n, past in begins]
+        steps = [(nest, [(nest_c.TARGET, *target), *begins])]
+        ((begin, each, *strides),) = images
+        source, *places = nest_c.MOVED
+        patches = [(source, moves.factor + 1, begin * size), *zip(places, (1, 1), (0, room), strict=True)]
+        steps.insert(0, (moves.into.step(each, moves.into.elements, *strides), patches))
+        if moves.out is not None:
+            patches = [*zip(nest_c.MOVED, (1, 0, 1), (inside, 0, room), strict=True)]
+            steps.append((moves.out.step(moves.out.elements, math.prod(moves.out.sizes[:2]), 0, 0), patches))
+        return Program.of(steps)
 
     def _tasks(self, threads: int) -> list[int]:
         segments = len(self.target_offsets)
@@ -260,20 +296,20 @@ class Prepared:
         chunks, blocks = -(-segments // each), (len(self.starts) - 1) // segments
         return [0, self.outer * chunks, chunks, segments, blocks, each, self.length]
 
-    def _in_memory(self, number: int, x: Tensor, places: Sequence[int], threads: int) -> tuple[Tensor, int]:
-        """(a factor as the nest reads it, its address)."""
+    def place(self, number: int, x: Tensor) -> InMemory:
+        """A factor as the nest reads it."""
         offsets, moves, placed = self.offsets[number - 1], self.moves, self.placed[number]
-        if moves is not None and moves.factor == number and moves.into is not None:
-            x, (begin, *strides) = moves.images.of(x)
-            source = x.data_ptr() + begin * x.element_size()
-            moves.into.run(threads, (source, places[0], places[2]), strides[0], moves.into.elements, *strides[1:])
-            return x, places[0]
-        x = placed.view.cut(x).reshape(placed.view.shape)
-        if offsets is not None and self.nest.factors[number - 1].entries == "order":
-            x = _in_order(x, offsets)
-        else:
-            x = _padded(x, placed.pads)
-        return x, x.data_ptr()
+        if moves is not None and moves.factor == number:
+            return moves.images.of(x)
+        x = placed.view.cut(x)
+        # The values of a filter stay the same tensor, by which their order is cached.
+        x = x if x.shape == placed.view.shape else x.reshape(placed.view.shape)
+        ordered = offsets is not None and self.nest.factors[number - 1].entries == "order"
+        return (_in_order(x, offsets) if ordered else _padded(x, placed.pads)), ()
+
+
+InMemory = tuple[Tensor, tuple[int, ...]]
+"""A factor, and where its images are if these are copied, see Images.of."""
 
 
 def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
@@ -358,7 +394,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, *others: Tensor) -> 
     nest = replace(nest, factors=tuple(map(_with_entries, nest.factors, form.views[1:])))
     return Prepared(
         nest,
-        nest_c.function(nest_c.library(nest_c.source(nest)), "run"),
+        nest_c.address(nest_c.library(nest_c.source(nest)), "run"),
         tuple(placed),
         None if lanes is None else _moves(lanes, placed, real, count),
         torch.searchsorted(key[order], torch.arange(blocks * len(targets) + 1, device="cpu")),
@@ -518,10 +554,10 @@ def _lanes(form: Form, values: Sequence[Sequence[Tensor | None]], entries: int, 
         fits = math.prod([*padded_sizes(view, extents)][:-axes]) * math.prod(lanes.read) * count <= MOST_ELEMENTS
         if not fits or math.prod(sizes) < count:
             continue
-        reused = entries * math.prod(extents.values()) // math.prod(view.shape)
+        reused = entries * math.prod(extents.values()) / math.prod(view.shape)
         if lanes.points:
             # Aligned vectors are read in place; parts of an operand are copied anyway.
-            return lanes._replace(copied=any(view.slices) or (sizes[0] % count > 0 and reused >= _PAYS))
+            return lanes._replace(copied=any(view.slices) or (sizes[0] % count > 0 and reused >= _ALIGNS))
         if reused >= _PAYS * (1 + math.prod(target.shape) / math.prod(view.shape)):
             return lanes
     return None

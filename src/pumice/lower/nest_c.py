@@ -27,7 +27,8 @@ import torch
 
 from pumice.runtime.native import Compiler, NativeUnavailableError, compiler
 
-HEADER = 10  # Integers before the factors'
+HEADER, TARGET = 10, 9  # Integers before the factors', and the place of the target's address
+MOVED = 3, 4, 17  # Places of the addresses of source, target and room among the integers of a move
 AHEAD = 1  # Offsets are read so many entries ahead: arrays of offsets have as many more
 
 
@@ -355,15 +356,19 @@ static inline __attribute__((always_inline)) void move(
     }}
 }}
 """
+_SEQUENCE = """void sequence(region parallel, int threads, i64 *z) {
+    for (i64 *f = z; *f; f += 2) ((void (*)(region, int, i64 *))f[0])(parallel, threads, z + f[1]);
+}
+"""
 _MOVE = """static void move_{name}(void *data) {{ move(data, {name}_one); }}
 void {name}(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_{name}); }}
 """
-MOVE = 22  # Integers of a function that moves images
 
 
 def moves_source(real: str, lanes: int) -> str:
-    """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image, and of `copy` from rows
-    to tiles of vectors. Their integers: the next image, number of images, the next thread; addresses of source and
+    """C source of `pack` and `unpack` between rows and lanes that run over blocks of an image, of `copy` from rows to
+    tiles of vectors, and of `sequence`, which calls functions: its integers are pairs of their addresses and the places
+    of their integers among its own, and 0. Integers of the others: the next image, number of images, the next thread; addresses of source and
     target; rows, columns, padding and steps along y and x, columns of the grid, lanes in use, rows and columns of a
     block (`copy`: points of a tile as the step along y, tiles as columns of the grid, vectors of a tile as columns of a
     block); room of an image with its padding (rows, columns); address of that room for each thread; elements from an
@@ -381,7 +386,7 @@ def moves_source(real: str, lanes: int) -> str:
         whole=" ".join(f"*(v *)(d + {k * lanes}) = r[{k}];" for k in range(lanes)),
         rows=", ".join(str(k * lanes) for k in range(lanes)),
     )
-    return head + text + "".join(_MOVE.format(name=name) for name in ("pack", "unpack", "copy"))
+    return head + text + "".join(_MOVE.format(name=name) for name in ("pack", "unpack", "copy")) + _SEQUENCE
 
 
 def _transpose(lanes: int, short: int) -> list[str]:
@@ -453,17 +458,19 @@ def _moves(dtype: torch.dtype) -> CDLL:
 
 
 @lru_cache(maxsize=8)
-def mover(name: str, real: str) -> Kernel:
-    """`pack`, `unpack` or `copy` of moves_source."""
-    return function(_moves(torch.float32 if real == "float" else torch.float64), name)
+def mover(name: str, real: str) -> int:
+    """Address of `pack`, `unpack` or `copy` of moves_source."""
+    return address(_moves(torch.float32 if real == "float" else torch.float64), name)
 
 
-Kernel = Callable[[int, int, int], None]
-"""A C function of (parallel_region(), threads, address of its integers)."""
+def address(kernels: CDLL, name: str) -> int:
+    """Address of a function of a library, which stays loaded."""
+    return ctypes.cast(kernels[name], ctypes.c_void_p).value or 0
 
 
-def function(kernels: CDLL, name: str) -> Kernel:
-    """A function of a library."""
-    found = kernels[name]
+@lru_cache(maxsize=1)
+def sequence() -> Callable[[int, int, int], None]:
+    """`sequence` of moves_source as a function of (parallel_region(), threads, address of its integers)."""
+    found = _moves(torch.float32)["sequence"]
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p), None
     return found
