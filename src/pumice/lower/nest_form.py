@@ -94,8 +94,10 @@ def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]],
     views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
     if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
         return "the target is written through windows"
-    if statement.reduction != "sum" and not all(_is_inside(view, extents) for view in views):
-        return f"a {statement.reduction} over windows"
+    if statement.reduction != "sum" and not (
+        _is_filled(views[0], extents) and all(_is_inside(v, extents) for v in views)
+    ):
+        return f"a {statement.reduction} over windows, or into parts of the target"
     _join(views, extents)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
@@ -113,6 +115,14 @@ def _is_inside(view: View, extents: Mapping[str, int]) -> bool:
     """True if no index reaches beyond the view: zeros that a window reads there count only in sums."""
     axes = zip(view.axes, view.shape, strict=True)
     return all(not axis.dense or (axis.bare is not None and extents[axis.bare] <= size) for axis, size in axes)
+
+
+def _is_filled(target: View, extents: Mapping[str, int]) -> bool:
+    """True if dense indices reach all of the target's axes, one each."""
+    axes = {axis.bare: size for axis, size in zip(target.axes, target.shape, strict=True) if axis.dense}
+    return len(axes) == sum(map(bool, (a.dense for a in target.axes))) and all(
+        extents[n or ""] == axes[n] for n in axes
+    )
 
 
 def padded_sizes(view: View, extents: Mapping[str, int]) -> Iterator[int]:
