@@ -9,9 +9,11 @@ of torch over the kernel offsets (reference.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from pumice.lower import native_products, reference
 from pumice.lower.native_products import PairLists
 from pumice.runtime.cache import cached_per_tensor
 
+_SEEN = 61  # Values that tell whether a weight was written
 _LISTS = 1 << 24  # Maximum number of lists: pairs of a kernel offset and a chunk of outputs
 
 
@@ -38,10 +41,38 @@ class GatherMatch:
     inner: tuple[str, ...]
     outer: tuple[str, ...]
 
-    @property
-    def weight(self) -> tuple[str, ...]:
-        """The axes of weights, [G, N, K, C]; "" is that of the index array."""
-        return (*self.group, *self.outer, "", *self.inner)
+    @cached_property
+    def orders(self) -> tuple[list[int], ...]:
+        """Axes of whole, x and y in the order [group, outer, K, inner], [rows, group, inner], [rows, group, outer]."""
+        group, inner, outer = self.group, self.inner, self.outer
+        names = (*group, *outer, None, *inner), (None, *group, *inner), (None, *group, *outer)
+        have = [[e.bare for e in access.indices] for access in (self.whole, self.x, self.y)]
+        return tuple([own.index(name) for name in order] for own, order in zip(have, names, strict=True))
+
+    @cached_property
+    def arrays(self) -> tuple[str, ...]:
+        """The index arrays of y, x and whole."""
+        return tuple(array.name for access in (self.y, self.x, self.whole) if (array := _array_of(access)))
+
+    def sizes(self, statement: Statement, operands: Mapping[str, Tensor], shape: Sequence[int]) -> Sizes:
+        """The sizes of a call. shape: of the target."""
+        accesses = zip((self.whole, self.x, self.y), self.orders, strict=True)
+        w, x, y = (
+            [(shape if a is statement.target else operands[a.name].shape)[n] for n in order] for a, order in accesses
+        )
+        at, groups = len(self.group) + len(self.outer), len(self.group)
+        return Sizes(y[0], x[0], w[at], math.prod(w[:groups]), math.prod(w[groups:at]), math.prod(w[at + 1 :]))
+
+
+class Sizes(NamedTuple):
+    """Rows of y and x, kernel offsets, groups, their output and input channels."""
+
+    rows: int
+    inputs: int
+    taps: int
+    groups: int
+    n: int
+    c: int
 
 
 def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
@@ -54,10 +85,10 @@ def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapp
     kinds = {operands[factor.name].dtype for factor in statement.terms[0].factors if isinstance(factor, Access)}
     if len(kinds) > 1 or not kinds.pop().is_floating_point:
         return "the factors do not have one floating-point dtype"
-    rows, _, volume = _extents(match, bound, operands)
-    if volume * native_products.chunks_of(rows) > _LISTS:
-        return f"{volume} kernel offsets and {rows} rows have too many lists"
-    return "a group has one channel" if bound.points((*match.inner, *match.outer)) == 1 else None
+    sizes = match.sizes(statement, operands, bound.shape)
+    if sizes.taps * native_products.chunks_of(sizes.rows) > _LISTS:
+        return f"{sizes.taps} kernel offsets and {sizes.rows} rows have too many lists"
+    return "a group has one channel" if sizes.n * sizes.c == 1 else None
 
 
 @lru_cache(maxsize=256)
@@ -106,79 +137,97 @@ def _roles(accesses: Sequence[Access]) -> GatherMatch | str:
 
 def run_gathered(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `gathered_refusal` accepts; a new tensor of `dtype`."""
-    statement = bound.statement
-    match = gather_match(statement)
-    assert isinstance(match, GatherMatch)
-    # Halves are summed in float32 anyway: for a float32 result, do not round in between.
-    factors = [a.name for a in (match.whole, match.x, match.y) if a is not statement.target]
-    wide = {name: operands[name].to(torch.promote_types(operands[name].dtype, dtype)) for name in factors}
-    if 0 in bound.shape or not all(x.numel() for x in wide.values()):
-        result = next(iter(wide.values())).new_zeros(bound.shape, dtype=dtype)
-    else:
-        result = (_gradient if match.whole is statement.target else _forward)(match, bound, {**operands, **wide})
-    result = result.to(dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+    return GatherExecutor(bound.statement, bound.shape, dtype)(operands, None)
 
 
-def _forward(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Tensor:
-    groups, n, c = (bound.points(names) for names in (match.group, match.outer, match.inner))
-    x = _arranged(operands, match.x, ("", *match.group, *match.inner)).reshape(-1, groups, c)
-    weight = _arranged(operands, match.whole, match.weight).reshape(groups, n, -1, c)
-    run, arrays, extents = _kernels(x), _index_arrays(match, operands), _extents(match, bound, operands)
+@dataclass(frozen=True)
+class GatherExecutor:
+    """A "gathered" statement as a step of a plan, for operands of any sizes. shape, dtype: of the result."""
+
+    statement: Statement
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+        match, target = gather_match(self.statement), self.statement.target
+        assert isinstance(match, GatherMatch)
+        sizes, order = match.sizes(self.statement, operands, self.shape), match.orders[2]
+        outputs, inputs, taps = (operands[name] for name in match.arrays)
+        pairs = _PairArrays(outputs, inputs, taps, sizes)
+        if 0 in sizes:
+            result = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
+        else:
+            x = self._arranged(operands, match.x, match.orders[1]).reshape(sizes.inputs, sizes.groups, sizes.c)
+            if match.y is target:
+                result = _forward(x, self._arranged(operands, match.whole, match.orders[0]), pairs)
+            else:
+                result = _gradient(x, self._arranged(operands, match.y, order), pairs)
+        order = order if match.y is target else match.orders[0]
+        result = result.reshape([self.shape[n] for n in order]).permute([*map(order.index, range(len(order)))])
+        result = result.contiguous().to(self.dtype)
+        if self.statement.accumulate:
+            result = operands[target.name] + result
+        return result if before is None else before + result
+
+    def _arranged(self, operands: Mapping[str, Tensor], access: Access, order: Sequence[int]) -> Tensor:
+        """The operand with its axes in this order, in the dtype of sums: halves are not rounded before their end."""
+        x = operands[access.name]
+        return x.to(torch.float64 if torch.float64 in (x.dtype, self.dtype) else torch.float32).permute(*order)
+
+
+class _PairArrays(NamedTuple):
+    """The index arrays of a call, and its sizes."""
+
+    outputs: Tensor
+    inputs: Tensor
+    taps: Tensor
+    sizes: Sizes
+
+    def lists(self) -> PairLists:
+        return _lists(*self[:3], self.sizes[:3])
+
+    def pairs(self) -> Pairs:
+        return _pairs(*self[:3], self.sizes[:3])
+
+
+def _forward(x: Tensor, weight: Tensor, pairs: _PairArrays) -> Tensor:
+    """y [rows, G, N]. weight: [groups, outputs, K, inputs]."""
+    rows, _, taps, groups, n, c = pairs.sizes
+    weight, run = weight.reshape(groups, n, taps, c), native_products.kernels(x.dtype)
     if run is None:
-        y = reference.forward(x.flatten(1), weight.flatten(0, 1), _pairs(*arrays, extents), extents[0], groups)
-    else:
-        weight = native_products.packed(run, weight)
-        y = native_products.products(run, x, weight, n, _lists(*arrays, extents), extents[0])
-    return _restored(y, ("", *match.group, *match.outer), bound)
+        return reference.forward(x.flatten(1), weight.flatten(0, 1), pairs.pairs(), rows, groups)
+    return native_products.products(run, x, _packed(run, weight), n, pairs.lists(), rows)
 
 
-def _gradient(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Tensor:
-    groups, n, c = (bound.points(names) for names in (match.group, match.outer, match.inner))
-    x = _arranged(operands, match.x, ("", *match.group, *match.inner)).reshape(-1, groups, c)
-    y = _arranged(operands, match.y, ("", *match.group, *match.outer)).reshape(-1, groups, n)
-    run, arrays, extents = _kernels(x), _index_arrays(match, operands), _extents(match, bound, operands)
+def _gradient(x: Tensor, y: Tensor, pairs: _PairArrays) -> Tensor:
+    """dw [G, N, K, C]. y: [rows, groups, outputs]."""
+    rows, _, _, groups, n, _ = pairs.sizes
+    y, run = y.reshape(rows, groups, n), native_products.kernels(x.dtype)
     if run is None:
-        dw = reference.weight_gradient(x.flatten(1), y.flatten(1), _pairs(*arrays, extents), groups)
-    else:
-        dw = native_products.gradients(run, x, y, _lists(*arrays, extents))
-    return _restored(dw, match.weight, bound)
+        return reference.weight_gradient(x.flatten(1), y.flatten(1), pairs.pairs(), groups)
+    return native_products.gradients(run, x, y, pairs.lists())
 
 
-def _kernels(x: Tensor) -> native_products.Kernels | None:
-    return native_products.kernels(torch.float64 if x.dtype == torch.float64 else torch.float32)
+def _packed(run: native_products.Kernels, weight: Tensor) -> Tensor:
+    """The packed weight, kept from the second time on that the same values are used: in training they change before."""
+    base = weight if weight._base is None else weight._base
+    if not base.is_contiguous():
+        return native_products.packed(run, weight)
+    kept = _kept(base, run.dtype, weight.shape, weight.stride(), weight.storage_offset())
+    # Writes through `.data` do not change a tensor's version: some values are compared.
+    seen = base.detach().view(-1)[:: base.numel() // _SEEN + 1]
+    if "seen" in kept and torch.equal(kept["seen"], seen):
+        if "packed" not in kept:
+            kept["packed"] = native_products.packed(run, weight)
+        return kept["packed"]
+    kept.clear()
+    kept["seen"] = seen.clone()
+    return native_products.packed(run, weight)
 
 
-def _arranged(operands: Mapping[str, Tensor], access: Access, order: Sequence[str]) -> Tensor:
-    """The operand of an access with its axes in the order of these indices; "" is the axis of the index array."""
-    have = [e.bare or "" for e in access.indices]
-    return operands[access.name].permute([have.index(name) for name in order])
-
-
-def _restored(flat: Tensor, order: Sequence[str], bound: BoundStatement) -> Tensor:
-    """The target from a flat result with axes in this order; "" is the axis of the index array."""
-    want = [e.bare or "" for e in bound.statement.target.indices]
-    sizes = dict(zip(want, bound.shape, strict=True))
-    return flat.reshape([int(sizes[name]) for name in order]).permute([order.index(name) for name in want]).contiguous()
-
-
-# Pairs
-
-
-def _index_arrays(match: GatherMatch, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs, inputs, kernel offsets) of the pairs."""
-    outputs, inputs, taps = (operands[array.name] for a in (match.y, match.x, match.whole) if (array := _array_of(a)))
-    return outputs, inputs, taps
-
-
-def _extents(match: GatherMatch, bound: BoundStatement, operands: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    """(rows of y, rows of x, kernel offsets)."""
-    target = bound.statement.target
-    rows, inputs, volume = (
-        int((bound.shape if a is target else operands[a.name].shape)[[e.bare for e in a.indices].index(None)])
-        for a in (match.y, match.x, match.whole)
-    )
-    return rows, inputs, volume
+@cached_per_tensor
+def _kept(weight: Tensor, *layout: Hashable) -> dict[str, Tensor]:
+    return {}
 
 
 @cached_per_tensor

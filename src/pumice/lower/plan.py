@@ -288,7 +288,7 @@ def bound_plan(operands: Sequence[Tensor], call: PlanRequest, kinds: Sequence[Ki
 
 
 def _is_resizable(run: Run) -> bool:
-    return isinstance(run, kernels.KernelExecutor) and run.resizable
+    return isinstance(run, cpu.GatherExecutor) or (isinstance(run, kernels.KernelExecutor) and run.resizable)
 
 
 def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
@@ -348,6 +348,8 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 def _bound_run(run: Run, bound: Mapping[str, Tensor], at: Sizes | None) -> Run:
     if isinstance(run, kernels.KernelExecutor):
         return BoundExecutor(run, bound, at)
+    if isinstance(run, cpu.GatherExecutor) and at is not None:
+        run = replace(run, shape=at[1])
     return lambda tensors, before: run({**bound, **tensors}, before)
 
 
@@ -482,6 +484,8 @@ def _runner(
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
+    if name == "gathered":
+        return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
 
     values = loops.value_names(bound.statement)
     narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
