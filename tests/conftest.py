@@ -9,7 +9,7 @@ import torch
 from jaxtyping import install_import_hook
 
 # Shapes in signatures are checked under test, and only there.
-with install_import_hook(["pumice.lower.reference", "pumice.lower.cpu"], "beartype.beartype"):
+with install_import_hook(["pumice.lower.reference"], "beartype.beartype"):
     import pumice  # noqa: F401
 
 from hypothesis import HealthCheck

@@ -17,6 +17,7 @@ from pumice.errors import (
     PumiceError,
     ShapeError,
 )
+from pumice.ops import autograd
 
 tensor, voxelize, coalesce = (partial(door, dim=2) for door in (pm.SparseTensor, pm.voxelize, pm.coalesce))
 
@@ -568,3 +569,8 @@ def test_nothing_is_clamped_in_silence():
     """Batch indices beyond int32 would wrap to small numbers."""
     with pytest.raises(PumiceError):
         voxelize(points([0, 0]), size=1.0, batch=torch.tensor([2**32]))
+
+
+def test_a_device_without_a_back_end():
+    with pytest.raises(pm.errors.DeviceError, match="'xpu' is not supported; expected one of cpu, cuda"):
+        autograd.check_device(torch.device("xpu"))

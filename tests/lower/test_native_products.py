@@ -1,5 +1,6 @@
 """C kernels for products of gathered rows agree with the plain twin, for any vector length and number of threads."""
 
+import gc
 import itertools
 import os
 import weakref
@@ -10,7 +11,7 @@ from windows import RELATIONS
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
-from pumice.lower import native_products, reference
+from pumice.lower import cpu, native_products, reference
 from pumice.ops.conv import conv_features
 from pumice.runtime import native
 from pumice.runtime.native import Compiler, NativeUnavailableError
@@ -26,36 +27,60 @@ def cloud() -> Geometry:
     return Geometry.checked(cells[torch.rand(len(cells), generator=torch.Generator().manual_seed(0)) < 0.8])
 
 
-def operands(found, channels, dtype=torch.float32):
+def operands(found, channels, dtype=torch.float32, groups=1):
     torch.manual_seed(1)
-    x, grad = torch.randn(found.num_inputs, channels[0]), torch.randn(found.num_outputs, channels[1])
-    return x.to(dtype), (torch.randn(channels[1], found.volume, channels[0]) / 27).to(dtype), grad.to(dtype)
+    x, grad = torch.randn(found.num_inputs, groups, channels[0]), torch.randn(found.num_outputs, groups, channels[1])
+    return x.to(dtype), (torch.randn(groups, channels[1], found.volume, channels[0]) / 27).to(dtype), grad.to(dtype)
 
 
-def lists_of(pairs, rows):
-    return native_products.pair_lists(pairs.outputs, pairs.inputs, pairs.sizes, rows)
+def lists_of(pairs, rows, inputs):
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs.sizes.cumsum(0)])
+    return native_products.lists_of_pairs(run_of(torch.float32), pairs[:2], ends, (inputs, rows))
+
+
+def run_of(dtype):
+    return native_products.kernels(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def check(pairs, rows, x, weight, grad):
-    lists = lists_of(pairs, rows)
-    run = native_products.kernels()
-    y, dw = native_products.products(run, x, weight, lists, rows), native_products.gradients(run, x, grad, lists)
-    wide = [t.double() for t in (x, weight, grad)]
-    torch.testing.assert_close(y.double(), reference.forward(*wide[:2], pairs, rows, 1), rtol=1e-4, atol=1e-4)
-    truth = reference.weight_gradient(wide[0], wide[2], pairs, 1)
-    torch.testing.assert_close(dw.double(), truth, rtol=1e-4, atol=1e-3)
+    lists, run, groups = lists_of(pairs, rows, len(x)), run_of(x.dtype), x.shape[1]
+    y = native_products.products(run, x, native_products.packed(run, weight), weight.shape[1], lists, rows)
+    dw = native_products.gradients(run, x, grad, lists)
+    rtol = 1e-12 if x.dtype == torch.float64 else 1e-4
+    x, weight, grad = x.double().flatten(1), weight.double().flatten(0, 1), grad.double().flatten(1)
+    truth = reference.forward(x, weight, pairs, rows, groups)
+    torch.testing.assert_close(y.double().flatten(1), truth, rtol=rtol, atol=rtol)
+    truth = reference.weight_gradient(x, grad, pairs, groups)
+    torch.testing.assert_close(dw.double().flatten(0, 1), truth, rtol=rtol, atol=10 * rtol)
     return y, dw
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("name", RELATIONS)
 def test_products_and_gradients(cloud, name, channels, dtype):
     found, _ = kernel_map(cloud, RELATIONS[name])
     check(found.pairs(), found.num_outputs, *operands(found, channels, dtype))
-    x, weight, grad = operands(found.transpose(), channels, dtype)
-    check(found.transpose().pairs(), found.num_inputs, x, weight, grad)
+    turned = found.transpose()
+    check(turned.pairs(), turned.num_outputs, *operands(turned, channels, dtype))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("groups", "channels"), [(2, (5, 7)), (3, (16, 16)), (7, (1, 3)), (4, (70, 20))])
+def test_groups(cloud, groups, channels, dtype):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    check(found.pairs(), found.num_outputs, *operands(found, channels, dtype, groups))
+
+
+@needs_compiler
+def test_weights_of_any_strides_are_packed(cloud):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    weight, run = operands(found, (20, 21), groups=2)[1], run_of(torch.float32)
+    for order in itertools.permutations(range(4)):
+        other = weight.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
+        assert torch.equal(native_products.packed(run, other), native_products.packed(run, weight))
 
 
 @needs_compiler
@@ -76,15 +101,19 @@ def test_results_do_not_depend_on_the_number_of_threads(cloud):
 def test_lists_of_a_neighbour_table_are_those_of_its_pairs(cloud, name):
     whole, _ = kernel_map(cloud, RELATIONS[name])
     for found in (whole, whole.transpose()):
-        lists, taps = native_products.lists_of_rows(native_products.kernels(), found.rows())
-        want = lists_of(found.pairs(), found.num_outputs)
-        assert all(torch.equal(one, other) for one, other in zip(lists, want, strict=True))
-        assert torch.equal(taps.long(), found.taps())
+        lists, taps = native_products.lists_of_rows(run_of(torch.float32), found.rows())
+        want = lists_of(found.pairs(), found.num_outputs, found.num_inputs)
+        assert torch.equal(lists.starts, want.starts) and torch.equal(taps.long(), found.taps())
+        # The order within a chunk is free.
+        one, other = (torch.stack([taps, x.scatter, x.gather]).unique(dim=1) for x in (lists, want))
+        assert torch.equal(one, other)
 
 
-@needs_compiler
-def test_rows_of_a_table_beyond_the_inputs_are_not_read():
-    """As in a table from a file; they are ignored, as without a compiler."""
+@pytest.mark.parametrize("available", [True, False])
+def test_rows_of_a_table_beyond_the_inputs_are_not_read(monkeypatch, available):
+    """As in a table from a file."""
+    if not available:
+        monkeypatch.setattr(native_products, "kernels", lambda dtype: None)
     rows = torch.full((5, 27), -1, dtype=torch.int32)
     rows[2, 3] = 10**8
     found = KernelMap.from_rows(Relation.of(3, 3), rows, 5)
@@ -93,9 +122,9 @@ def test_rows_of_a_table_beyond_the_inputs_are_not_read():
 
 @needs_compiler
 def test_lists_do_not_keep_the_arrays_that_they_are_made_of():
-    outputs, inputs, sizes = torch.arange(9).int(), torch.arange(9).int(), torch.tensor([4, 5])
-    kept = native_products.pair_lists(outputs, inputs, sizes, 9)
-    assert native_products.pair_lists(outputs, inputs, sizes, 9) is kept
+    outputs, inputs, taps = (torch.arange(9).int() for _ in range(3))
+    kept = cpu._lists(outputs, inputs, taps, (9, 9, 9))
+    assert cpu._lists(outputs, inputs, taps, (9, 9, 9)) is kept
     gone = weakref.ref(outputs)
     del outputs
     assert gone() is None
@@ -105,13 +134,15 @@ def test_lists_do_not_keep_the_arrays_that_they_are_made_of():
 def test_lists_without_pairs_and_outputs_without_pairs():
     empty = torch.zeros(0, dtype=torch.int64)
     nothing = Pairs(empty, empty, torch.zeros(3, dtype=torch.int64))
-    x, weight, grad = torch.randn(4, 5), torch.randn(6, 3, 5), torch.randn(2000, 6)
+    x, weight, grad = torch.randn(4, 1, 5), torch.randn(1, 6, 3, 5), torch.randn(2000, 1, 6)
     y, dw = check(nothing, 2000, x, weight, grad)
     assert not y.any() and not dw.any()
     one = Pairs(torch.tensor([3]), torch.tensor([1999]), torch.tensor([0, 1, 0]))
     y, dw = check(one, 2000, x, weight, grad)
-    assert not y[:1999].any() and not dw[:, ::2].any()
-    assert native_products.products(native_products.kernels(), x, weight, lists_of(nothing, 0), 0).shape == (0, 6)
+    assert not y[:1999].any() and not dw[:, :, ::2].any()
+    run = run_of(torch.float32)
+    packed = native_products.packed(run, weight)
+    assert native_products.products(run, x, packed, 6, lists_of(nothing, 0, 4), 0).shape == (0, 1, 6)
 
 
 @needs_compiler
@@ -125,7 +156,7 @@ def test_rows_that_occur_several_times_and_index_arrays_that_are_not_contiguous(
     terms = torch.einsum("pc,pcn->pn", x[edges[:, 2].long()], w[k.long()])
     torch.testing.assert_close(y, torch.zeros(40, 9).index_add(0, edges[:, 0], terms), rtol=1e-4, atol=1e-4)
     pairs = Pairs(edges[:, 2], edges[:, 0], torch.bincount(k, minlength=4))
-    check(pairs, 40, x, w.permute(2, 0, 1), grad)
+    check(pairs, 40, x[:, None], w.permute(2, 0, 1)[None], grad[:, None])
 
 
 @needs_compiler
@@ -133,10 +164,11 @@ def test_rows_that_occur_several_times_and_index_arrays_that_are_not_contiguous(
 def test_other_vector_lengths(cloud, monkeypatch, lanes, registers):
     """For CPUs with other registers; only the tiles differ."""
     found, _ = kernel_map(cloud, RELATIONS["support"])
-    library = native.compiler().library(native_products.source(lanes, registers))
-    monkeypatch.setattr(native_products, "kernels", lambda: native_products.Kernels(library, lanes))
-    for channels in CHANNELS:
-        check(found.pairs(), found.num_outputs, *operands(found, channels))
+    kernels = native_products.Kernels.compiled
+    made = {dtype: kernels(native.compiler(), dtype, lanes, registers) for dtype in (torch.float32, torch.float64)}
+    monkeypatch.setattr(native_products, "kernels", made.__getitem__)
+    for channels, dtype in itertools.product(CHANNELS, made):
+        check(found.pairs(), found.num_outputs, *operands(found, channels, dtype))
 
 
 def trained(net, x):
@@ -145,8 +177,9 @@ def trained(net, x):
     return [y.detach(), *(p.grad for p in net.parameters())]
 
 
-def test_layers_run_them_where_there_is_a_compiler_and_torch_elsewhere(monkeypatch):
-    """Also half precision, groups and float64, which torch computes."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layers_run_them_where_there_is_a_compiler_and_torch_elsewhere(monkeypatch, groups, dtype):
     runs, call = [], native_products.Kernels.call
 
     def counted(self, name, *given):
@@ -157,19 +190,40 @@ def test_layers_run_them_where_there_is_a_compiler_and_torch_elsewhere(monkeypat
     coords, results = random_cloud(400, 3, extent=12, seed=0), []
     for available in (not isinstance(native.compiler(), str), False):
         if not available:
-            monkeypatch.setattr(native_products, "kernels", lambda: None)
+            monkeypatch.setattr(native_products, "kernels", lambda dtype: None)
         torch.manual_seed(0)
-        net = torch.nn.Sequential(pm.nn.Conv3d(5, 16, 3), pm.nn.Conv3d(16, 7, 3, stride=2, padding=1))
-        results.append(trained(net, pm.SparseTensor(torch.randn(400, 5), coords)))
+        layers = pm.nn.Conv3d(6, 16, 3, groups=groups), pm.nn.Conv3d(16, 10, 3, stride=2, padding=1, groups=groups)
+        net = torch.nn.Sequential(*layers).to(dtype)
+        results.append(trained(net, pm.SparseTensor(torch.randn(400, 6, dtype=dtype), coords)))
         # Two layers; the input of the first needs no gradient.
-        kernels = ["gradients"] * 2 + ["pairs"] * 4 + ["products"] * 3
+        kernels = ["gradients"] * 2 + ["pack"] * 3 + ["pairs"] * 4 + ["products"] * 3 + ["sort"] * 2
         assert sorted(runs) == kernels * available
         runs.clear()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    x = pm.SparseTensor(torch.randn(400, 4, dtype=torch.float64), coords)
-    trained(pm.nn.Conv3d(4, 4, 3).double(), x), trained(pm.nn.Conv3d(4, 4, 3, groups=2), x.float())
-    assert not runs
+
+
+@pytest.mark.parametrize("available", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_arrays_in_any_order_with_entries_of_nothing(monkeypatch, available, dtype):
+    torch.manual_seed(0)
+    if not available:
+        monkeypatch.setattr(native_products, "kernels", lambda dtype: None)
+    s, g, k = (torch.randint(-1, extent, (300,)).to(dtype) for extent in (8, 7, 6))
+    x, w, y = torch.randn(7, 4), torch.randn(6, 4, 5), torch.randn(8, 5)
+    for text, given in (
+        ("Y[S[p],n] += X[G[p],c] * W[K[p],c,n]", {"W": w, "Y": y}),
+        ("V[K[p],c,n] += X[G[p],c] * Y[S[p],n]", {"Y": y, "V": w}),
+    ):
+        got, want = (pm.einsum(text, X=x, S=s, G=g, K=k, **given, lowering=name) for name in ("gathered", "reference"))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_compiler_no_weight_is_gathered_per_pair(monkeypatch):
+    """[pairs, C_in, C_out] would take 30 GB."""
+    monkeypatch.setattr(native_products, "kernels", lambda dtype: None)
+    x = pm.SparseTensor(torch.randn(9000, 128), random_cloud(9000, 3, extent=24, seed=0))
+    trained(pm.nn.Conv3d(128, 128, 3), x)
 
 
 @needs_compiler
@@ -232,3 +286,21 @@ def test_the_compiler_is_searched_for_in_the_ziglang_wheel(monkeypatch):
     monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or "#define __AVX2__ 1\n")
     found = Compiler.find()
     assert found.command[1:] == ("-m", "ziglang", "cc") and found.vector == (8, 16) and len(commands) == 1
+
+
+def test_training_over_varying_scenes_keeps_nothing():
+    net = pm.nn.Sequential(pm.nn.Conv3d(2, 4, 3, bias=False), pm.nn.Conv3d(4, 4, 3, bias=False))
+    tables = []
+    for seed in range(3):
+        x = pm.SparseTensor(torch.randn(400, 2), random_cloud(400, seed=seed))
+        net(x).feats.square().mean().backward()
+        tables.append(weakref.ref(kernel_map(x.geometry, net[0].relation)[0].pairs().inputs))
+    del x
+    gc.collect()
+    assert [table() for table in tables] == [None] * 3
+
+
+def test_shapes_in_signatures_are_checked_under_test(cloud):
+    found, _ = kernel_map(cloud, RELATIONS["same"])
+    with pytest.raises(Exception, match="weight"):
+        reference.forward(torch.zeros(len(cloud), 4), torch.zeros(8, 4), found.pairs(), len(cloud), 1)

@@ -6,6 +6,7 @@ import random
 import sys
 from array import array
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
-from pumice.lower import nest, nest_c
+from pumice.lower import graph, nest, nest_c, plan
 from pumice.runtime import native
 from pumice.schedule.loop_rule import PRESETS
 from pumice.schedule.loops import LoopSchedule
@@ -196,7 +197,9 @@ def test_values_that_change_are_read_again():
     [
         ("y[i] = a[i] * b[i]", "it has no index arrays"),
         ("y[R[p]] = v[p] ; y:[4], p:1..3", "a range does not start at 0"),
-        ("y[R[p]] max= v[p] ; y:[4]", "it is not a sum of one term"),
+        ("y[R[p]] max= v[p] + b[p] ; y:[4]", "it has several terms"),
+        ("y[R[p]] max= 2 * v[p] ; y:[4]", "it is the maximum or minimum of a multiple"),
+        ("y[R[p],i] mean= b[i-1] * v[p] ; y:[4,3], i:3", "a mean over windows"),
         ("y[R[p]+i] = v[p] * b[2*i] ; y:[9], i:2", "the target is written through windows"),
         ("y[R[p]] = exists(v[R[p]]) ; y:[4]", "it has conditions, or no factors"),
     ],
@@ -544,3 +547,67 @@ def test_statements_without_entries_have_nothing_to_tune(records):
     rows, values = torch.full((6,), -1), torch.ones(6, 3)
     told = pm.compile_einsum("y[R[e],n] = v[e,n] ; y:[4,_]", lowering="nest").tune(R=rows, v=values)
     assert " ms  " not in told and not records.all()
+
+
+REDUCTIONS = (
+    "C[D[e],c] {0}= X[S[e],c] ; C:[20,_]",
+    "C[D[e],c] {0}= X[S[e],c] * V[e] ; C:[20,_]",
+    "C[m,c] {0}= X[K[m,q],c]",
+    "C[m] {0}= {0}(q,c, X[K[m,q],c])",
+    "C[D[e]] {0}= {0}(c, X[S[e],c]) ; C:[20]",
+    "C[b,D[e],c] {0}= Y[b,S[e],c] ; C:[_,20,_]",
+    "C[c,D[e]] {0}= {0}(b, Y[b,S[e],c]) ; C:[_,20]",
+    "C[b,D[e],c] {0}= Y[b,S[e],2*c] ; C:[_,20,_], c:2",
+    "C[D[e],i,j] {0}= I[S[e],i,j] ; C:[20,_,_]",
+    "C[D[e],c] {0}= sum(b, Y[b,S[e],c] * W[b,R[e]]) ; C:[20,_]",
+)
+
+
+@pytest.mark.parametrize("reduction", ["max", "min", "mean"])
+@pytest.mark.parametrize("text", REDUCTIONS)
+def test_maxima_minima_and_means(text, reduction, kinds):
+    """NaN and infinities as in the reference; entries of nothing; targets without values, which are 0."""
+    for seed, dtype in enumerate((torch.float64, torch.float32, torch.bfloat16)):
+        torch.manual_seed(seed)
+        entries, rows, channels = (1, 40, 500)[seed], (30, 7, 25)[seed], (4, 17, 70)[seed]
+        x, y = torch.randn(rows, channels), torch.randn(3, rows, channels)
+        x[torch.rand(x.shape) < 0.05], y[torch.rand(y.shape) < 0.02] = float("nan"), -float("inf")
+        floats = {"X": x, "Y": y, "V": torch.randn(entries), "W": torch.randn(3, 9), "I": torch.randn(rows, 9, 11)}
+        s, d, r = (torch.randint(-1, size, (entries,)) for size in (rows, 19, 9))
+        given = {n: t.to(dtype) for n, t in floats.items()} | {"S": s, "D": d, "R": r}
+        given = {n: t for n, t in (given | {"K": torch.randint(-1, rows, (6, 5))}).items() if f"{n}[" in text}
+        text = text.format(reduction)
+        # Which entries of a nested sum exist is found by "graph".
+        got, want = (
+            pm.einsum(text, **given, lowering=name) for name in ("" if "= sum(" in text else "nest", "reference")
+        )
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert kinds
+
+
+def test_what_exists_of_nested_sums_is_found_once(kinds, monkeypatch):
+    runs, run = [], graph.run
+    lowerings = dict(plan.LOWERINGS)
+    lowerings["graph"] = replace(lowerings["graph"], run=lambda *given: runs.append(1) or run(*given))
+    monkeypatch.setattr(plan, "LOWERINGS", lowerings)
+    x, s, d = torch.randn(3, 30, 32), torch.randint(-1, 30, (9000,)), torch.randint(-1, 19, (9000,))
+    text = "C[D[e],c] max= sum(b, X[b,S[e],c]) ; C:[21,_]"
+    for n in range(3):
+        want = pm.einsum(text, X=x, S=s, D=d, lowering="reference")
+        torch.testing.assert_close(pm.einsum(text, X=x, S=s, D=d), want)
+        x = x + 1
+        if n == 1:
+            s[:100] = -1
+    assert len(runs) == 2 and kinds
+
+
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_maxima_that_include_the_old_values(reduction):
+    torch.manual_seed(0)
+    given = {"X": torch.randn(9, 5), "S": torch.randint(-1, 9, (30,)), "D": torch.randint(-1, 12, (30,))}
+    given["X"][3, 2] = float("nan")
+    text, old = f"C[D[e],c] {reduction}= X[S[e],c]", torch.randn(14, 5)
+    got, want = (pm.einsum(text, **given, C=old, lowering=name) for name in ("nest", "reference"))
+    torch.testing.assert_close(got, want, equal_nan=True)
+    given["S"] = torch.full((30,), -1)
+    assert torch.equal(pm.einsum(text, **given, C=old, lowering="nest"), old)

@@ -12,8 +12,10 @@ Source: "Unified Convolution Framework", 3.2 and 4.
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -42,6 +44,7 @@ from pumice.lower import nest_c
 from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
 from pumice.lower.nest_form import MOST_ELEMENTS
 from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.native import parallel_region
 
 _TASKS = 8  # Tasks per thread
 
@@ -355,12 +358,20 @@ class PreparedNest:
     arrays: tuple[_Array, ...]
     dtype: torch.dtype
 
+    @cached_property
+    def function(self) -> Callable[[int, int, int], None]:
+        """The compiled nest: (address of the parallel region, threads, address of the integers)."""
+        found = nest_c.library(self.code.source)["run"]
+        found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p), None
+        return found
+
     def run(self, product: SparseProduct) -> Tensor:
         result = self.target.empty(product.shape, self.dtype)
         given = (x if isinstance(x, Tensor) else x.values for x in product.factors)
         held = [None if x is None else array.held(x, self.dtype) for x, array in zip(given, self.arrays, strict=True)]
         call = _Call(self, product, (result, *held))
-        nest_c.run(nest_c.library(self.code.source), "run", call.numbers())
+        numbers = array("q", call.numbers())
+        self.function(parallel_region(), torch.get_num_threads(), numbers.buffer_info()[0])
         return self.target.restored(result)
 
 

@@ -1,7 +1,7 @@
-"""Products of gathered rows in C, for float32 on a CPU:
+"""Products of gathered rows in C, for float32 and float64 on a CPU:
 
-    y[S[p], n]     += x[G[p], c] * w[K[p], c, n]          products
-    dw[K[p], c, n] += x[G[p], c] * g[S[p], n]             gradients
+    y[S[p], g, n]     += x[G[p], g, c] * w[g, n, K[p], c]          products
+    dw[g, n, K[p], c] += x[G[p], g, c] * d[S[p], g, n]             gradients
 
 A tile of R rows and up to four vectors of columns stays in registers while the other index is summed; rows are read in
 place. Outputs are processed in chunks that stay in the cache, one per thread at a time: sums have a fixed order, for
@@ -18,36 +18,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pumice.coords import Pairs
-from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.native import NativeUnavailableError, call, compiler
+from pumice.runtime.native import Compiler, NativeUnavailableError, call, compiler
 
 _CHUNK = 1024  # Outputs per chunk
 _BLOCK = 128  # Pairs per block of the gradient
 _FEW = 256  # Rows of a neighbour table that are listed at once, offset by offset: they stay in the cache
-_SLAB = 64  # Rows of dw[k] per task of the gradient
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_HEAD = """typedef float v __attribute__((vector_size({bytes}), aligned(4), may_alias));
+_SLAB = 64  # Output channels of dw per task of the gradient
+_HEAD = """typedef {real} real;
+typedef real v __attribute__((vector_size({bytes}), aligned({align}), may_alias));
 typedef long long i64;
 typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
+/* Arrays [rows, groups, channels]: x has c, y has n channels per group. */
 typedef struct {{
-    const float *x, *w; float *y; const int *gather, *scatter; const i64 *starts;
-    i64 rows, chunks, taps, c, n, next;
+    const real *x, *w; real *y; const int *gather, *scatter; const i64 *starts;
+    i64 rows, chunks, taps, groups, c, n, next;
 }} job;
 static void run(region parallel, int threads, i64 tasks, void (*work)(void *), void *j) {{
     if (parallel && threads > 1 && tasks > 1) parallel(work, j, threads < tasks ? threads : tasks, 0);
     else work(j);
 }}
+/* Blocks of columns of nearly equal width, in vectors. */
+static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
+static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
 """
-_PRODUCTS = """static void products_{width}(const job *j, const float *w, const int *in, const int *to, i64 count,
-    i64 at) {{
-    float spare[{columns}];
-    const i64 c = j->c, n = j->n;
+_PRODUCTS = """static void products_{width}(const real *x, const real *w, real *y, const int *in, const int *to,
+    i64 count, i64 c, i64 x_row, i64 y_row, i64 w_row) {{
+    real spare[{columns}];
     for (i64 p = 0; p < count; p += {rows}) {{
         {pointers}
         v {sums};
-        const float *b = w;
-        for (i64 k = 0; k < c; k++, b += n) {{
+        const real *b = w;
+        for (i64 k = 0; k < c; k++, b += w_row) {{
             {loads}
             {steps}
         }}
@@ -55,43 +56,40 @@ _PRODUCTS = """static void products_{width}(const job *j, const float *w, const 
     }}
 }}
 """
-_GRADIENTS = """static inline __attribute__((always_inline)) void gradient_{width}(const job *j, float *y,
-    const int *in, const int *to, i64 count, i64 first, i64 rows, i64 at, int whole) {{
-    const i64 c = j->c, n = j->n;
+_GRADIENTS = """static inline __attribute__((always_inline)) void gradient_{width}(const real *x, const real *w,
+    real *y, const int *in, const int *to, i64 count, i64 rows, i64 x_row, i64 w_row, i64 y_row, int whole) {{
     {pointers}
     v {sums};
     for (i64 p = 0; p < count; p++) {{
-        const float *a = j->x + in[p] * c + first, *b = j->w + to[p] * n + at;
+        const real *a = x + in[p] * x_row, *b = w + to[p] * w_row;
         {loads}
         {steps}
     }}
     {adds}
 }}
-static void gradients_{width}(const job *j, float *y, const int *in, const int *to, i64 count, i64 first, i64 rows,
-    i64 at) {{
+static void gradients_{width}(const real *x, const real *w, real *y, const int *in, const int *to, i64 count, i64 rows,
+    i64 x_row, i64 w_row, i64 y_row) {{
     i64 r = 0;
-    for (; r + {rows} <= rows; r += {rows}) gradient_{width}(j, y + r * j->n, in, to, count, first + r, {rows}, at, 1);
-    if (r < rows) gradient_{width}(j, y + r * j->n, in, to, count, first + r, rows - r, at, 0);
+    for (; r + {rows} <= rows; r += {rows})
+        gradient_{width}(x + r, w, y + r * y_row, in, to, count, {rows}, x_row, w_row, y_row, 1);
+    if (r < rows) gradient_{width}(x + r, w, y + r * y_row, in, to, count, rows - r, x_row, w_row, y_row, 0);
 }}
 """
-_TAIL = """/* Blocks of columns of nearly equal width. */
-static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
-static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
-static void work_products(void *data) {{
+_TAIL = """static void work_products(void *data) {{
     job *j = data;
-    const i64 n = j->n, blocks = blocks_of(n), width = width_of(n);
-    for (;;) {{
-        i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
-        if (q >= j->chunks * blocks) return;
-        const i64 first = q / blocks * {chunk}, last = first + {chunk} < j->rows ? first + {chunk} : j->rows;
-        const i64 at = q % blocks * width * {lanes}, rest = (n - at) / {lanes}, left = rest < width ? rest : width;
-        for (i64 o = first; o < last; o++)
-            for (i64 e = at; e < at + left * {lanes}; e++) j->y[o * n + e] = 0;
+    const i64 n = j->n, c = j->c, blocks = blocks_of(n), width = width_of(n), each = j->groups * blocks;
+    const i64 x_row = j->groups * c, y_row = j->groups * n, w_row = width * {lanes};
+    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->chunks * each;) {{
+        const i64 chunk = q / each, first = chunk * {chunk}, block = q % blocks, group = q % each / blocks;
+        const i64 last = first + {chunk} < j->rows ? first + {chunk} : j->rows, at = block * w_row;
+        const i64 rest = (n - at) / {lanes}, left = rest < width ? rest : width;
+        const real *x = j->x + group * c;
+        real *y = j->y + group * n + at;
+        for (i64 o = first; o < last; o++) for (i64 e = 0; e < left * {lanes}; e++) y[o * y_row + e] = 0;
         for (i64 k = 0; k < j->taps; k++) {{
-            const i64 *s = j->starts + k * (j->chunks + 1) + q / blocks;
-            const i64 count = s[1] - s[0];
+            const i64 *s = j->starts + k * (j->chunks + 1) + chunk, count = s[1] - s[0];
             if (!count) continue;
-            const float *w = j->w + k * j->c * n + at;
+            const real *w = j->w + ((group * j->taps + k) * blocks + block) * c * w_row;
             const int *in = j->gather + s[0], *to = j->scatter + s[0];
             {call_products}
         }}
@@ -99,21 +97,52 @@ static void work_products(void *data) {{
 }}
 static void work_gradients(void *data) {{
     job *j = data;
-    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab}, width = width_of(n);
-    for (;;) {{
-        i64 q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
-        if (q >= j->taps * slabs) return;
-        const i64 k = q / slabs, first = q % slabs * {slab}, rows = c - first < {slab} ? c - first : {slab};
-        float *y = j->y + (k * c + first) * n;
-        for (i64 e = 0; e < rows * n; e++) y[e] = 0;
-        for (i64 p = j->starts[k]; p < j->starts[k + 1]; p += {block}) {{
-            const i64 left_pairs = j->starts[k + 1] - p, count = left_pairs < {block} ? left_pairs : {block};
+    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab}, width = width_of(n), y_row = j->taps * n;
+    const i64 x_row = j->groups * c, w_row = j->groups * n;
+    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->taps * j->groups * slabs;) {{
+        const i64 k = q / slabs / j->groups, group = q / slabs % j->groups, first = q % slabs * {slab};
+        const i64 rows = c - first < {slab} ? c - first : {slab}, *s = j->starts + k * (j->chunks + 1);
+        const real *x = j->x + group * c + first, *w = j->w + group * n;
+        real *dw = j->y + (group * c + first) * y_row + k * n;
+        for (i64 r = 0; r < rows; r++) for (i64 e = 0; e < n; e++) dw[r * y_row + e] = 0;
+        for (i64 p = s[0]; p < s[j->chunks]; p += {block}) {{
+            const i64 count = s[j->chunks] - p < {block} ? s[j->chunks] - p : {block};
             for (i64 at = 0; at < n; at += width * {lanes}) {{
                 const i64 rest = (n - at) / {lanes}, left = rest < width ? rest : width;
                 {call_gradients}
             }}
         }}
     }}
+}}
+typedef struct {{ const real *w; real *to; i64 taps, groups, c, n, group_step, n_step, k_step, c_step, next; }} packing;
+static void work_pack(void *data) {{
+    packing *j = data;
+    const i64 n = (j->n + {lanes} - 1) / {lanes} * {lanes}, blocks = blocks_of(n), row = width_of(n) * {lanes};
+    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->groups * j->taps * blocks;) {{
+        const i64 at = q % blocks * row, left = j->n - at < row ? j->n - at : row;
+        const i64 c_step = j->c_step, n_step = j->n_step;
+        const real *w = j->w + q / blocks / j->taps * j->group_step + q / blocks % j->taps * j->k_step + at * j->n_step;
+        real *to = j->to + q * j->c * row;
+        for (i64 k = 0; k < j->c; k++) for (i64 e = left; e < row; e++) to[k * row + e] = 0;
+        if (n_step < c_step)
+            for (i64 k = 0; k < j->c; k++) for (i64 e = 0; e < left; e++) to[k * row + e] = w[k * c_step + e * n_step];
+        else
+            for (i64 e = 0; e < left; e++) for (i64 k = 0; k < j->c; k++) to[k * row + e] = w[k * c_step + e * n_step];
+    }}
+}}
+typedef struct {{
+    const int *in, *out; const i64 *ends; i64 *starts; int *gather, *scatter; i64 volume, chunks, inputs, rows, next;
+}} sorting;
+static void work_sort(void *data) {{
+    sorting *j = data;
+    for (i64 k; (k = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->volume;)
+        for (i64 p = j->ends[k]; p < j->ends[k + 1]; p++) {{
+            const i64 i = j->in[p], o = j->out[p];
+            if (i < 0 || i >= j->inputs || o < 0 || o >= j->rows) continue;
+            i64 *at = j->starts + k * (j->chunks + 1) + o / {chunk};
+            if (j->gather) j->gather[*at] = i, j->scatter[*at] = o;
+            ++*at;
+        }}
 }}
 typedef struct {{ const int *rows; i64 *starts; int *gather, *scatter, *taps; i64 n, chunks, volume, next; }} lists;
 static void work_lists(void *data) {{
@@ -144,32 +173,50 @@ void pairs(region parallel, int threads, const int *rows, i64 *starts, int *gath
     lists j = {{rows, starts, gather, scatter, taps, n, chunks, volume, 0}};
     run(parallel, threads, chunks, work_lists, &j);
 }}
-void products(region parallel, int threads, const float *x, const float *w, float *y, const int *gather,
-    const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 c, i64 n) {{
-    job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, c, n, 0}};
-    run(parallel, threads, chunks * blocks_of(n), work_products, &j);
+/* As `pairs`, of pairs of offset k from ends[k] to ends[k + 1]; those out of bounds are left out. */
+void sort(region parallel, int threads, const int *in, const int *out, const i64 *ends, i64 *starts, int *gather,
+    int *scatter, i64 volume, i64 chunks, i64 inputs, i64 rows) {{
+    sorting j = {{in, out, ends, starts, gather, scatter, volume, chunks, inputs, rows, 0}};
+    run(parallel, threads, volume, work_sort, &j);
 }}
-void gradients(region parallel, int threads, const float *x, const float *g, float *dw, const int *gather,
-    const int *scatter, const i64 *starts, i64 taps, i64 c, i64 n) {{
-    job j = {{x, g, dw, gather, scatter, starts, 0, 0, taps, c, n, 0}};
-    run(parallel, threads, taps * ((c + {slab} - 1) / {slab}), work_gradients, &j);
+/* to [groups, taps, blocks of columns, c, columns] of w, whose strides are the steps. */
+void pack(region parallel, int threads, const real *w, real *to, i64 taps, i64 groups, i64 c, i64 n, i64 group_step,
+    i64 n_step, i64 k_step, i64 c_step) {{
+    packing j = {{w, to, taps, groups, c, n, group_step, n_step, k_step, c_step, 0}};
+    run(parallel, threads, groups * taps, work_pack, &j);
+}}
+void products(region parallel, int threads, const real *x, const real *w, real *y, const int *gather,
+    const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
+    job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, groups, c, n, 0}};
+    run(parallel, threads, chunks * groups * blocks_of(n), work_products, &j);
+}}
+/* dw [groups, c, taps, n] of x and w; gather: rows of x. */
+void gradients(region parallel, int threads, const real *x, const real *w, real *dw, const int *gather,
+    const int *scatter, const i64 *starts, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
+    job j = {{x, w, dw, gather, scatter, starts, 0, chunks, taps, groups, c, n, 0}};
+    run(parallel, threads, taps * groups * ((c + {slab} - 1) / {slab}), work_gradients, &j);
 }}
 """
 
 
-def source(lanes: int, registers: int) -> str:
-    """C source for vectors of `lanes` floats and this many registers."""
-    widths = range(1, 1 + (4 if registers > 16 else 2))
-    text = [_HEAD.format(bytes=4 * lanes)]
+def source(real: str, lanes: int, registers: int) -> str:
+    """C source for vectors of `lanes` numbers of type `real` ("float", "double") and this many registers."""
+    widths, align = range(1, 1 + _most(registers)), 4 if real == "float" else 8
+    sizes: dict[str, object] = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK}
+    sizes |= {"few": _FEW, "lanes": lanes, "real": real, "bytes": align * lanes, "align": align}
+    text = [_HEAD.format(**sizes)]
     for width in widths:
         rows = min(14, (registers - 2 - width) // width)
         text += [_products(rows, width, lanes), _gradients(rows, width, lanes)]
-    sizes = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK}
-    sizes |= {"few": _FEW, "lanes": lanes}
-    products = _calls("products", "j, w, in, to, count, at", widths)
-    gradients = _calls("gradients", "j, y, j->gather + p, j->scatter + p, count, first, rows, at", widths)
-    text.append(_TAIL.format(call_products=products, call_gradients=gradients, **sizes))
+    products = _calls("products", "x, w, y, in, to, count, c, x_row, y_row, w_row", widths)
+    moved = "x, w + at, dw + at, j->gather + p, j->scatter + p, count, rows, x_row, w_row, y_row"
+    text.append(_TAIL.format(call_products=products, call_gradients=_calls("gradients", moved, widths), **sizes))
     return "".join(text)
+
+
+def _most(registers: int) -> int:
+    """Vectors of a tile's columns, at most."""
+    return 4 if registers > 16 else 2
 
 
 def _calls(name: str, given: str, widths: range) -> str:
@@ -181,8 +228,8 @@ def _calls(name: str, given: str, widths: range) -> str:
 def _products(rows: int, width: int, lanes: int) -> str:
     # Rows past the end of a list repeat its first input and write to `spare`.
     pointers = [
-        f"const float *x{r} = j->x + in[p + {r} < count ? p + {r} : 0] * c; "
-        f"float *y{r} = p + {r} < count ? j->y + to[p + {r}] * n + at : spare;"
+        f"const real *x{r} = x + in[p + {r} < count ? p + {r} : 0] * x_row; "
+        f"real *y{r} = p + {r} < count ? y + to[p + {r}] * y_row : spare;"
         for r in range(rows)
     ]
     steps = [f"v a{r} = x{r}[k] - (v){{}}; {_sums(r, width)}" for r in range(rows)]
@@ -192,7 +239,7 @@ def _products(rows: int, width: int, lanes: int) -> str:
 def _gradients(rows: int, width: int, lanes: int) -> str:
     # Rows past the end of a slab repeat its last one, and are not written.
     pointers = [f"const i64 o{r} = whole || {r} < rows ? {r} : rows - 1;" for r in range(rows)]
-    pointers += [f"float *y{r} = y + o{r} * n + at;" for r in range(rows)]
+    pointers += [f"real *y{r} = y + o{r} * y_row;" for r in range(rows)]
     steps = [f"v a{r} = a[o{r}] - (v){{}}; {_sums(r, width)}" for r in range(rows)]
     return _GRADIENTS.format(**_tile(rows, width, lanes, pointers, steps, "if (whole || {r} < rows) "))
 
@@ -220,90 +267,110 @@ def _tile(
 
 
 class PairLists(NamedTuple):
-    """Pairs by kernel offset, then output row. gather, scatter: int32 [P] rows; starts int64 [K, chunks + 1]: first
-    pair of each chunk of outputs at each offset, then the end; ends int64 [K + 1]: first pair of each offset."""
+    """Pairs by kernel offset and chunk of output rows. gather, scatter: int32 [P] rows; starts int64 [K, chunks + 1]:
+    first pair of each chunk at each offset, then the end."""
 
     gather: Tensor
     scatter: Tensor
     starts: Tensor
-    ends: Tensor
 
 
 class Kernels(NamedTuple):
-    """The compiled kernels, whose columns are multiples of `lanes` floats."""
+    """The compiled kernels for a dtype: lanes of a vector, vectors of a tile at most."""
 
     library: CDLL
+    dtype: torch.dtype
     lanes: int
+    vectors: int
+
+    @staticmethod
+    def compiled(found: Compiler, dtype: torch.dtype, lanes: int, registers: int) -> Kernels:
+        """The kernels for float32 or float64, and vector registers of `lanes` float32 values."""
+        real, lanes = ("float", lanes) if dtype == torch.float32 else ("double", lanes // 2)
+        return Kernels(found.library(source(real, lanes, registers)), dtype, lanes, _most(registers))
 
     def call(self, name: str, tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> None:
-        """Run a kernel on torch's threads. tensors: contiguous float32 features and index arrays of PairLists."""
+        """Run a kernel on torch's threads. tensors: contiguous features and index arrays of PairLists."""
         call(self.library, name, tensors, sizes)
 
     def padded(self, x: Tensor) -> Tensor:
-        """float32 x, contiguous, with columns of zeros up to whole vectors."""
-        return functional.pad(x.float(), (0, -x.shape[-1] % self.lanes)).contiguous()
+        """x, contiguous, with zeros up to whole vectors along the last axis."""
+        return functional.pad(x.to(self.dtype), (0, -x.shape[-1] % self.lanes)).contiguous()
 
 
-@lru_cache(maxsize=1)
-def kernels() -> Kernels | None:
-    """The kernels for this CPU; None without a C compiler."""
+@lru_cache(maxsize=2)
+def kernels(dtype: torch.dtype) -> Kernels | None:
+    """The kernels for float32 or float64 on this CPU; None without a C compiler."""
     found = compiler()
     if isinstance(found, str):
         return None
     try:
-        return Kernels(found.library(source(*found.vector)), found.vector[0])
+        return Kernels.compiled(found, dtype, *found.vector)
     except (NativeUnavailableError, OSError):
         return None
 
 
-def kernels_for(*operands: Tensor) -> Kernels | None:
-    """The kernels if they take these operands, else None; halves are computed in float32."""
-    return kernels() if all(t.dtype in _DTYPES and t.numel() for t in operands) else None
+def packed(run: Kernels, weight: Tensor) -> Tensor:
+    """weight [G, N, K, C] in the order in which `products` reads it: [G, K, blocks of columns, C, columns]."""
+    (groups, n, taps, c), weight = weight.shape, weight.to(run.dtype)
+    vectors = -(-n // run.lanes)
+    blocks = -(-vectors // run.vectors)
+    to = weight.new_empty(groups, taps, blocks, c, -(-vectors // blocks) * run.lanes)
+    steps = (weight.stride(0), weight.stride(1), weight.stride(2), weight.stride(3))
+    run.call("pack", (weight, to), (taps, groups, c, n, *steps))
+    return to
 
 
-def products(run: Kernels, x: Tensor, weight: Tensor, lists: PairLists, rows: int) -> Tensor:
-    """float32 y [rows, N] of x [rows of x, C] and weight [N, K, C]."""
-    n, taps, c = weight.shape
-    w = run.padded(weight.permute(1, 2, 0))
-    x, y = x.float().contiguous(), w.new_empty(rows, w.shape[2])
-    sizes = rows, lists.starts.shape[1] - 1, taps, c, w.shape[2]
-    run.call("products", (x, w, y, lists.gather, lists.scatter, lists.starts), sizes)
-    return y if y.shape[1] == n else y[:, :n].contiguous()
+def products(run: Kernels, x: Tensor, weight: Tensor, n: int, lists: PairLists, rows: int) -> Tensor:
+    """y [rows, G, N] of x [rows of x, G, C] and the packed weight [G, N, K, C], in the kernels' dtype."""
+    groups, taps, c = weight.shape[0], weight.shape[1], weight.shape[3]
+    x, y = x.to(run.dtype).contiguous(), weight.new_empty(rows, groups, n + -n % run.lanes)
+    sizes = rows, lists.starts.shape[1] - 1, taps, groups, c, y.shape[2]
+    run.call("products", (x, weight, y, lists.gather, lists.scatter, lists.starts), sizes)
+    return y if y.shape[2] == n else y[..., :n].contiguous()
 
 
 def gradients(run: Kernels, x: Tensor, grad: Tensor, lists: PairLists) -> Tensor:
-    """float32 dw [N, K, C] of x [rows of x, C] and grad [rows of y, N]."""
-    g, c, taps = run.padded(grad), x.shape[1], len(lists.ends) - 1
-    x, dw = x.float().contiguous(), g.new_empty(taps, c, g.shape[1])
-    run.call("gradients", (x, g, dw, lists.gather, lists.scatter, lists.ends), (taps, c, g.shape[1]))
-    return dw[..., : grad.shape[1]].permute(2, 0, 1).contiguous()
+    """dw [G, N, K, C] of x [rows of x, G, C] and grad [rows of y, G, N], in the kernels' dtype."""
+    (_, groups, n), (taps, ends), c = grad.shape, lists.starts.shape, x.shape[2]
+    x, grad = run.padded(x), grad.to(run.dtype).contiguous()
+    dw = x.new_empty(groups, n, taps, x.shape[2])
+    sizes = ends - 1, taps, groups, n, x.shape[2]
+    run.call("gradients", (grad, x, dw, lists.scatter, lists.gather, lists.starts), sizes)
+    return dw if x.shape[2] == c else dw[..., :c].contiguous()
+
+
+def chunks_of(rows: int) -> int:
+    """The number of chunks of so many output rows."""
+    return -(-rows // _CHUNK)
 
 
 def lists_of_rows(run: Kernels, rows: Tensor) -> tuple[PairLists, Tensor]:
     """The lists of a neighbour table int32 [N, K] (-1: none), and int32 [P]: the kernel offset of each pair."""
     rows, (count, taps) = rows.contiguous(), rows.shape
-    chunks = -(-count // _CHUNK)
-    sizes = (count, chunks, taps)
+    chunks = chunks_of(count)
     numbers = rows.new_zeros(taps, chunks + 1, dtype=torch.int64)
-    run.call("pairs", (rows, numbers, None, None, None), sizes)
-    ends = functional.pad(numbers.sum(1).cumsum(0), (1, 0))
-    starts = numbers.flatten().cumsum(0).view_as(numbers) - numbers
-    gather, scatter, listed = (rows.new_empty(int(ends[-1])) for _ in range(3))
-    run.call("pairs", (rows, starts.clone(), gather, scatter, listed), sizes)
-    return PairLists(gather, scatter, starts, ends), listed
+    run.call("pairs", (rows, numbers, None, None, None), (count, chunks, taps))
+    starts, total = _starts(numbers)
+    gather, scatter, listed = (rows.new_empty(total) for _ in range(3))
+    run.call("pairs", (rows, starts.clone(), gather, scatter, listed), (count, chunks, taps))
+    return PairLists(gather, scatter, starts), listed
 
 
-@cached_per_tensor
-def pair_lists(outputs: Tensor, inputs: Tensor, sizes: Tensor, rows: int) -> PairLists:
-    """The lists of Pairs(inputs, outputs, sizes) to `rows` output rows."""
-    pairs, taps = Pairs(inputs, outputs, sizes), len(sizes)
-    keys = torch.repeat_interleave(torch.arange(taps) * rows, sizes) + outputs
-    if not bool((keys[1:] > keys[:-1]).all()):
-        keys, order = keys.sort(stable=True)
-        pairs = Pairs(inputs[order], outputs[order], sizes)
-    bounds = torch.arange(-(-rows // _CHUNK) + 1).mul_(_CHUNK).clamp_(max=rows)
-    starts = torch.searchsorted(keys, torch.arange(taps)[:, None] * rows + bounds)
-    ends = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    # Aliases: cached results must not hold the tensors that they are cached for.
-    gather, scatter = (t.int().contiguous().detach() for t in (pairs.inputs, pairs.outputs))
-    return PairLists(gather, scatter, starts.contiguous(), ends)
+def lists_of_pairs(run: Kernels, sides: tuple[Tensor, Tensor], ends: Tensor, extents: tuple[int, int]) -> PairLists:
+    """The lists of pairs that are sorted by kernel offset. sides: rows of inputs and of outputs, at most `extents`;
+    others are left out. ends int64 [K + 1]: first pair of each offset, then the end."""
+    own = [side.clamp(-1, extent).int().contiguous() for side, extent in zip(sides, extents, strict=True)]
+    taps, chunks = len(ends) - 1, chunks_of(extents[1])
+    numbers = ends.new_zeros(taps, chunks + 1)
+    run.call("sort", (*own, ends, numbers, None, None), (taps, chunks, *extents))
+    starts, total = _starts(numbers)
+    gather, scatter = (own[0].new_empty(total) for _ in range(2))
+    run.call("sort", (*own, ends, starts.clone(), gather, scatter), (taps, chunks, *extents))
+    return PairLists(gather, scatter, starts)
+
+
+def _starts(numbers: Tensor) -> tuple[Tensor, int]:
+    """(first pair of each list, number of pairs) from the numbers of pairs."""
+    ends = numbers.flatten().cumsum(0)
+    return ends.view_as(numbers) - numbers, int(ends[-1]) if len(ends) else 0

@@ -106,10 +106,13 @@ class NestStep:
             result = torch.zeros(bound.shape, dtype=wide, device="cpu")
         else:
             result = ready.run([operands[p.view.name].to(wide) for p in ready.placed[1:]])
+            if statement.reduction == "mean":
+                result /= ready.counts.clamp(min=1)
         if (coefficient := statement.terms[0].coefficient) != 1:
             result *= coefficient
+        if statement.accumulate:
+            result = _included(result.to(self.dtype), operands[statement.target.name].to(self.dtype), statement, ready)
         result = result.view(bound.shape).to(self.dtype)
-        result = operands[statement.target.name] + result if statement.accumulate else result
         return result if before is None else before + result
 
     def prepared(self, operands: Mapping[str, Tensor]) -> Prepared | None:
@@ -130,7 +133,8 @@ class NestStep:
         """The step as a function of a factor of the same layout and dtype, the other operands being as they are now;
         None if more than the nest is to be done."""
         statement, shape = self.bound.statement, self.bound.shape
-        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and self.dtype == _wide(self.dtype)
+        plain = statement.reduction == "sum" and statement.terms[0].coefficient == 1 and not statement.accumulate
+        plain = plain and self.dtype == _wide(self.dtype)
         ready = self.prepared(operands) if plain else None
         if ready is None:
             return None
@@ -150,6 +154,15 @@ class NestStep:
             return found.view(shape) if joined else found
 
         return call
+
+
+def _included(result: Tensor, old: Tensor, statement: Statement, ready: Prepared | None) -> Tensor:
+    """The result with the target's old values."""
+    old = old.reshape(result.shape)
+    if statement.reduction == "sum" or ready is None:
+        return old + result
+    join = torch.maximum if statement.reduction == "max" else torch.minimum
+    return torch.where(ready.counts > 0, join(result, old), old)
 
 
 def source_of(
@@ -312,9 +325,9 @@ class LaneCopies(NamedTuple):
 class Prepared:
     """A nest with its sizes and offsets. facts: what its schedule was made of; begins, offsets: of each factor, by
     constants and by entry (None: none); whole: all results are written; outer: points of the outer loops; loops:
-    integers of the outer and inner loops. A factor that has one value per entry is put in their order. kernel: address
-    of the C function; like: of the target's size, without memory; programs: by threads and layout of the copied
-    factor."""
+    integers of the outer and inner loops. A factor that has one value per entry is put in their order. counts: values
+    reduced into each result, unless summed; kernel: address of the C function; like: of the target's size, without
+    memory; programs: by threads and layout of the copied factor."""
 
     facts: NestFacts
     schedule: LoopSchedule
@@ -331,6 +344,7 @@ class Prepared:
     length: int
     loops: tuple[int, ...]
     like: Tensor
+    counts: Tensor
     programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
@@ -513,6 +527,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
         length,
         tuple(number for loop in (*outer, *inner) for number in loop),
         _without_memory(form.views[0].shape, dtype),
+        _counts(form, values[0], len(kept)),
     )
 
 
@@ -521,6 +536,19 @@ def _without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     found = torch.empty(shape, dtype=dtype, device="cpu")
     found.untyped_storage().resize_(0)
     return found
+
+
+def _counts(form: Form, values: Sequence[Tensor | None], entries: int) -> Tensor:
+    """The number of values that are reduced into each result, of length 1 along its dense axes; empty for sums.
+    values: of the target's axes."""
+    if form.reduction == "sum":
+        return torch.empty(0, device="cpu")
+    shape = [1 if v is None else size for v, size in zip(values, form.views[0].shape, strict=True)]
+    place = torch.zeros((), dtype=torch.int64, device="cpu")
+    for value, size in zip(values, shape, strict=True):
+        place = place * size + (0 if value is None else value)
+    each = math.prod(size for name, size in form.extents if name in form.reduced)
+    return each * torch.bincount(place.expand(entries), minlength=math.prod(shape)).view(shape)
 
 
 def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
@@ -603,7 +631,10 @@ def _roles(
     factors = [FactorAccess("", *each) for each in zip(along[1:], offsets[1:], strict=True)]
     sums = lanes is None and not along[0] and length > 1
     target = offsets[0] if not sums else (0,) * len(offsets[0])
-    nest = Nest(real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums)
+    reduction = "sum" if form.reduction == "mean" else form.reduction
+    nest = Nest(
+        real, count, target, tuple(factors), len(outer), len(inner), lanes is not None, sums, reduction=reduction
+    )
     around = next((k for k, name in enumerate(order) if name not in free), len(outer))
     unroll = dict(schedule.unroll)
     unrolled = tuple(unroll.get(name, 0) for name in (facts.entries[0], *inner))

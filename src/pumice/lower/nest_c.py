@@ -46,7 +46,8 @@ class Nest:
     """A loop nest. real: "float" or "double"; lanes: of a vector; target: offsets of the accumulators; outer, inner:
     numbers of loops; tiled: the accumulators are the whole tile, else the vector loop moves them; sums: the vector
     index is summed, and the target has one value per segment; around: outer loops around the chunks of segments;
-    unroll: of the entries' loop and of each inner one, 0: as the compiler likes."""
+    unroll: of the entries' loop and of each inner one, 0: as the compiler likes;
+    reduction: "sum", "max" or "min"."""
 
     real: str
     lanes: int
@@ -58,6 +59,22 @@ class Nest:
     sums: bool = False
     around: int = 0
     unroll: tuple[int, ...] = ()
+    reduction: str = "sum"
+
+    @property
+    def start(self) -> str:
+        """What is added to a zero to start with."""
+        return {"max": " - (real)__builtin_inf()", "min": " + (real)__builtin_inf()"}.get(self.reduction, "")
+
+    def add(self, to: str, value: str, kind: str) -> str:
+        """C statement that reduces a value into an accumulator of type `kind`; a NaN stays, as in torch."""
+        if self.reduction == "sum":
+            return f"{to} += {value};"
+        taken, bits = f"(p {'>' if self.reduction == 'max' else '<'} {to}) | (p != p)", "(__typeof__(m))"
+        if kind == "real":
+            return f"{{ const real p = {value}; if ({taken}) {to} = p; }}"
+        chosen = f"{to} = ({kind})({bits}p & m | {bits}{to} & ~m);"
+        return f"{{ const {kind} p = {value}; const __typeof__(p > p) m = {taken}; {chosen} }}"
 
     def __str__(self) -> str:
         where = [
@@ -68,7 +85,8 @@ class Nest:
         lines = [f"parallel over {', '.join(loops)}", "for block, segment s"]
         lines.append(f"  {len(self.target)} accumulators of {self.lanes} {self.real}")
         lines.append(f"  for entry e of s{f', {self.inner} dense reductions' if self.inner else ''}")
-        return "\n".join([*lines, f"    acc += {' * '.join(where)}", "  T[s] = acc"])
+        lines.append(f"    acc {'+' if self.reduction == 'sum' else self.reduction}= {' * '.join(where)}")
+        return "\n".join([*lines, "  T[s] = acc"])
 
 
 _HEAD = """typedef {real} real;
@@ -168,14 +186,14 @@ def _fixed(nest: Nest, widths: list[int]) -> tuple[list[str], str]:
 def _tile(nest: Nest, count: int, width: int) -> str:
     kind = f"v{width}" if width > 1 else "real"
     declare = [
-        f"{kind} a{n}; if (first) a{n} = ({kind}){{0}}; else a{n} = *({kind} *)(t + {d});"
+        f"{kind} a{n}; if (first) a{n} = ({kind}){{0}}{nest.start}; else a{n} = *({kind} *)(t + {d});"
         for n, d in enumerate(nest.target[:count])
     ]
     loads, products = _products(nest, count, kind)
     return _TILE.format(
         name=f"tile_{count}_{width}",
         declare="\n    ".join(declare),
-        step="\n            ".join([*loads, *(f"a{n} += {product};" for n, product in enumerate(products))]),
+        step="\n            ".join([*loads, *(nest.add(f"a{n}", product, kind) for n, product in enumerate(products))]),
         store=" ".join(f"*({kind} *)(t + {d}) = a{n};" for n, d in enumerate(nest.target[:count])),
         **_frame(nest),
     )
@@ -226,7 +244,7 @@ def _frame(nest: Nest) -> dict[str, str]:
 
 _SUM = """static inline __attribute__((always_inline)) void tile(const i64 *z, real *t, {arguments}, const i64 *at,
     int first) {{
-    real total = first ? 0 : *t;
+    real total = first ? (real)0{start} : *t;
     {declare}
     {ahead}
     {unroll}for (i64 e = at[0]; e < at[1]; e++) {{
@@ -236,8 +254,9 @@ _SUM = """static inline __attribute__((always_inline)) void tile(const i64 *z, r
             {steps}
         }}
     }}
-    {wide} sum = {sum};
-    for (int k = 0; k < {lanes}; k++) total += sum[k];
+    {wide} sum = a0;
+    {sum}
+    for (int k = 0; k < {lanes}; k++) {last}
     *t = total;
 }}
 """
@@ -254,15 +273,17 @@ def _summing(nest: Nest, widths: list[int]) -> tuple[list[str], str]:
         ]
         return " * ".join(reads)
 
-    whole = " ".join(f"a{n} += {product(wide, n * lanes)};" for n in range(count))
+    whole = " ".join(nest.add(f"a{n}", product(wide, n * lanes), wide) for n in range(count))
     steps = [f"for (; j + {count * lanes} <= z[6]; j += {count * lanes}) {{ {whole} }}"]
-    steps.append(f"for (; j + {lanes} <= z[6]; j += {lanes}) a0 += {product(wide, 0)};")
-    steps.append(f"for (; j < z[6]; j++) total += {product('real', 0)};")
+    steps.append(f"for (; j + {lanes} <= z[6]; j += {lanes}) {nest.add('a0', product(wide, 0), wide)}")
+    steps.append(f"for (; j < z[6]; j++) {nest.add('total', product('real', 0), 'real')}")
     text = _SUM.format(
-        declare=f"{wide} {', '.join(f'a{n} = {{0}}' for n in range(count))};",
+        start=nest.start,
+        declare=f"{wide} {', '.join(f'a{n} = ({wide}){{0}}{nest.start}' for n in range(count))};",
         steps="\n            ".join(steps),
         wide=wide,
-        sum=" + ".join(f"a{n}" for n in range(count)),
+        sum=" ".join(nest.add("sum", f"a{n}", wide) for n in range(1, count)),
+        last=nest.add("total", "sum[k]", "real"),
         lanes=lanes,
         **_frame(nest),
     )

@@ -65,12 +65,13 @@ class View:
 @dataclass(frozen=True, eq=False)
 class Form:
     """A normalised statement: its accesses, the target's first; extents of dense indices and of positions; names of the
-    index arrays."""
+    index arrays; "sum", "max", "min" or "mean"."""
 
     views: tuple[View, ...]
     extents: tuple[tuple[str, int], ...]
     positions: tuple[tuple[str, int], ...]
     arrays: tuple[str, ...]
+    reduction: str
 
     @property
     def reduced(self) -> list[str]:
@@ -111,6 +112,10 @@ def normalized(
     views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
     if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
         return "the target is written through windows"
+    if statement.reduction != "sum" and not (
+        _is_filled(views[0], extents) and all(_is_inside(v, extents) for v in views)
+    ):
+        return f"a {statement.reduction} over windows, or into parts of the target"
     _join(views, extents, fusing)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
@@ -119,7 +124,23 @@ def normalized(
     arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
     if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
         return "index arrays of different positions meet"
-    return Form(tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays)
+    return Form(
+        tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays, statement.reduction
+    )
+
+
+def _is_inside(view: View, extents: Mapping[str, int]) -> bool:
+    """True if no index reaches beyond the view: zeros that a window reads there count only in sums."""
+    axes = zip(view.axes, view.shape, strict=True)
+    return all(not axis.dense or (axis.bare is not None and extents[axis.bare] <= size) for axis, size in axes)
+
+
+def _is_filled(target: View, extents: Mapping[str, int]) -> bool:
+    """True if dense indices reach all of the target's axes, one each."""
+    axes = {axis.bare: size for axis, size in zip(target.axes, target.shape, strict=True) if axis.dense}
+    return len(axes) == sum(map(bool, (a.dense for a in target.axes))) and all(
+        extents[n or ""] == axes[n] for n in axes
+    )
 
 
 def padded_sizes(view: View, extents: Mapping[str, int]) -> Iterator[int]:
@@ -131,8 +152,10 @@ def padded_sizes(view: View, extents: Mapping[str, int]) -> Iterator[int]:
 
 
 def _unsupported(statement: Statement, bound: BoundStatement) -> str | None:
-    if statement.reduction != "sum" or len(statement.terms) != 1:
-        return "it is not a sum of one term"
+    if len(statement.terms) != 1:
+        return "it has several terms"
+    if statement.reduction in ("max", "min") and statement.terms[0].coefficient != 1:
+        return "it is the maximum or minimum of a multiple"
     factors = statement.terms[0].factors
     if not factors or not all(isinstance(factor, Access) for factor in factors):
         return "it has conditions, or no factors"

@@ -23,7 +23,7 @@ from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare
 from pumice.language.formats import parse_format
 from pumice.language.nested import unnested
-from pumice.language.nodes import Access, Statement, accesses_of, arrays_of, indices_of
+from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
 from pumice.lower import chained, cpu, graph, maps, nest, nest_tune, work
@@ -31,7 +31,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
-from pumice.runtime.cache import BoundedCache
+from pumice.runtime.cache import BoundedCache, cached_per_tensor
 from pumice.runtime.workspace import require_memory
 from pumice.schedule.predict import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
@@ -289,7 +289,7 @@ def bound_plan(operands: Sequence[Tensor], call: PlanRequest, kinds: Sequence[Ki
 
 
 def _is_resizable(run: Run) -> bool:
-    return isinstance(run, kernels.KernelExecutor) and run.resizable
+    return isinstance(run, cpu.GatherExecutor) or (isinstance(run, kernels.KernelExecutor) and run.resizable)
 
 
 def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
@@ -349,6 +349,8 @@ Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 def _bound_run(run: Run, bound: Mapping[str, Tensor], at: Sizes | None) -> Run:
     if isinstance(run, kernels.KernelExecutor):
         return BoundExecutor(run, bound, at)
+    if isinstance(run, cpu.GatherExecutor) and at is not None:
+        run = replace(run, shape=at[1])
     return lambda tensors, before: run({**bound, **tensors}, before)
 
 
@@ -442,10 +444,22 @@ def _prepared(
         last = number == len(option.steps) or not dtype.is_floating_point
         kind = step.dtype or (dtype if last else torch.promote_types(dtype, torch.float32))
         run = _runner(option.lowerings[number - 1], step.bound, tensors, kind, choice)
+        if step.result and all(isinstance(f, Exists) for term in step.statement.terms for f in term.factors):
+            run = _cached_places(run, tensors)
         parts.append(PlanStep(run, used, step.result, tuple(name for name in tensors if name not in places)))
     statement, given = statement_of(text, names), read(names)
     old = given.places.get((statement.target.name, "", 0, "")) if statement.accumulate else None
     return Plan(tuple(parts), shape, dtype, old, dtype)
+
+
+def _cached_places(run: Run, tensors: Mapping[str, Tensor]) -> Run:
+    """`run` of a step that tells where operands exist, cached by its index arrays: of the others it sees the shapes."""
+    if isinstance(run, kernels.KernelExecutor | chained.TwoStepLowering):
+        return run
+    seen = {name: x.new_empty(()).expand(x.shape) for name, x in tensors.items() if x.is_floating_point()}
+    names = [name for name in tensors if name not in seen]
+    found = cached_per_tensor(lambda *arrays: run({**seen, **dict(zip(names, arrays, strict=True))}, None))
+    return lambda given, _: found(*(given[name] for name in names)) if names else run(given, None)
 
 
 def _require_memory(
@@ -482,6 +496,8 @@ def _runner(
         return kernels.runner(bound, dtype, None, precision)
     if name == "chained":
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
+    if name == "gathered":
+        return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
 
     if name == "nest":
         return nest.NestStep(bound, dtype, schedule_of(choice))
