@@ -215,10 +215,20 @@ def test_similar_scenes_share_a_nest():
 
 
 def test_explain_shows_the_nest():
-    a = pm.sparse(draw(9, 9, density=0.3), "CSR")
+    a = pm.sparse(draw(60, 60, density=0.02), "CSR")
     told = pm.compile_einsum("C[i,j] = A[i,k] * B[k,j]").explain(A=a, B=a)
     for piece in ("Count i", "Walk k over level 1 of factor 0", "Walk j over level 1 of factor 1", "void run("):
         assert piece in told, told
+
+
+def test_the_cost_model_takes_operands_dense():
+    image, weight = draw(1, 8, 8, 16, density=0.3), draw(3, 3, 16, 16, density=0.3)
+    text, given = "O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:8, q:8", {}
+    for density, dense in ((0.3, True), (0.01, False)):
+        kept = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) < density
+        given = {"I": pm.sparse(image, "n:U h:U w:U c:C"), "F": pm.sparse(weight * kept, "r:U s:U c:U m:C")}
+        assert ("with F in dense form" in pm.compile_einsum(text).explain(**given)) == dense
+        torch.testing.assert_close(pm.einsum(text, **given), pm.einsum(text, I=image, F=weight * kept))
 
 
 def test_offsets_beyond_int32_windows_are_bounded():

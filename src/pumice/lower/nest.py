@@ -496,7 +496,8 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
     plain = [_placed(n, view, pads[n], None, count) for n, view in enumerate(form.views)]
-    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), len(kept))
+    zeros = form.reduction in ("sum", "mean")  # of no entries
+    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), len(kept), zeros)
     facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
     schedule = wanted.complete(facts)
     tiles = ImageTiles.of(schedule, facts)
@@ -505,7 +506,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
     if placed[0].strides != plain[0].strides:
-        targets, segment = _sorted_targets(placed[0], offsets[0], len(kept))
+        targets, segment = _sorted_targets(placed[0], offsets[0], len(kept), zeros)
     block, blocks = _blocks(form, values, schedule, facts)
     key = block * len(targets) + segment
     order = key.argsort(stable=True)
@@ -567,14 +568,15 @@ def _with_entries(factor: FactorAccess, view: View) -> FactorAccess:
     return factor._replace(entries="offset" if any(axis.dense for axis in view.axes) else "order")
 
 
-def _sorted_targets(target: Placed, offset: Tensor | int, count: int) -> tuple[Tensor, Tensor]:
+def _sorted_targets(target: Placed, offset: Tensor | int, count: int, zeros: bool) -> tuple[Tensor, Tensor]:
     """(distinct target offsets in ascending order, the number of each entry's). Those without entries are included if
-    they are few: the nest sets them to 0 sooner than a pass of its own."""
+    they are few and the nest makes them `zeros`, sooner than a pass of its own."""
     found = offset if isinstance(offset, Tensor) else torch.full((count,), offset, device="cpu")
     distinct, number = found.unique(return_inverse=True)
     axes = [(axis, *each) for axis, *each in zip(target.view.axes, target.view.shape, target.strides, strict=True)]
     fixed = [(size, stride) for axis, size, stride in axes if axis.bare is None]
-    if math.prod(size for size, _ in fixed) > 2 * len(distinct) or any(a.dense and a.bare is None for a, *_ in axes):
+    windows = any(axis.dense and axis.bare is None for axis, *_ in axes)
+    if not zeros or windows or math.prod(size for size, _ in fixed) > 2 * len(distinct):
         return distinct, number
     every = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, stride in fixed:
