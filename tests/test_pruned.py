@@ -171,3 +171,56 @@ def test_refusals():
         pm.prune_model(nn.Sequential(conv, nn.ReLU()), {"1": torch.ones(1), "x": torch.ones(1)})
     with pytest.raises(OptionError, match="the network is one layer"):
         pm.prune_model(conv, {"": torch.ones(6, 4, 3, 3)})
+
+
+def test_prepared_calls_follow_the_layer_and_its_input():
+    """Repeated calls without gradients are prepared: not for other sizes, layouts, dtypes, devices, values or masks."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 16, 3, padding=1)
+    pruned(conv)
+    layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(2, 8, 14, 14)
+
+    def agrees(x):
+        for _ in range(2):
+            wanted = nn.functional.conv2d(x, layer.weight, layer.bias, padding=1)
+            torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
+
+    with torch.no_grad():
+        for _ in range(2):
+            for given in (x, torch.randn(1, 8, 7, 9), x.to(memory_format=torch.channels_last), x[:, :, ::2], x[1:]):
+                agrees(given)
+        layer.values.mul_(2)
+        agrees(x)
+        layer.values.data = torch.randn_like(layer.values)
+        agrees(x)
+        layer.mask.copy_(layer.mask.flip(0))
+        agrees(x)
+        layer.double()
+        agrees(x.double())
+        layer.float()
+        agrees(x)
+        with pytest.raises(DeviceError):
+            layer(x.to("meta"))
+        layer.way = "dense"
+        agrees(x)
+    layer.way = "sparse"
+    grad = torch.autograd.grad(layer(x).sum(), layer.values)[0]
+    assert grad.abs().sum() > 0
+    with torch.inference_mode():
+        agrees(torch.randn(2, 8, 14, 14))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+
+
+def test_prepared_calls_run_on_any_number_of_threads():
+    torch.manual_seed(0)
+    conv, threads = nn.Conv2d(16, 24, 1, stride=2, bias=False), torch.get_num_threads()
+    pruned(conv)
+    layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(2, 16, 28, 28)
+    try:
+        with torch.no_grad():
+            for count in (1, 2, 3, 1):
+                torch.set_num_threads(count)
+                torch.testing.assert_close(layer(x), conv(x), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)

@@ -115,6 +115,34 @@ def test_convolutions_with_sparse_filters(first, cache, kinds, monkeypatch):
     assert cache is None or kinds["blocks"]
 
 
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_nothing_outside_the_operands_is_read_or_written(first, monkeypatch):
+    """Inputs, results and buffers lie between NaNs, and begin as NaNs; inputs have any strides."""
+    made = []
+
+    def between(like):
+        size = like.numel()
+        made.append(torch.full((size + 2 * GUARD,), torch.nan, dtype=like.dtype))
+        return made[-1][GUARD : GUARD + size].view(like.shape)
+
+    take = nest.SPARE.take
+    monkeypatch.setattr(torch, "empty_like", between)
+    monkeypatch.setattr(nest.SPARE, "take", lambda size: poisoned(take(size)))
+    for seed in range(1000 + first, 1020 + first):
+        one, chance = Convolution(seed), random.Random(seed)
+        if not one.weight.count_nonzero():
+            continue
+        order = [0, 1, *chance.sample(range(2, one.x.ndim), one.x.ndim - 2)]
+        x = guarded(tuple(one.x.shape[k] for k in order), one.dtype).permute(sorted(order, key=order.__getitem__))
+        got, wanted = pm.einsum(one.text, I=x, F=one.filter, lowering="nest"), one.dense(x)
+        near = 1e-9 if one.dtype == torch.float64 else 1e-4
+        message = f"seed {seed}: {one.text}\n{{}}".format
+        torch.testing.assert_close(got, wanted, rtol=near, atol=near, msg=message)
+        for whole in made:
+            assert whole[:GUARD].isnan().all() and whole[-GUARD:].isnan().all(), message("")
+        made.clear()
+
+
 @pytest.mark.parametrize(
     ("text", "shapes", "kind"),
     [
@@ -282,9 +310,9 @@ def moved(name, lanes, sizes, x, shape):
 GUARD = 256
 
 
-def guarded(shape):
+def guarded(shape, dtype=torch.float32):
     """Random numbers of a shape between NaNs."""
-    whole = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan)
+    whole = torch.full((math.prod(shape) + 2 * GUARD,), torch.nan, dtype=dtype)
     return whole[GUARD:-GUARD].copy_(torch.randn(math.prod(shape))).view(shape)
 
 

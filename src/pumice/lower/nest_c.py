@@ -29,7 +29,7 @@ from pumice.runtime.native import Compiler, NativeUnavailableError, compiler
 
 HEADER, TARGET = 10, 9  # Integers before the factors', and the place of the target's address
 MOVED = 3, 4, 17  # Places of the addresses of source, target and room among the integers of a move
-AHEAD = 1  # Offsets are read so many entries ahead: arrays of offsets have as many more
+AHEAD = 2  # Offsets are read so many entries ahead: arrays of offsets have as many more
 
 
 class FactorAccess(NamedTuple):

@@ -119,7 +119,7 @@ class PrunedConv2d(_Pruned):
         return whole.view(count, -1, *(size for size in kernel if size > 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = type(x) is Tensor and not torch.compiler.is_compiling()
+        plain = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
         known = self._convolutions.get(x.shape) if plain else None
         if known is None or known[0] is not self._filter() or self.way == "dense":
             return self._first(x)
@@ -137,7 +137,7 @@ class PrunedConv2d(_Pruned):
             return functional.conv2d(x, self.weight, *options)
         images, filter = x if x.dim() == 4 else x[None], self._filter()
         text = _statement(images.shape[2:], self.mask.shape[2:], self.stride, self.padding, self.dilation)
-        if x.dim() == 4 and not torch.compiler.is_compiling():
+        if x.dim() == 4 and x.is_cpu and not torch.compiler.is_compiling():
             if len(self._convolutions) >= _SIZES:
                 self._convolutions.clear()
             self._convolutions[x.shape] = filter, OneOperandEinsum(text, "I", {"F": filter})
