@@ -255,3 +255,20 @@ class EntryList:
         found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1, device="cpu")
         self.kept &= found >= 0
         return found
+
+
+EntryParts = list[Tensor | None]
+"""Of an access: the part of each axis that depends on the entry, int64 [entries], None for axes without one."""
+
+
+def entry_parts(form: Form, arrays: Mapping[str, Tensor]) -> list[EntryParts]:
+    """The parts of all accesses, the target's first, over the entries of index arrays on the CPU. Entries whose windows
+    are outside an operand everywhere are left out."""
+    entries, extents = EntryList(dict(form.positions), arrays), dict(form.extents)
+
+    def part(axis: NestAxis, size: int) -> Tensor | None:
+        return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
+
+    found = [[part(axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views]
+    kept = entries.kept.nonzero()[:, 0]
+    return [[None if x is None else x[kept] for x in each] for each in found]
