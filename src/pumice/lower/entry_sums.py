@@ -365,7 +365,7 @@ def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Ten
 
 
 class Slots(NamedTuple):
-    """Places of words. size: of all, with one more step; of_entry: of each entry; starts: first step of each group of
+    """Places of words. size: of all, with two more steps; of_entry: of each entry; starts: first step of each group of
     segments and the end; targets: of the segments in groups, -1 where there is none."""
 
     size: int
@@ -417,4 +417,4 @@ class Segments:
         step = starts[row // tile.segments] + within // tile.parts
         rows = tile.segments * tile.parts
         of_entry = step * rows + row % tile.segments * tile.parts + within % tile.parts
-        return Slots((int(starts[-1]) + 1) * rows, of_entry, starts, targets)
+        return Slots((int(starts[-1]) + 2) * rows, of_entry, starts, targets)
