@@ -1,13 +1,13 @@
 """The kernel of sums over entries; see entry_sums.py."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 
 
 @triton.jit(
-    do_not_specialize=["points", "groups", "begin", "inside", "n1", "n2", "n3", "x0", "x1", "x2", "x3", "y0", "y1", "y2", "y3"]
+    do_not_specialize=[
+        *["points", "groups", "begin", "inside", "n1", "n2", "n3", "x0", "x1", "x2", "x3", "y0", "y1", "y2", "y3"]
+    ]
 )
 def entry_sums(
     x, values, words, starts, targets, edges, y, points: "i64", groups: "i64", begin: "i64", inside: "i64", n1: "i64",
@@ -18,7 +18,7 @@ def entry_sums(
     """y[target[s] + point] = sum over entries e of segment s of values[e] * x[offset[e] + point]
 
     A program computes TURNS * LANES points of SEGMENTS segments, in rows of PARTS interleaved parts each.
-    words [steps + 2, SEGMENTS * PARTS]: place of an entry's value in the upper half, (edge, offset) in the lower one;
+    words [steps + 1, SEGMENTS * PARTS]: place of an entry's value in the upper half, (edge, offset) in the lower one;
     edge MISSING: no entry. starts: first step of each group of segments, and the end. edges [inside]: by point, bit k
     is set if windows of edge k are inside x there."""
     group = tl.program_id(0) % groups.to(tl.int32)
@@ -38,43 +38,26 @@ def entry_sums(
     end = tl.load(starts + group + 1)
     total = tl.zeros([SEGMENTS * PARTS, TURNS, LANES], tl.float32)
     words += start.to(tl.int64) * (SEGMENTS * PARTS) + tl.arange(0, SEGMENTS * PARTS)
-    # Words are loaded two steps ahead, what they point to one step: no sum waits for loads of its step.
     word = tl.load(words)
-    following = tl.load(words + SEGMENTS * PARTS)
-    value, found = _pair(x, values, word, reads, inner, LANES, VECTOR, EDGES, MISSING, OFFSET)
-    words += 2 * SEGMENTS * PARTS
     for _ in tl.range(start, end):
-        then = tl.load(words)
-        next_value, next_found = _pair(x, values, following, reads, inner, LANES, VECTOR, EDGES, MISSING, OFFSET)
-        total += value.to(tl.float32) * found.to(tl.float32)
-        value = next_value
-        found = next_found
-        following = then
         words += SEGMENTS * PARTS
+        following = tl.load(words)
+        low = word.to(tl.uint32)
+        edge = (low >> OFFSET).to(tl.int32)
+        value = tl.load(values + (word >> 32), mask=edge != MISSING, other=0).to(tl.float32)
+        offset = (low & ((1 << OFFSET) - 1)).to(tl.int32)
+        # Lanes are said to be contiguous so that threads follow them; only VECTOR of them are read at once.
+        at = tl.max_contiguous(tl.multiple_of(offset[:, None, None] + reads, [1, 1, VECTOR]), [1, 1, LANES])
+        there = (edge != MISSING)[:, None, None]
+        if EDGES:
+            # Bit MISSING is not set.
+            there = ((inner >> edge[:, None, None]) & 1) != 0
+        total += value[:, None, None] * tl.load(x + at, mask=there, other=0).to(tl.float32)
+        word = following
     if PARTS > 1:
         total = tl.sum(tl.reshape(total, [SEGMENTS, PARTS, TURNS, LANES]), 1)
     at = tl.max_contiguous(tl.multiple_of(target + writes, [1, 1, VECTOR]), [1, 1, LANES])
     tl.store(y + at, total.to(y.dtype.element_ty), mask=live & (target >= 0))
-
-
-@triton.jit
-def _pair(
-    x, values, word, reads, inner, LANES: tl.constexpr, VECTOR: tl.constexpr, EDGES: tl.constexpr,
-    MISSING: tl.constexpr, OFFSET: tl.constexpr
-):  # fmt: skip
-    """(value, x[offset + point]) of a word in each row."""
-    low = word.to(tl.uint32)
-    edge = (low >> OFFSET).to(tl.int32)
-    value = tl.load(values + (word >> 32), mask=edge != MISSING, other=0)
-    edge, offset = edge[:, None, None], (low & ((1 << OFFSET) - 1)).to(tl.int32)[:, None, None]
-    # Lanes are said to be contiguous so that threads follow them; only VECTOR of them are read at once.
-    at = tl.max_contiguous(tl.multiple_of(offset + reads, [1, 1, VECTOR]), [1, 1, LANES])
-    if EDGES:
-        # Bit MISSING is not set.
-        there = ((inner >> edge) & 1) != 0
-    else:
-        there = edge != MISSING
-    return value[:, None, None], tl.load(x + at, mask=there, other=0)
 
 
 @triton.jit

@@ -46,24 +46,27 @@ class EntryTile(NamedTuple):
     warps: int
 
     @classmethod
-    def default(cls, segments: int, points: int, longest: int) -> EntryTile:
-        """The tile for so many segments of `points` results each, the longest of which has so many entries.
+    def default(cls, segments: int, points: int, longest: int, aligned: int) -> EntryTile:
+        """The tile for so many segments of `points` results, the longest of which has so many entries.
 
-        Measured on an H200 with the layers of a pruned ResNet-50: there should be some 3,000 warps, and each should
-        have several loads under way."""
+        Measured on an H200 with the layers of a pruned ResNet-50. A program should have several loads under way, and
+        no more rows than segments have entries. aligned: neighbours that are read at once, at most."""
         width = 1 << (min(points, 64) - 1).bit_length()
-        programs = segments * -(-points // width)
-        if programs >= _MANY and points >= 128:
+        programs, vectors = segments * -(-points // 64), aligned >= 4
+        if vectors and programs >= _MANY and points >= 128:
             return cls(128, 16, 1, 4)
-        wanted = next(parts for least, parts in _PARTS if programs >= least)
-        parts = min(wanted, 1 << max(0, longest // 4).bit_length() >> 1 or 1)
+        if programs >= _SOME and vectors:
+            parts, warps = 8, 1
+        elif programs >= _SOME and points >= 128:
+            width, parts, warps = 128, 8, 2
+        else:
+            parts, warps = (16, 4) if vectors or programs >= _FEW else (32, 4)
+        parts = min(parts, 1 << max(1, longest // 4).bit_length() - 1)
         rows = max(4, parts)
-        return cls(width, rows // parts, parts, max(1, min(8, rows * width // 512)))
+        return cls(width, rows // parts, parts, min(warps, rows))
 
 
-_MANY = 16_000
-_PARTS = ((2500, 4), (900, 16), (300, 32), (0, 64))
-"""(programs with one segment each, rows for its entries)"""
+_FEW, _SOME, _MANY = 700, 1500, 16_000  # Programs with one segment each
 
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
@@ -228,7 +231,10 @@ def prepared(first: Tensor, form: Form, *others: Tensor, tile: EntryTile | None 
     begin = min(0, int(offsets.min()))
     segments = Segments.of(form, target, len(every[0]))
     loops = tuple(_loops(form, window.strides))
-    tile = tile or EntryTile.default(len(segments.targets), math.prod(n for n, *_ in loops), segments.longest)
+    numbers = [*(n for loop in loops for n in loop[1:] if n != 1), *(n for n, *_ in loops[1:]), begin]
+    aligned = _aligned([offsets, segments.targets, torch.tensor(numbers, device="cpu")], loops)
+    points = math.prod(n for n, *_ in loops)
+    tile = tile or EntryTile.default(len(segments.targets), points, segments.longest, aligned)
     values = [_offset(view, p) for n, (view, p) in enumerate(zip(form.views[1:], parts, strict=True)) if n != number]
     values = [v.expand(len(every[0])) for v in values]
     place = values[0] if len(values) == 1 else torch.arange(len(every[0]), device="cpu")
@@ -236,19 +242,19 @@ def prepared(first: Tensor, form: Form, *others: Tensor, tile: EntryTile | None 
     slots = segments.slots(tile)
     words = torch.full((slots.size,), _missing(edges.dtype) << _OFFSET, device="cpu")
     words[slots.of_entry] = (place << 32) | low
-    device, numbers = first.device, [*(n for loop in loops for n in loop[1:]), *(n for n, *_ in loops[1:]), begin]
+    device = first.device
     return EntrySums(
         tile,
         loops,
         begin,
-        _aligned([offsets, segments.targets, torch.tensor([n for n in numbers if n != 1], device="cpu")], loops),
+        aligned,
         words.to(device),
         slots.starts.int().to(device),
         slots.targets.int().to(device),
         edges.to(device),
         window.pads,
         None if len(values) == 1 else tuple(v.to(device) for v in values),
-        len(segments.targets) * math.prod(n for n, *_ in loops) == math.prod(form.views[0].shape),
+        len(segments.targets) * points == math.prod(form.views[0].shape),
         form.views[0].shape,
     )
 
@@ -317,9 +323,7 @@ class Windows:
             return cls(view, parts, torch.zeros(1, dtype=torch.int64, device="cpu"), none, (), strides)
         count = max([len(x) for x in parts if x is not None], default=1)
         known = [_constant(view.axes[n].constant) if parts[n] is None else parts[n] for n in outside]
-        window, edge = torch.stack([x.expand(count) for x in known if x is not None]).unique(
-            dim=1, return_inverse=True
-        )
+        window, edge = torch.stack([x.expand(count) for x in known if x is not None]).unique(dim=1, return_inverse=True)
         if window.shape[1] <= _EDGES:
             return cls(view, parts, edge, _inside(form, view, outside, window), (), strides)
         sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
@@ -346,8 +350,8 @@ def _pads(view: View, number: int, part: Tensor | None, extents: Mapping[str, in
 
 
 def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Tensor:
-    """Bit k of a point: windows [axes, distinct] k is inside the factor. Points are those of the innermost dense indices
-    of the target, from the first on that these axes have."""
+    """Bit k of a point: window k of windows [axes, distinct] is inside the factor. Points are those of the innermost
+    dense indices of the target, from the first on that these axes have."""
     extents, names = dict(form.extents), _names(form)
     moving = {name for n in axes for _, name in view.axes[n].dense}
     names = names[next((n for n, name in enumerate(names) if name in moving), len(names)) :]
@@ -365,7 +369,7 @@ def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Ten
 
 
 class Slots(NamedTuple):
-    """Places of words. size: of all, with two more steps; of_entry: of each entry; starts: first step of each group of
+    """Places of words. size: of all, with one more step; of_entry: of each entry; starts: first step of each group of
     segments and the end; targets: of the segments in groups, -1 where there is none."""
 
     size: int
@@ -390,7 +394,9 @@ class Segments:
         targets = offset.unique()
         sizes = [size for size, part in zip(view.shape, parts, strict=True) if part is not None]
         if math.prod(sizes) <= 2 * len(targets) + 64:
-            axes = [None if p is None else torch.arange(n, device="cpu") for n, p in zip(view.shape, parts, strict=True)]
+            axes = [
+                None if p is None else torch.arange(n, device="cpu") for n, p in zip(view.shape, parts, strict=True)
+            ]
             grids = iter(torch.meshgrid([x for x in axes if x is not None], indexing="ij")) if sizes else iter(())
             targets = _offset(view, [None if x is None else next(grids).reshape(-1) for x in axes])
         segment = torch.searchsorted(targets, offset.contiguous())
@@ -410,11 +416,13 @@ class Segments:
         starts = functional.pad(steps.cumsum(0), (1, 0))
         order = self.segment.argsort(stable=True)
         within = torch.empty_like(order)
-        within[order] = torch.arange(len(order), device="cpu") - (self.counts.cumsum(0) - self.counts)[self.segment[order]]
+        within[order] = (
+            torch.arange(len(order), device="cpu") - (self.counts.cumsum(0) - self.counts)[self.segment[order]]
+        )
         row = torch.empty_like(rank)
         row[rank] = torch.arange(len(rank), device="cpu")
         row = row[self.segment]
         step = starts[row // tile.segments] + within // tile.parts
         rows = tile.segments * tile.parts
         of_entry = step * rows + row % tile.segments * tile.parts + within % tile.parts
-        return Slots((int(starts[-1]) + 2) * rows, of_entry, starts, targets)
+        return Slots((int(starts[-1]) + 1) * rows, of_entry, starts, targets)
