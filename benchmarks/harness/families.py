@@ -107,6 +107,7 @@ LIBRARIES = (
 _SPCONV = {"spconv": Rivals(("spconv",))}
 _DEFAULT = {"its default": Rivals((DEFAULT,))}
 _LAYERS = {**_SPCONV, "the best recorded": Rivals(("best recorded",), RECORDED)}
+_DENSE = {"oneDNN, dense": Rivals(("oneDNN",)), "cuDNN, dense": Rivals(("cuDNN",))}
 _ANY = {"the best peer": Rivals(LIBRARIES)}
 _LAYER = r"(?P<group>[^/]+)/k3/(?P<series>C[\d-]+)"
 _PRODUCTS = {"e3nn or cuEquivariance": Rivals(("e3nn", "cuEq")), "dense einsum": Rivals(("dense",))}
@@ -187,7 +188,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph")),
     *(
-        Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", {"oneDNN, dense": Rivals(("oneDNN",))})
+        Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", _DENSE)
         for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
     ),
     Family("ucf", "neighbour retrieval", r"retrieval/(?P<group>.+)", {**_SPCONV, "coords": Rivals(("coords",))}),

@@ -140,7 +140,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Entries:
+class EntryLoop:
     """A loop over the entries of a factor, which binds all indices of its coordinates."""
 
     indices: tuple[str, ...]
@@ -150,10 +150,10 @@ class Entries:
         return f"Entries {', '.join(self.indices)} of factor {self.factor}"
 
 
-Loop = Count | Walk | Merge | Entries
+Loop = Count | Walk | Merge | EntryLoop
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """A loop; the axes that bound its index, or are checked in it; the levels whose positions are located in it."""
 
     loop: Loop
@@ -162,7 +162,7 @@ class Step(NamedTuple):
 
     @property
     def indices(self) -> tuple[str, ...]:
-        return self.loop.indices if isinstance(self.loop, Entries) else (self.loop.index,)
+        return self.loop.indices if isinstance(self.loop, EntryLoop) else (self.loop.index,)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class LoopNest:
     target: Access
     factors: tuple[IteratedAccess, ...]
     located: tuple[LevelOf, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[LoopStep, ...]
     vector: str
     held: int
     parallel: int
@@ -208,7 +208,7 @@ class IterationChoices(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class LevelProduct:
     """A product of accesses that is added to the target of this shape. ranges: (start, stop) of the indices; pattern:
     the place of the factor at whose entries the target has values, -1 if the target is dense."""
 
@@ -219,13 +219,13 @@ class Product:
     pattern: int = -1
 
 
-def products(product: Product) -> float:
+def products(product: LevelProduct) -> float:
     """The estimated number of products of present values."""
     shares = math.prod(f.share(depth) for f in product.factors for depth in range(len(f.levels)))
     return math.prod(stop - start for _, start, stop in product.ranges) * shares
 
 
-def cost(product: Product) -> float:
+def cost(product: LevelProduct) -> float:
     """The estimated operations of a product's nest; of entries alone, without windows, those of vectors of them."""
     sparse = [f for f in product.factors if f.levels]
     if len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels))):
@@ -234,7 +234,7 @@ def cost(product: Product) -> float:
     return products(product) * (_VECTOR_COST / _LANES if _vector_index(product) else _SCALAR_COST)
 
 
-def densified(product: Product) -> tuple[int, ...]:
+def densified(product: LevelProduct) -> tuple[int, ...]:
     """The places of the sparse factors, at most all but one, that are best used in dense form.
 
     Vectors run along dense axes alone: with one factor dense, there are more products, in vectors."""
@@ -243,12 +243,12 @@ def densified(product: Product) -> tuple[int, ...]:
     return min(every, key=lambda places: cost(_with_dense(product, places)))
 
 
-def _with_dense(product: Product, places: Sequence[int]) -> Product:
+def _with_dense(product: LevelProduct, places: Sequence[int]) -> LevelProduct:
     factors = (replace(f, levels=()) if n in places else f for n, f in enumerate(product.factors))
     return replace(product, factors=tuple(factors))
 
 
-def loop_nest(product: Product, choices: IterationChoices) -> LoopNest:
+def loop_nest(product: LevelProduct, choices: IterationChoices) -> LoopNest:
     """The loops of a product that `refused` accepts."""
     vector = _vector_index(product) if choices.vector is None else choices.vector
     ranges = {name: (start, stop) for name, start, stop in product.ranges}
@@ -257,7 +257,7 @@ def loop_nest(product: Product, choices: IterationChoices) -> LoopNest:
     return _Planner(*sizes, choices, vector, vectors).nest()
 
 
-def refused(product: Product) -> str | None:
+def refused(product: LevelProduct) -> str | None:
     """The reason why a product is no nest over levels, or None."""
     target, factors = product.target, product.factors
     names = indices_of(target, *(f.access for f in factors))
@@ -268,7 +268,7 @@ def refused(product: Product) -> str | None:
     return None if any(f.levels for f in factors) else "no factor is sparse"
 
 
-def _vector_index(product: Product) -> str:
+def _vector_index(product: LevelProduct) -> str:
     """The longest index of the target, or else of factors, that stands alone in dense axes; "" if there is none."""
     skipped = len(product.factors[product.pattern].levels) if product.pattern >= 0 else 0
     dense = [list(product.target.indices[skipped:])]
@@ -308,14 +308,14 @@ class _Planner:
 
     def nest(self) -> LoopNest:
         order, entries = self.order()
-        bound, steps = frozenset[str](), list[Step]()
+        bound, steps = frozenset[str](), list[LoopStep]()
         located = self.locatable(bound, ())
         done = set(located)
         while order:
             if entries >= 0 and not steps:
                 names = self.factors[entries].stored
                 done |= {LevelOf(entries, d) for d in range(len(self.factors[entries].levels))}
-                loop: Loop = Entries(names, entries)
+                loop: Loop = EntryLoop(names, entries)
             else:
                 names = (order[0],)
                 loop = self.loop(order[0], bound, done)
@@ -324,7 +324,7 @@ class _Planner:
             bound |= {*names}
             more = self.locatable(bound, done)
             done |= set(more)
-            steps.append(Step(loop, self.bounds(names, bound), more))
+            steps.append(LoopStep(loop, self.bounds(names, bound), more))
         held = self.held(steps)
         parallel = self.parallel(steps)
         return LoopNest(self.target, self.factors, located, tuple(steps), self.vector, held, parallel, self.pattern)
@@ -401,19 +401,19 @@ class _Planner:
                 found.append(at)
         return tuple(found)
 
-    def held(self, steps: Sequence[Step]) -> int:
+    def held(self, steps: Sequence[LoopStep]) -> int:
         """The number of loops that the target's position depends on."""
         fixed = {*indices_of(self.target)} if self.pattern < 0 else {*self.factors[self.pattern].stored}
         fixed |= {*indices_of(self.target)}
         return max((number for number, step in enumerate(steps, 1) if fixed & {*step.indices}), default=0)
 
-    def parallel(self, steps: Sequence[Step]) -> int:
+    def parallel(self, steps: Sequence[LoopStep]) -> int:
         """The outermost loop with enough points, among those whose points write different parts of the target."""
         alone = {e.terms[0][1] for e in self.target.indices if len(e.terms) == 1}
         safe = {str(atom) for atom in alone} | ({*self.factors[self.pattern].stored} if self.pattern >= 0 else set())
         sizes = {}
         for number, step in enumerate(steps):
-            if isinstance(step.loop, Entries):
+            if isinstance(step.loop, EntryLoop):
                 return number if safe.issuperset(step.indices) else -1
             if step.loop.index in safe:
                 sizes[number] = min(_SHARED, self.extent(step.loop.index))

@@ -29,12 +29,12 @@ from pumice.language.iteration import (
     COMPRESSED,
     DENSE,
     HASHED,
-    Entries,
+    EntryLoop,
     IteratedAccess,
     IterationChoices,
+    LevelProduct,
     LevelSize,
     LoopNest,
-    Product,
     densified,
     loop_nest,
     refused,
@@ -43,7 +43,7 @@ from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
 from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
 from pumice.lower.nest_form import MOST_ELEMENTS
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import parallel_region
 
 _TASKS = 8  # Tasks per thread
@@ -261,11 +261,11 @@ def _dense_places(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -
     return densified(_symbols(bound, pattern, keys))
 
 
-def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> Product:
+def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> LevelProduct:
     ranges = tuple((name, extent.start, extent.stop) for name, extent in bound.ranges.items())
     accesses = (f for f in bound.statement.terms[0].factors if isinstance(f, Access))
     factors = tuple(IteratedAccess(a, key.shape, key.levels) for a, key in zip(accesses, keys, strict=True))
-    return Product(bound.statement.target, bound.shape, factors, ranges, pattern)
+    return LevelProduct(bound.statement.target, bound.shape, factors, ranges, pattern)
 
 
 def _prepared(product: SparseProduct, dtype: torch.dtype) -> PreparedNest:
@@ -342,7 +342,7 @@ class _Array(NamedTuple):
         return found
 
 
-@cached_per_tensor
+@cached_per_values
 def _copied(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
     return (x if axis is None else x.movedim(axis, -1)).to(dtype).contiguous()
 
@@ -399,7 +399,7 @@ class _Call:
     def shared(self) -> tuple[int, int]:
         """The range of the loop that is shared among threads."""
         nest = self.prepared.nest
-        if isinstance(loop := nest.steps[0].loop, Entries):
+        if isinstance(loop := nest.steps[0].loop, EntryLoop):
             return 0, len(self.stored(loop.factor).coordinates[0][1])
         if nest.parallel < 0:
             return 0, 1

@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pumice.language.iteration import DENSE, HASHED, AxisOf, Count, Entries, LevelOf, LoopNest, Merge, Step, Walk
+from pumice.language.iteration import DENSE, HASHED, AxisOf, Count, EntryLoop, LevelOf, LoopNest, LoopStep, Merge, Walk
 from pumice.language.nodes import Affine, indices_of
 
 HEADER = 4  # Integers before the arguments
@@ -183,9 +183,9 @@ class _Writer:
 
     # Loops
 
-    def step(self, number: int, step: Step) -> None:
+    def step(self, number: int, step: LoopStep) -> None:
         loop = step.loop
-        if isinstance(loop, Entries):
+        if isinstance(loop, EntryLoop):
             self.entries(loop)
         else:
             self.bounds(number, step)
@@ -197,14 +197,14 @@ class _Writer:
             else:
                 self.merge(number, loop)
         for at in step.within:
-            if isinstance(loop, Entries):
+            if isinstance(loop, EntryLoop):
                 self.put(
                     f"if ((unsigned long long)({self.value(at)}) >= (unsigned long long){self.size(at)}) continue;"
                 )
         for level in step.located:
             self.locate(level)
 
-    def entries(self, loop: Entries) -> None:
+    def entries(self, loop: EntryLoop) -> None:
         f = loop.factor
         self.open("for (i64 e = L; e < H; e++)")
         levels = self.nest.factors[f].levels
@@ -213,7 +213,7 @@ class _Writer:
             self.put(f"const i64 {self.name(name)} = ((const int *){self.z('coordinates', f, depth)})[e];")
         self.put(f"const i64 e{f} = e;")
 
-    def bounds(self, number: int, step: Step) -> None:
+    def bounds(self, number: int, step: LoopStep) -> None:
         """The range of the loop's index: declared, within its axes, of the task."""
         (index,) = step.indices
         own = number == self.nest.parallel
@@ -347,7 +347,7 @@ class _Writer:
         return " + ".join(found) or "0"
 
     def entry(self, factor: int) -> str:
-        if isinstance(first := self.nest.steps[0].loop, Entries) and first.factor == factor:
+        if isinstance(first := self.nest.steps[0].loop, EntryLoop) and first.factor == factor:
             return f"e{factor}"
         last = f"p{factor}_{len(self.nest.factors[factor].levels) - 1}"
         return f"((const int *){self.z('order', factor)})[{last}]" if self.reads.ordered[factor] else last

@@ -32,7 +32,7 @@ from pumice.language.nodes import Statement, arrays_of
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
 from pumice.runtime.workspace import SPARE
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
@@ -260,7 +260,7 @@ Patch = tuple[int, int, int]
 """(place, number of an address, bytes past it): an integer that every call sets."""
 
 
-class Program(NamedTuple):
+class CallSequence(NamedTuple):
     """A call as the integers of nest_c.sequence. Addresses are those of the target, of memory and of the factors."""
 
     numbers: array[int]
@@ -269,7 +269,7 @@ class Program(NamedTuple):
     region: int
 
     @staticmethod
-    def of(steps: Sequence[tuple[Step, Sequence[Patch]]]) -> Program:
+    def of(steps: Sequence[tuple[Step, Sequence[Patch]]]) -> CallSequence:
         """steps: each with its patches."""
         numbers, patches, heads = list[int](), list[Patch](), 2 * len(steps) + 1
         for (_, integers), own in steps:
@@ -277,7 +277,7 @@ class Program(NamedTuple):
             numbers += integers
         starts = accumulate((len(integers) for (_, integers), _ in steps), initial=heads)
         calls = [n for ((kernel, _), _), start in zip(steps, starts, strict=False) for n in (kernel, start)]
-        return Program(array("q", (*calls, 0, *numbers)), patches, nest_c.sequence(), parallel_region())
+        return CallSequence(array("q", (*calls, 0, *numbers)), patches, nest_c.sequence(), parallel_region())
 
     def run(self, threads: int, addresses: Sequence[int]) -> None:
         numbers = self.numbers[:]
@@ -345,7 +345,7 @@ class Prepared:
     loops: tuple[int, ...]
     like: Tensor
     counts: Tensor
-    programs: dict[tuple[Any, ...], Program] = field(default_factory=dict)
+    programs: dict[tuple[Any, ...], CallSequence] = field(default_factory=dict)
 
     def run(self, factors: Sequence[Tensor]) -> Tensor:
         """The target, of the shape of its view. factors: the whole operands."""
@@ -372,9 +372,9 @@ class Prepared:
         SPARE.give(buffer)
         return out
 
-    def _program(self, threads: int, images: tuple[int, ...]) -> Program:
+    def _program(self, threads: int, images: tuple[int, ...]) -> CallSequence:
         """images: of the factor that is copied, see Images.of."""
-        made = Program.of(self._steps(threads, images))
+        made = CallSequence.of(self._steps(threads, images))
         return self.programs.setdefault((threads, images), made)
 
     def _steps(self, threads: int, images: Sequence[int]) -> list[tuple[Step, list[Patch]]]:
@@ -432,7 +432,7 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
     return functional.pad(x, [n for pad in reversed(pads) for n in pad])
 
 
-@cached_per_tensor
+@cached_per_values
 def _in_order(values: Tensor, offsets: Tensor, address: int) -> Tensor:  # noqa: ARG001 (`.data` may be set)
     return values.reshape(-1)[offsets[: -nest_c.AHEAD]]
 

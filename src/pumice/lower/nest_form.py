@@ -98,9 +98,10 @@ FUSED = Fusing()  # As far as possible
 
 @lru_cache(maxsize=1024)
 def normalized(
-    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = FUSED
+    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing | None = FUSED
 ) -> Form | str:
-    """The form of a statement, or the reason why it has none. shapes: of the operands."""
+    """The form of a statement, or the reason why it has none. shapes: of the operands; fusing: which
+    adjacent dense indices become one, None: none."""
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
         return why
@@ -116,7 +117,8 @@ def normalized(
         _is_filled(views[0], extents) and all(_is_inside(v, extents) for v in views)
     ):
         return f"a {statement.reduction} over windows, or into parts of the target"
-    _join(views, extents, fusing)
+    if fusing is not None:
+        _join(views, extents, fusing)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
         return "an operand is too large with the zeros that its windows reach"
@@ -299,3 +301,20 @@ class EntryList:
         found = array[tuple(at)].long() if array.numel() else torch.full((self.count,), -1, device="cpu")
         self.kept &= found >= 0
         return found
+
+
+EntryParts = list[Tensor | None]
+"""Of an access: the part of each axis that depends on the entry, int64 [entries], None for axes without one."""
+
+
+def entry_parts(form: Form, arrays: Mapping[str, Tensor]) -> list[EntryParts]:
+    """The parts of all accesses, the target's first, over the entries of index arrays on the CPU. Entries whose windows
+    are outside an operand everywhere are left out."""
+    entries, extents = EntryList(dict(form.positions), arrays), dict(form.extents)
+
+    def part(axis: NestAxis, size: int) -> Tensor | None:
+        return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
+
+    found = [[part(axis, size) for axis, size in zip(v.axes, v.shape, strict=True)] for v in form.views]
+    kept = entries.kept.nonzero()[:, 0]
+    return [[None if x is None else x[kept] for x in each] for each in found]

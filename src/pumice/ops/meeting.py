@@ -43,7 +43,7 @@ from pumice.ops.direct import best_dense, computed, explained
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.cache import cached_per_values
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
@@ -65,7 +65,7 @@ def _dense(x: Sparse) -> Tensor:
     return x.to_dense() if part.values is None else _dense_of(part.values, x.format, x.shape, names, *arrays)
 
 
-@cached_per_tensor
+@cached_per_values
 def _dense_of(
     values: Tensor, format: Format, shape: tuple[int, ...], names: tuple[str, ...], *arrays: Tensor
 ) -> Tensor:

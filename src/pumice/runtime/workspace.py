@@ -108,7 +108,7 @@ def _bytes(size: int, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-class Buffer(NamedTuple):
+class SpareBuffer(NamedTuple):
     """Uninitialised memory of a C kernel. address: 64-byte aligned."""
 
     memory: Tensor
@@ -120,17 +120,17 @@ class SpareBuffers:
     """Buffers between the calls of C kernels, which take one each: as many as calls run at a time."""
 
     def __init__(self) -> None:
-        self._free: list[Buffer] = []
+        self._free: list[SpareBuffer] = []
 
-    def take(self, size: int) -> Buffer:
+    def take(self, size: int) -> SpareBuffer:
         """A buffer of at least `size` bytes, for `give`."""
         with suppress(IndexError):
             if (found := self._free.pop()).size >= size:
                 return found
         memory = _bytes(_rounded(size), torch.device("cpu"))
-        return Buffer(memory, memory.numel(), memory.data_ptr())
+        return SpareBuffer(memory, memory.numel(), memory.data_ptr())
 
-    def give(self, buffer: Buffer) -> None:
+    def give(self, buffer: SpareBuffer) -> None:
         """Return a buffer that is no longer used."""
         if buffer.size <= _MAX_CACHED_BYTES:
             self._free.append(buffer)

@@ -1,0 +1,83 @@
+"""The kernel of sums over entries; see entry_sums.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(
+    do_not_specialize=[
+        *["points", "groups", "begin", "inside", "n1", "n2", "n3", "x0", "x1", "x2", "x3", "y0", "y1", "y2", "y3"]
+    ]
+)
+def entry_sums(
+    x, values, words, starts, targets, edges, y, points: "i64", groups: "i64", begin: "i64", inside: "i64", n1: "i64",
+    n2: "i64", n3: "i64", x0: "i64", x1: "i64", x2: "i64", x3: "i64", y0: "i64", y1: "i64", y2: "i64", y3: "i64",
+    LOOPS: tl.constexpr, TURNS: tl.constexpr, LANES: tl.constexpr, SEGMENTS: tl.constexpr, PARTS: tl.constexpr,
+    VECTOR: tl.constexpr, EDGES: tl.constexpr, MISSING: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
+    """y[target[s] + point] = sum over entries e of segment s of values[e] * x[offset[e] + point]
+
+    A program computes TURNS * LANES points of SEGMENTS segments, in rows of PARTS interleaved parts each.
+    words [steps + 1, SEGMENTS * PARTS]: place of an entry's value in the upper half, (edge, offset) in the lower one;
+    edge MISSING: no entry. starts: first step of each group of segments, and the end. edges [inside]: by point, bit k
+    is set if windows of edge k are inside x there."""
+    group = tl.program_id(0) % groups.to(tl.int32)
+    lane = tl.arange(0, LANES)[None, None, :]
+    point = (tl.program_id(0) // groups.to(tl.int32)) * (TURNS * LANES)
+    point = point + tl.arange(0, TURNS)[None, :, None] * LANES + lane
+    live = point < points.to(tl.int32)
+    # Lanes that are left over read what is there.
+    point = tl.where(live, point, lane % VECTOR)
+    reads, writes = _places(point, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, LOOPS)
+    reads += begin.to(tl.int32)
+    target = tl.load(targets + group * SEGMENTS + tl.arange(0, SEGMENTS))[:, None, None]
+    inner = point
+    if EDGES:
+        inner = tl.load(edges + point % inside.to(tl.int32))
+    start = tl.load(starts + group)
+    end = tl.load(starts + group + 1)
+    total = tl.zeros([SEGMENTS * PARTS, TURNS, LANES], tl.float32)
+    words += start.to(tl.int64) * (SEGMENTS * PARTS) + tl.arange(0, SEGMENTS * PARTS)
+    word = tl.load(words)
+    for _ in tl.range(start, end):
+        words += SEGMENTS * PARTS
+        following = tl.load(words)
+        low = word.to(tl.uint32)
+        edge = (low >> OFFSET).to(tl.int32)
+        value = tl.load(values + (word >> 32), mask=edge != MISSING, other=0).to(tl.float32)
+        offset = (low & ((1 << OFFSET) - 1)).to(tl.int32)
+        # Lanes are said to be contiguous so that threads follow them; only VECTOR of them are read at once.
+        at = tl.max_contiguous(tl.multiple_of(offset[:, None, None] + reads, [1, 1, VECTOR]), [1, 1, LANES])
+        there = (edge != MISSING)[:, None, None]
+        if EDGES:
+            # Bit MISSING is not set.
+            there = ((inner >> edge[:, None, None]) & 1) != 0
+        total += value[:, None, None] * tl.load(x + at, mask=there, other=0).to(tl.float32)
+        word = following
+    if PARTS > 1:
+        total = tl.sum(tl.reshape(total, [SEGMENTS, PARTS, TURNS, LANES]), 1)
+    at = tl.max_contiguous(tl.multiple_of(target + writes, [1, 1, VECTOR]), [1, 1, LANES])
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=live & (target >= 0))
+
+
+@triton.jit
+def _places(point, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, LOOPS: tl.constexpr):
+    """(offsets in x, in y) of points, numbered along LOOPS loops of which the innermost is the last."""
+    reads = tl.zeros(point.shape, tl.int32)
+    writes = tl.zeros(point.shape, tl.int32)
+    if LOOPS > 3:
+        at = point % n3.to(tl.int32)
+        point = point // n3.to(tl.int32)
+        reads += at * x3.to(tl.int32)
+        writes += at * y3.to(tl.int32)
+    if LOOPS > 2:
+        at = point % n2.to(tl.int32)
+        point = point // n2.to(tl.int32)
+        reads += at * x2.to(tl.int32)
+        writes += at * y2.to(tl.int32)
+    if LOOPS > 1:
+        at = point % n1.to(tl.int32)
+        point = point // n1.to(tl.int32)
+        reads += at * x1.to(tl.int32)
+        writes += at * y1.to(tl.int32)
+    return reads + point * x0.to(tl.int32), writes + point * y0.to(tl.int32)

@@ -1,0 +1,461 @@
+"""Statements over lists of entries on a GPU, each in one kernel: convolutions with sparse filters above all.
+
+    T[t(s) + dense] = sum over entries e of segment s of v[e] * X[o(e) + dense]       s: the entries of one target
+
+The dense indices of the target, flattened, run across lanes: what index arrays contribute to an address is one number
+per entry, the same for all lanes. A program computes some of these points for a few segments; the entries of a segment
+are dealt out to rows of the program, whose sums are added at the end, so that results do not depend on the order of
+programs. Where windows leave the operand, one bit per point and distinct window tells; nothing is padded. The longest
+segments start first.
+
+One segment and one part per program, for all statements, is the fixed format and schedule of "Unified Convolution
+Framework", section 6.2.4; parts, segments and points of a program are our own, as are the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pumice.language.bind import BoundStatement
+from pumice.language.nodes import Statement, indices_of
+from pumice.lower.nest_form import Form, View, entry_parts, normalized
+from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.launch import keep_for_graph, kernel
+from pumice.schedule.predict import Work
+
+_OFFSET = 26  # Bits of a word for an entry's offset; the other 6 of its lower half are for its edge
+_EDGES = 62  # Distinct windows across an edge that bits can tell
+_LOOPS = 4
+_COPIES = 8_000_000  # Multiply-adds from which a strided factor is copied
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class EntryTile(NamedTuple):
+    """points: of a program, along lanes; segments: targets of a program; parts: rows that share a segment's entries."""
+
+    points: int
+    segments: int
+    parts: int
+    warps: int
+
+    @classmethod
+    def default(cls, segments: int, points: int, longest: int, aligned: int) -> EntryTile:
+        """The tile for so many segments of `points` results, the longest of which has so many entries.
+
+        Measured on an H200 with the layers of a pruned ResNet-50. A program should have several loads under way, and
+        no more rows than segments have entries. aligned: neighbours that are read at once, at most."""
+        width = 1 << (min(points, 64) - 1).bit_length()
+        programs, vectors = segments * -(-points // 64), aligned >= 4
+        if vectors and programs >= _MANY and points >= 128:
+            return cls(128, 16, 1, 4)
+        if programs >= _SOME and vectors:
+            parts, warps = 8, 1
+        elif programs >= 2 * _SOME and points >= 128:
+            width, parts, warps = 128, 8, 2
+        elif programs >= _SOME and points >= 128:
+            parts, warps = 16, 2
+        else:
+            parts, warps = (16, 4) if vectors or programs >= _FEW else (32, 4)
+        parts = min(parts, 1 << max(1, longest // 4).bit_length() - 1)
+        rows = max(4, parts)
+        return cls(width, rows // parts, parts, min(warps, rows))
+
+
+_FEW, _SOME, _MANY = 700, 1500, 16_000  # Programs with one segment each
+
+
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why a statement is no sum over entries here, or None."""
+    form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
+    if isinstance(form, str):
+        return form
+    if form.reduction != "sum":
+        return f"it is a {form.reduction}"
+    if form.reduced:
+        return "a dense index is summed"
+    dense = [view for view in form.views[1:] if _is_dense(view)]
+    if len(dense) != 1:
+        return f"one factor has dense indices, found {len(dense)}"
+    if any(operands[view.name].dtype not in _TYPES for view in form.views[1:]):
+        return "a factor is not of float32, float16 or bfloat16"
+    strides, extents = _strides(dense[0].shape), dict(form.extents)
+    reached = zip(dense[0].axes, dense[0].shape, strides, strict=True)
+    if sum((size + 2 * axis.reach(extents)[1]) * s for axis, size, s in reached if not axis.bare) >> _OFFSET:
+        return "entries are too far apart in an operand"
+    if len(_loops(form, strides)) > _LOOPS:
+        return f"more than {_LOOPS} dense indices are left"
+    return None
+
+
+def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
+    """The factor is read at every entry and point, through the second-level cache."""
+    form, points = _form(bound, operands), bound.points(indices_of(statement))
+    dense = _dense(form)
+    size = operands[dense.name].element_size()
+    # Entries of matrices may be spread unevenly, which kernels of products mind less.
+    uneven = 1 if any(axis.dense for axis in dense.axes[:-1]) or dense.axes[-1].entry is not None else 4
+    return Work(2 * points, cache=uneven * size * points)
+
+
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    statement, form = bound.statement, _form(bound, operands)
+    coefficient = statement.terms[0].coefficient
+    view = _dense(form)
+    place = tuple(operands[view.name].shape) if _in_place(form, operands) else None
+    first, *others = [operands[name] for name in form.arrays]
+    ready = keep_for_graph(prepared(first, form, place, *others))
+    if ready is None:
+        result = torch.zeros(bound.shape, dtype=dtype, device=operands[view.name].device)
+    else:
+        wide = statement.accumulate or coefficient != 1
+        x, values = _factors(form, ready, operands)
+        result = ready.run(x, values, torch.float32 if wide else dtype).view(bound.shape)
+    result = (result if coefficient == 1 else result * coefficient).to(dtype)
+    return operands[statement.target.name] + result if statement.accumulate else result
+
+
+def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
+    """The form of a statement; if a factor is read with strides and little, its axes are not joined."""
+    shapes = tuple([(name, tuple(t.shape)) for name, t in operands.items()])
+    found = normalized(bound, shapes)
+    assert isinstance(found, Form)
+    if not _in_place(found, operands):
+        return found
+    found = normalized(bound, shapes, None)
+    assert isinstance(found, Form)
+    return found
+
+
+def _in_place(form: Form, operands: Mapping[str, Tensor]) -> bool:
+    """True if the factor with dense indices is read in place although it is strided: copying it would take longer."""
+    dense, points = _dense(form), math.prod(n for _, n in (*form.positions, *form.extents))
+    near = not operands[dense.name].numel() >> _OFFSET
+    return any(dense.slices) and points <= _COPIES and near and len(_names(form)) < _LOOPS
+
+
+def _dense(form: Form) -> View:
+    """The factor with dense indices."""
+    return next(view for view in form.views[1:] if _is_dense(view))
+
+
+def _is_dense(view: View) -> bool:
+    return any(axis.dense for axis in view.axes)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate([1, *reversed(shape[1:])], lambda a, b: a * b))[: len(shape)][::-1]
+
+
+def _factors(form: Form, ready: EntrySums, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(the factor with dense indices, the product of the others)."""
+    dense = _dense(form)
+    x = operands[dense.name] if _in_place(form, operands) else dense.cut(operands[dense.name]).reshape(dense.shape)
+    others = [view.cut(operands[view.name]).reshape(-1) for view in form.views[1:] if view is not dense]
+    if ready.places is None:
+        return x, others[0]
+    values = x.new_ones(1)
+    for other, places in zip(others, ready.places, strict=True):
+        values = values * other[places]
+    return x, values
+
+
+# Preparation
+
+
+class Loop(NamedTuple):
+    """A dense index: its extent, its strides in the factor and in the target."""
+
+    extent: int
+    read: int
+    write: int
+
+
+@dataclass(frozen=True, eq=False)
+class EntrySums:
+    """The entries of a statement in the order in which a tile reads them, see entry_kernels.entry_sums.
+
+    loops: dense indices, the innermost last; begin: offset of the factor's first element that is read; aligned: power
+    of two that divides all offsets; pads: zeros around the factor, if bits cannot tell its edges; places: of each
+    entry's values in the other factors if there are several, else None; whole: all results are written."""
+
+    tile: EntryTile
+    loops: tuple[Loop, ...]
+    begin: int
+    aligned: int
+    words: Tensor
+    starts: Tensor
+    targets: Tensor
+    edges: Tensor
+    pads: tuple[int, ...]
+    places: tuple[Tensor, ...] | None
+    whole: bool
+    shape: tuple[int, ...]
+
+    @property
+    def points(self) -> int:
+        return math.prod(loop.extent for loop in self.loops)
+
+    def run(self, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """The target in its view's shape. x: the factor with dense indices; values: of the entries."""
+        x, values = (functional.pad(x, self.pads) if self.pads else x).contiguous(), values.contiguous()
+        y = (torch.empty if self.whole else torch.zeros)(self.shape, dtype=dtype, device=x.device)
+        tile, points = self.tile, self.points
+        vector = min(self.aligned, 16 // max(x.element_size(), y.element_size()), max(1, tile.points // 8))
+        lanes, groups = min(tile.points, 32 * vector), len(self.starts) - 1
+        loops = [*self.loops, *[Loop(1, 0, 0)] * (_LOOPS - len(self.loops))]
+        numbers = [points, groups, self.begin, max(1, len(self.edges)), *(loop.extent for loop in loops[1:])]
+        numbers += [*(loop.read for loop in loops), *(loop.write for loop in loops)]
+        constants = {
+            "LOOPS": len(self.loops),
+            "TURNS": tile.points // lanes,
+            "LANES": lanes,
+            "SEGMENTS": tile.segments,
+            "PARTS": tile.parts,
+            "VECTOR": vector,
+            "EDGES": len(self.edges) > 0,
+            "MISSING": _missing(self.edges.dtype),
+            "OFFSET": _OFFSET,
+        }
+        tensors = (x, values, self.words, self.starts, self.targets, self.edges, y)
+        launch = kernel("entry_kernels.entry_sums", "lower")
+        launch(groups * -(-points // tile.points), tensors, numbers, constants, tile.warps)
+        return y
+
+
+def _missing(dtype: torch.dtype) -> int:
+    """The edge of words that stand for no entry."""
+    return 63 if dtype == torch.int64 else 31
+
+
+@cached_per_tensor
+def prepared(
+    first: Tensor, form: Form, place: tuple[int, ...] | None, *others: Tensor, tile: EntryTile | None = None
+) -> EntrySums | None:
+    """The sums of a form over these index arrays; None without entries. place: shape of the factor with dense indices
+    if it is read in place, None for its view; tile: default: by size."""
+    arrays = [x.cpu() for x in (first, *others)]
+    target, *parts = entry_parts(form, dict(zip(form.arrays, arrays, strict=True)))
+    every = [x for each in (target, *parts) for x in each if x is not None]
+    if not len(every) or not len(every[0]):
+        return None
+    number = next(n for n, view in enumerate(form.views[1:]) if _is_dense(view))
+    window = Windows.of(form, form.views[1 + number], parts[number], place)
+    offsets, edges = window.offsets(), window.edges
+    begin = min(0, int(offsets.min()))
+    segments = EntrySegments.of(form, target, len(every[0]))
+    loops = tuple(_loops(form, window.strides))
+    numbers = [*(n for loop in loops for n in loop[1:] if n != 1), *(n for n, *_ in loops[1:]), begin]
+    aligned = _aligned([offsets, segments.targets, torch.tensor(numbers, device="cpu")], loops)
+    points = math.prod(n for n, *_ in loops)
+    tile = tile or EntryTile.default(len(segments.targets), points, segments.longest, aligned)
+    values = [_offset(view, p) for n, (view, p) in enumerate(zip(form.views[1:], parts, strict=True)) if n != number]
+    values = [v.expand(len(every[0])) for v in values]
+    place = values[0] if len(values) == 1 else torch.arange(len(every[0]), device="cpu")
+    low = (window.edge << _OFFSET) | (offsets - begin)
+    slots = segments.slots(tile)
+    words = torch.full((slots.size,), _missing(edges.dtype) << _OFFSET, device="cpu")
+    words[slots.of_entry] = (place << 32) | low
+    device = first.device
+    return EntrySums(
+        tile,
+        loops,
+        begin,
+        aligned,
+        words.to(device),
+        slots.starts.int().to(device),
+        slots.targets.int().to(device),
+        edges.to(device),
+        window.pads,
+        None if len(values) == 1 else tuple(v.to(device) for v in values),
+        len(segments.targets) * points == math.prod(form.views[0].shape),
+        form.views[0].shape,
+    )
+
+
+def _aligned(numbers: Sequence[Tensor], loops: Sequence[Loop]) -> int:
+    """The largest power of two up to 8 that divides these numbers, if neighbours of the innermost index are neighbours
+    in memory."""
+    if not loops or loops[-1][1:] != (1, 1):
+        return 1
+    extent = loops[-1].extent
+    return next(n for n in (8, 4, 2, 1) if extent % n == 0 and not any((x % n).any() for x in numbers))
+
+
+def _names(form: Form) -> list[str]:
+    """The dense indices of the target, in its order."""
+    extents = dict(form.extents)
+    return [axis.bare for axis in form.views[0].axes if axis.bare and extents[axis.bare] > 1]
+
+
+def _loops(form: Form, strides: Sequence[int]) -> list[Loop]:
+    """The loops over the dense indices, neighbours joined where one stride does for both."""
+    extents, target = dict(form.extents), form.views[0]
+    dense = _dense(form)
+    found: list[Loop] = []
+    for name in _names(form):
+        loop = Loop(extents[name], _stride(dense, strides, name), _stride(target, _strides(target.shape), name))
+        if found and found[-1][1:] == (loop.read * loop.extent, loop.write * loop.extent):
+            loop = loop._replace(extent=found.pop().extent * loop.extent)
+        found.append(loop)
+    return found or [Loop(1, 1, 1)]
+
+
+def _stride(view: View, strides: Sequence[int], name: str) -> int:
+    axes = zip(view.axes, strides, strict=True)
+    return sum(c * stride for axis, stride in axes for c, index in axis.dense if index == name)
+
+
+def _offset(view: View, parts: Sequence[Tensor | None], strides: Sequence[int] = ()) -> Tensor:
+    """Elements from the start of an operand, for each entry or, if all are the same, once."""
+    total = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for axis, part, stride in zip(view.axes, parts, strides or _strides(view.shape), strict=True):
+        total = total + (axis.constant if part is None else part) * stride
+    return total
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What the entries read of the factor with dense indices. edge: of each entry, the number of its distinct window
+    among those that leave the factor somewhere; edges: bits by point, see entry_kernels; pads: zeros instead; strides,
+    start: of the factor in memory."""
+
+    view: View
+    parts: Sequence[Tensor | None]
+    edge: Tensor
+    edges: Tensor
+    pads: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    @classmethod
+    def of(cls, form: Form, view: View, parts: Sequence[Tensor | None], place: tuple[int, ...] | None) -> Windows:
+        extents = dict(form.extents)
+        pads = [_pads(view, n, parts[n], extents) for n in range(len(view.axes))]
+        outside = [n for n, pad in enumerate(pads) if any(pad)]
+        steps = [s or (0, 0, 1) for s in view.slices] if place else [(0, 0, 1)] * len(view.axes)
+        flat, edge = tuple[int, ...](), torch.zeros(1, dtype=torch.int64, device="cpu")
+        edges = torch.zeros(0, dtype=torch.int32, device="cpu")
+        sizes = place or view.shape
+        if outside:
+            window, number = _distinct(view, parts, outside)
+            if window.shape[1] <= _EDGES:
+                edge, edges = number, _inside(form, view, outside, window)
+            else:
+                flat = tuple(n for pad in reversed(pads) for n in pad)
+                sizes = tuple(size + sum(pad) for size, pad in zip(sizes, pads, strict=True))
+        whole = _strides(sizes)
+        start = sum(s[0] * stride for s, stride in zip(steps, whole, strict=True))
+        strides = tuple(s[2] * stride for s, stride in zip(steps, whole, strict=True))
+        return cls(view, parts, edge, edges, flat, strides, start)
+
+    def offsets(self) -> Tensor:
+        before = self.pads[::-1][1::2] or (0,) * len(self.strides)
+        first = self.start + sum(n * stride for n, stride in zip(before, self.strides, strict=True))
+        return _offset(self.view, self.parts, self.strides) + first
+
+
+def _distinct(view: View, parts: Sequence[Tensor | None], axes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(distinct windows of the entries along these axes [axes, windows], the number of each entry's)."""
+    count = max([len(x) for x in parts if x is not None], default=1)
+    found = [parts[n] for n in axes]
+    known = [
+        torch.full((1,), view.axes[n].constant, device="cpu") if x is None else x
+        for n, x in zip(axes, found, strict=True)
+    ]
+    return torch.stack([x.expand(count) for x in known]).unique(dim=1, return_inverse=True)
+
+
+def _pads(view: View, number: int, part: Tensor | None, extents: Mapping[str, int]) -> tuple[int, int]:
+    """(before, after): zeros that the windows of an axis reach."""
+    axis, size = view.axes[number], view.shape[number]
+    low, high = (axis.constant,) * 2 if part is None else (int(part.min()), int(part.max()))
+    before, after = axis.reach(extents)
+    return max(0, -low - before), max(0, high + after - size + 1)
+
+
+def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Tensor:
+    """Bit k of a point: window k of windows [axes, distinct] is inside the factor. Points are those of the innermost
+    dense indices of the target, from the first on that these axes have."""
+    extents, names = dict(form.extents), _names(form)
+    moving = {name for n in axes for _, name in view.axes[n].dense}
+    names = names[next((n for n, name in enumerate(names) if name in moving), len(names)) :]
+    grids = torch.meshgrid([torch.arange(extents[name], device="cpu") for name in names], indexing="ij")
+    places = {name: grid.reshape(-1) for name, grid in zip(names, grids, strict=True)}
+    count = math.prod(extents[name] for name in names)
+    total = torch.zeros(count, dtype=torch.int64, device="cpu")
+    for bit in range(windows.shape[1]):
+        there = torch.ones(count, dtype=torch.bool, device="cpu")
+        for n, at in zip(axes, windows[:, bit].tolist(), strict=True):
+            place = at + sum(c * places[name] for c, name in view.axes[n].dense if name in places)
+            there &= torch.as_tensor((place >= 0) & (place < view.shape[n]))
+        total |= there.long() << bit
+    return total if windows.shape[1] > _missing(torch.int32) else total.int()
+
+
+class Slots(NamedTuple):
+    """Places of words. size: of all, with one more step; of_entry: of each entry; starts: first step of each group of
+    segments and the end; targets: of the segments in groups, -1 where there is none."""
+
+    size: int
+    of_entry: Tensor
+    starts: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class EntrySegments:
+    """Entries by target. targets: offsets of the segments; segment: of each entry; counts: of a segment's entries."""
+
+    targets: Tensor
+    segment: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, form: Form, parts: Sequence[Tensor | None], count: int) -> EntrySegments:
+        """All targets are segments, unless there are many without entries."""
+        view = form.views[0]
+        offset = _offset(view, parts).expand(count)
+        targets = offset.unique()
+        sizes = [size for size, part in zip(view.shape, parts, strict=True) if part is not None]
+        if math.prod(sizes) <= 2 * len(targets) + 64:
+            axes = [
+                None if p is None else torch.arange(n, device="cpu") for n, p in zip(view.shape, parts, strict=True)
+            ]
+            grids = iter(torch.meshgrid([x for x in axes if x is not None], indexing="ij")) if sizes else iter(())
+            targets = _offset(view, [None if x is None else next(grids).reshape(-1) for x in axes])
+        segment = torch.searchsorted(targets, offset.contiguous())
+        return cls(targets, segment, torch.bincount(segment, minlength=len(targets)))
+
+    @property
+    def longest(self) -> int:
+        return int(self.counts.max())
+
+    def slots(self, tile: EntryTile) -> Slots:
+        """The places of the entries: the longest segments first, in groups; entries of a segment across its parts."""
+        rank = self.counts.argsort(descending=True, stable=True)
+        groups = -(-len(rank) // tile.segments)
+        targets = torch.full((groups * tile.segments,), -1, device="cpu")
+        targets[: len(rank)] = self.targets[rank]
+        steps = -(-self.counts[rank[:: tile.segments]] // tile.parts)
+        starts = functional.pad(steps.cumsum(0), (1, 0))
+        order = self.segment.argsort(stable=True)
+        within = torch.empty_like(order)
+        within[order] = (
+            torch.arange(len(order), device="cpu") - (self.counts.cumsum(0) - self.counts)[self.segment[order]]
+        )
+        row = torch.empty_like(rank)
+        row[rank] = torch.arange(len(rank), device="cpu")
+        row = row[self.segment]
+        step = starts[row // tile.segments] + within // tile.parts
+        rows = tile.segments * tile.parts
+        of_entry = step * rows + row % tile.segments * tile.parts + within % tile.parts
+        return Slots((int(starts[-1]) + 1) * rows, of_entry, starts, targets)
