@@ -58,7 +58,7 @@ class SparseCase:
         sparse = [name for name in self.formats if self.kind in ("joined",)]
         if not self.text.startswith("O["):  # The oracle reads no scalar target: it has an axis of one here.
             head, _, right = self.text.partition(" ")
-            return torch.from_numpy(evaluate(f"{head}[one] {right} ; one:1", arrays, sparse=sparse)[0])
+            return torch.from_numpy(evaluate(f"{head}[one] {right} ; one:1", arrays, sparse=sparse))[0]
         return torch.from_numpy(evaluate(self.text, arrays, sparse=sparse))
 
 
@@ -259,8 +259,9 @@ def check_gradients(case: SparseCase) -> None:
     kept = {name: x != 0 for name, x in case.tensors.items() if name in case.formats}
     names = [name for name, x in case.tensors.items() if x.is_floating_point()]
 
+    # Copies: gradcheck writes to its inputs through .data, which caches of what depends on a tensor do not see.
     def run(*values: Tensor) -> Tensor:
-        given = {**case.tensors, **dict(zip(names, values, strict=True))}
+        given = {**case.tensors, **dict(zip(names, [x.clone() for x in values], strict=True))}
         given |= {name: given[name] * kept[name] for name in kept}
         stored = {n: _refilled(case, n, x, kept[n]) if n in kept else x for n, x in given.items()}
         got = pm.einsum(case.statement, **stored)

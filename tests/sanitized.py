@@ -29,7 +29,8 @@ def runtime() -> Path | None:
 
 def run(count: int) -> subprocess.CompletedProcess[str]:
     """This file in a process of its own, with the sanitizers loaded."""
-    options = {"LD_PRELOAD": str(runtime()), "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
+    # Exceptions of C++ go through the sanitizer, which finds their library only if it is loaded.
+    options = {"LD_PRELOAD": f"{runtime()}:libstdc++.so.6", "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, __file__, str(count), "loaded"]
     return subprocess.run(command, env=os.environ | options, capture_output=True, text=True, check=False)
 
