@@ -1,4 +1,4 @@
-"""Random statements over sparse operands, in random formats of all kinds of levels: the same case for the same seed.
+"""Random statements over sparse operands in formats of all kinds of levels: the same case for the same seed.
 
 `PYTHONPATH=src:tests python tests/einsum_sparse_fuzz.py 1000` evaluates a thousand of them against the oracle's loops,
 with the gradients of every tenth, and prints what differs; a second number is the first seed.

@@ -7,6 +7,7 @@ convolutions and kernel maps, all compiled with the sanitizers; a report ends th
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,27 @@ def statements(count: int) -> None:
         check(random_sparse_case(seed))
 
 
+def convolutions(count: int) -> None:
+    """Pruned layers of random kernels, strides, dilations and groups; sparse 3-D convolutions with their kernel maps."""
+    import torch
+
+    import pumice as pm
+    from pumice.testing import random_tensor
+
+    rng = random.Random(0)
+    for seed in range(count):
+        torch.manual_seed(seed)
+        groups, size = rng.choice((1, 1, 2)), (rng.randint(4, 19), rng.randint(4, 23))
+        channels = [groups * rng.randint(1, 20) for _ in range(2)]
+        options = {"stride": rng.choice((1, 2)), "padding": rng.choice((0, 1, 2)), "dilation": rng.choice((1, 1, 2))}
+        conv = torch.nn.Conv2d(*channels, rng.choice((1, 2, 3)), groups=groups, **options)
+        layer = pm.nn.PrunedConv2d.from_dense(conv, torch.rand_like(conv.weight) < rng.choice((0.0, 0.1, 0.5, 1.0)))
+        layer(torch.randn(rng.choice((1, 2, 3)), channels[0], *size, requires_grad=True)).sum().backward()
+        x = random_tensor(rng.randint(1, 300), rng.randint(1, 40), seed=seed)
+        out = rng.choice((2, 3))
+        pm.nn.Conv3d(x.feats.shape[1], rng.randint(1, 40), out, stride=rng.choice((1, out)))(x).feats.sum().backward()
+
+
 if __name__ == "__main__":
     if sys.argv[2:] != ["loaded"]:
         done = run(int((*sys.argv[1:], 200)[0]))
@@ -70,4 +92,5 @@ if __name__ == "__main__":
     if wanted < 0:
         overflow()
     statements(wanted)
-    print(f"{wanted} statements without a report")
+    convolutions(wanted // 4)
+    print(f"{wanted} statements and {wanted // 4} layers of both kinds without a report")
