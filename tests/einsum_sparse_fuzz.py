@@ -263,7 +263,7 @@ def check_gradients(case: SparseCase) -> None:
     def run(*values: Tensor) -> Tensor:
         given = {**case.tensors, **dict(zip(names, [x.clone() for x in values], strict=True))}
         given |= {name: given[name] * kept[name] for name in kept}
-        stored = {n: _refilled(case, n, x, kept[n]) if n in kept else x for n, x in given.items()}
+        stored: dict[str, Any] = {n: _refilled(case, n, x, kept[n]) if n in kept else x for n, x in given.items()}
         got = pm.einsum(case.statement, **stored)
         return got.to_dense() if isinstance(got, Sparse) else got
 

@@ -62,7 +62,7 @@ def statements(count: int) -> None:
 
 
 def convolutions(count: int) -> None:
-    """Pruned layers of random kernels, strides, dilations and groups; sparse 3-D convolutions with their kernel maps."""
+    """Pruned layers of random kernels, strides, dilations and groups; sparse 3-D convolutions, their kernel maps."""
     import torch
 
     import pumice as pm
@@ -74,7 +74,7 @@ def convolutions(count: int) -> None:
         groups, size = rng.choice((1, 1, 2)), (rng.randint(4, 19), rng.randint(4, 23))
         channels = [groups * rng.randint(1, 20) for _ in range(2)]
         options = {"stride": rng.choice((1, 2)), "padding": rng.choice((0, 1, 2)), "dilation": rng.choice((1, 1, 2))}
-        conv = torch.nn.Conv2d(*channels, rng.choice((1, 2, 3)), groups=groups, **options)
+        conv = torch.nn.Conv2d(channels[0], channels[1], rng.choice((1, 2, 3)), groups=groups, **options)
         layer = pm.nn.PrunedConv2d.from_dense(conv, torch.rand_like(conv.weight) < rng.choice((0.0, 0.1, 0.5, 1.0)))
         layer(torch.randn(rng.choice((1, 2, 3)), channels[0], *size, requires_grad=True)).sum().backward()
         x = random_tensor(rng.randint(1, 300), rng.randint(1, 40), seed=seed)
