@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pumice.runtime import native
 
@@ -73,7 +74,11 @@ def convolutions(count: int) -> None:
         torch.manual_seed(seed)
         groups, size = rng.choice((1, 1, 2)), (rng.randint(4, 19), rng.randint(4, 23))
         channels = [groups * rng.randint(1, 20) for _ in range(2)]
-        options = {"stride": rng.choice((1, 2)), "padding": rng.choice((0, 1, 2)), "dilation": rng.choice((1, 1, 2))}
+        options: dict[str, Any] = {
+            "stride": rng.choice((1, 2)),
+            "padding": rng.choice((0, 1, 2)),
+            "dilation": rng.choice((1, 1, 2)),
+        }
         conv = torch.nn.Conv2d(channels[0], channels[1], rng.choice((1, 2, 3)), groups=groups, **options)
         layer = pm.nn.PrunedConv2d.from_dense(conv, torch.rand_like(conv.weight) < rng.choice((0.0, 0.1, 0.5, 1.0)))
         layer(torch.randn(rng.choice((1, 2, 3)), channels[0], *size, requires_grad=True)).sum().backward()
