@@ -8,20 +8,20 @@ from einsum_sparse_fuzz import check, check_gradients, random_sparse_case
 
 import pumice as pm
 
-CASES = 100
+CASES = 60
 
 
-@pytest.mark.parametrize("first", range(0, CASES, 50))
+@pytest.mark.parametrize("first", range(0, CASES, 30))
 def test_the_oracle_agrees(first):
-    found = [check(random_sparse_case(seed)) for seed in range(first, first + 50)]
-    assert found.count("right") > 30
+    found = [check(random_sparse_case(seed)) for seed in range(first, first + 30)]
+    assert found.count("right") > 18
 
 
 def test_gradients_are_differences():
     cases = [case for case in map(random_sparse_case, range(1000, 1012)) if case.kind != "joined"]
     right = [case for case in cases if check(case) == "right"]
-    assert len(right) > 4
-    for case in right[:4]:
+    assert len(right) > 3
+    for case in right[:3]:
         check_gradients(case)
 
 
