@@ -529,11 +529,15 @@ def written(
 
 
 def evaluate(
-    text: str, operands: Mapping[str, np.ndarray | int | float], shape: Sequence[int | None] | None = None
+    text: str,
+    operands: Mapping[str, np.ndarray | int | float],
+    shape: Sequence[int | None] | None = None,
+    sparse: Sequence[str] = (),
 ) -> np.ndarray:
     """The target of the statement, float64.
 
-    `shape` stands for a declared shape of the target, None where an axis is inferred. Raises OracleError where the
+    `shape` stands for a declared shape of the target, None where an axis is inferred. Operands named in `sparse` have
+    no entries where they are 0. Raises OracleError where the
     statement or the operands break a rule.
     """
     integers = {name: int(v) for name, v in operands.items() if isinstance(v, int | np.integer)}
@@ -551,6 +555,7 @@ def evaluate(
     check_windows(st, found, ranges)
     final = target_shape(st, known, ranges)
     tables = {name: dict(zip(np.ndindex(a.shape), a.ravel().tolist(), strict=True)) for name, a in arrays.items()}
+    tables |= {name: {at: value for at, value in tables[name].items() if value} for name in sparse}
     old = arrays.get(st.target.name)
     loops = summed if st.operator in ("=", "+=") else joined
     values = loops(st, ranges, tables, final)

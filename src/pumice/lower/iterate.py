@@ -325,7 +325,7 @@ class _Array(NamedTuple):
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros of the shape, as a nest writes them."""
         if self.vector is None:
-            return torch.zeros(*shape, dtype=dtype, device="cpu")
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         at = self.vector + self.stored
         return torch.zeros(*shape[:at], *shape[at + 1 :], shape[at], dtype=dtype, device="cpu")
 
