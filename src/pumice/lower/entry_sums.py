@@ -259,11 +259,11 @@ def prepared(
     tile = tile or EntryTile.default(len(segments.targets), points, segments.longest, aligned)
     values = [_offset(view, p) for n, (view, p) in enumerate(zip(form.views[1:], parts, strict=True)) if n != number]
     values = [v.expand(len(every[0])) for v in values]
-    place = values[0] if len(values) == 1 else torch.arange(len(every[0]), device="cpu")
+    number_of = values[0] if len(values) == 1 else torch.arange(len(every[0]), device="cpu")
     low = (window.edge << _OFFSET) | (offsets - begin)
     slots = segments.slots(tile)
     words = torch.full((slots.size,), _missing(edges.dtype) << _OFFSET, device="cpu")
-    words[slots.of_entry] = (place << 32) | low
+    words[slots.of_entry] = (number_of << 32) | low
     device = first.device
     return EntrySums(
         tile,

@@ -108,7 +108,7 @@ _SEEN = 61  # Values that tell whether a tensor was written
 def cached_per_values(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
     """As cached_per_tensor, for what is computed of a tensor's values: writes through `.data`, which do not change its
     version, are noticed if they change some of 61 values."""
-    kept = cached_per_tensor(lambda tensor, *args, **kwargs: dict[str, Any]())
+    kept: Any = cached_per_tensor(lambda tensor, *args, **kwargs: dict[str, Any]())
 
     def call(tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         known = kept(tensor, *args, **kwargs)
