@@ -79,11 +79,8 @@ class Form:
 
 
 @lru_cache(maxsize=1024)
-def normalized(
-    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], joined: bool = True
-) -> Form | str:
-    """The form of a statement, or the reason why it has none. shapes: of the operands; joined: whether adjacent dense
-    indices become one."""
+def normalized(bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> Form | str:
+    """The form of a statement, or the reason why it has none. shapes: of the operands."""
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
         return why
@@ -95,8 +92,7 @@ def normalized(
     views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
     if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
         return "the target is written through windows"
-    if joined:
-        _join(views, extents)
+    _join(views, extents)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
         return "an operand is too large with the zeros that its windows reach"
