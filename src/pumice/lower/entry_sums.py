@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from pumice.schedule.predict import Work
 _OFFSET = 26  # Bits of a word for an entry's offset; the other 6 of its lower half are for its edge
 _EDGES = 62  # Distinct windows across an edge that bits can tell
 _LOOPS = 4
-_COPIES = 8_000_000  # Multiply-adds from which a strided factor is copied
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -98,7 +97,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """The factor is read at every entry and point, through the second-level cache."""
     form, points = _form(bound, operands), bound.points(indices_of(statement))
-    dense = _dense(form)
+    (dense,) = (view for view in form.views[1:] if _is_dense(view))
     size = operands[dense.name].element_size()
     # Entries of matrices may be spread unevenly, which kernels of products mind less.
     uneven = 1 if any(axis.dense for axis in dense.axes[:-1]) or dense.axes[-1].entry is not None else 4
@@ -109,12 +108,10 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
     statement, form = bound.statement, _form(bound, operands)
     coefficient = statement.terms[0].coefficient
-    view = _dense(form)
-    place = tuple(operands[view.name].shape) if _in_place(form, operands) else None
-    first, *others = [operands[name] for name in form.arrays]
-    ready = keep_for_graph(prepared(first, form, place, *others))
+    ready = keep_for_graph(prepared(*_arrays(form, operands)))
+    first = operands[form.views[1].name]
     if ready is None:
-        result = torch.zeros(bound.shape, dtype=dtype, device=operands[view.name].device)
+        result = torch.zeros(bound.shape, dtype=dtype, device=first.device)
     else:
         wide = statement.accumulate or coefficient != 1
         x, values = _factors(form, ready, operands)
@@ -124,27 +121,15 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
-    """The form of a statement; if a factor is read with strides and little, its axes are not joined."""
-    shapes = tuple([(name, tuple(t.shape)) for name, t in operands.items()])
-    found = normalized(bound, shapes)
-    assert isinstance(found, Form)
-    if not _in_place(found, operands):
-        return found
-    found = normalized(bound, shapes, None)
+    found = normalized(bound, tuple([(name, tuple(t.shape)) for name, t in operands.items()]))
     assert isinstance(found, Form)
     return found
 
 
-def _in_place(form: Form, operands: Mapping[str, Tensor]) -> bool:
-    """True if the factor with dense indices is read in place although it is strided: copying it would take longer."""
-    dense, points = _dense(form), math.prod(n for _, n in (*form.positions, *form.extents))
-    near = not operands[dense.name].numel() >> _OFFSET
-    return any(dense.slices) and points <= _COPIES and near and len(_names(form)) < _LOOPS
-
-
-def _dense(form: Form) -> View:
-    """The factor with dense indices."""
-    return next(view for view in form.views[1:] if _is_dense(view))
+def _arrays(form: Form, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """The arguments of `prepared`."""
+    first, *others = [operands[name] for name in form.arrays]
+    return (first, form, *others)
 
 
 def _is_dense(view: View) -> bool:
@@ -157,9 +142,9 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _factors(form: Form, ready: EntrySums, operands: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(the factor with dense indices, the product of the others)."""
-    dense = _dense(form)
-    x = operands[dense.name] if _in_place(form, operands) else dense.cut(operands[dense.name]).reshape(dense.shape)
-    others = [view.cut(operands[view.name]).reshape(-1) for view in form.views[1:] if view is not dense]
+    held = [view.cut(operands[view.name]).reshape(view.shape) for view in form.views[1:]]
+    (x,) = (t for t, view in zip(held, form.views[1:], strict=True) if _is_dense(view))
+    others = [t.reshape(-1) for t, view in zip(held, form.views[1:], strict=True) if not _is_dense(view)]
     if ready.places is None:
         return x, others[0]
     values = x.new_ones(1)
@@ -237,18 +222,15 @@ def _missing(dtype: torch.dtype) -> int:
 
 
 @cached_per_tensor
-def prepared(
-    first: Tensor, form: Form, place: tuple[int, ...] | None, *others: Tensor, tile: EntryTile | None = None
-) -> EntrySums | None:
-    """The sums of a form over these index arrays; None without entries. place: shape of the factor with dense indices
-    if it is read in place, None for its view; tile: default: by size."""
+def prepared(first: Tensor, form: Form, *others: Tensor, tile: EntryTile | None = None) -> EntrySums | None:
+    """The sums of a form over these index arrays; None without entries. tile: default: by size."""
     arrays = [x.cpu() for x in (first, *others)]
     target, *parts = entry_parts(form, dict(zip(form.arrays, arrays, strict=True)))
     every = [x for each in (target, *parts) for x in each if x is not None]
     if not len(every) or not len(every[0]):
         return None
     number = next(n for n, view in enumerate(form.views[1:]) if _is_dense(view))
-    window = Windows.of(form, form.views[1 + number], parts[number], place)
+    window = Windows.of(form, form.views[1 + number], parts[number])
     offsets, edges = window.offsets(), window.edges
     begin = min(0, int(offsets.min()))
     segments = EntrySegments.of(form, target, len(every[0]))
@@ -299,7 +281,7 @@ def _names(form: Form) -> list[str]:
 def _loops(form: Form, strides: Sequence[int]) -> list[Loop]:
     """The loops over the dense indices, neighbours joined where one stride does for both."""
     extents, target = dict(form.extents), form.views[0]
-    dense = _dense(form)
+    (dense,) = (view for view in form.views[1:] if _is_dense(view))
     found: list[Loop] = []
     for name in _names(form):
         loop = Loop(extents[name], _stride(dense, strides, name), _stride(target, _strides(target.shape), name))
@@ -325,8 +307,7 @@ def _offset(view: View, parts: Sequence[Tensor | None], strides: Sequence[int] =
 @dataclass(frozen=True)
 class Windows:
     """What the entries read of the factor with dense indices. edge: of each entry, the number of its distinct window
-    among those that leave the factor somewhere; edges: bits by point, see entry_kernels; pads: zeros instead; strides,
-    start: of the factor in memory."""
+    among those that leave the factor somewhere; edges: bits by point, see entry_kernels; pads: zeros instead."""
 
     view: View
     parts: Sequence[Tensor | None]
@@ -334,44 +315,34 @@ class Windows:
     edges: Tensor
     pads: tuple[int, ...]
     strides: tuple[int, ...]
-    start: int
 
     @classmethod
-    def of(cls, form: Form, view: View, parts: Sequence[Tensor | None], place: tuple[int, ...] | None) -> Windows:
+    def of(cls, form: Form, view: View, parts: Sequence[Tensor | None]) -> Windows:
         extents = dict(form.extents)
         pads = [_pads(view, n, parts[n], extents) for n in range(len(view.axes))]
         outside = [n for n, pad in enumerate(pads) if any(pad)]
-        steps = [s or (0, 0, 1) for s in view.slices] if place else [(0, 0, 1)] * len(view.axes)
-        flat, edge = tuple[int, ...](), torch.zeros(1, dtype=torch.int64, device="cpu")
-        edges = torch.zeros(0, dtype=torch.int32, device="cpu")
-        sizes = place or view.shape
-        if outside:
-            window, number = _distinct(view, parts, outside)
-            if window.shape[1] <= _EDGES:
-                edge, edges = number, _inside(form, view, outside, window)
-            else:
-                flat = tuple(n for pad in reversed(pads) for n in pad)
-                sizes = tuple(size + sum(pad) for size, pad in zip(sizes, pads, strict=True))
-        whole = _strides(sizes)
-        start = sum(s[0] * stride for s, stride in zip(steps, whole, strict=True))
-        strides = tuple(s[2] * stride for s, stride in zip(steps, whole, strict=True))
-        return cls(view, parts, edge, edges, flat, strides, start)
+        none = torch.zeros(0, dtype=torch.int32, device="cpu")
+        strides = _strides(view.shape)
+        if not outside:
+            return cls(view, parts, torch.zeros(1, dtype=torch.int64, device="cpu"), none, (), strides)
+        count = max([len(x) for x in parts if x is not None], default=1)
+        known = [_constant(view.axes[n].constant) if parts[n] is None else parts[n] for n in outside]
+        window, edge = torch.stack([x.expand(count) for x in known if x is not None]).unique(dim=1, return_inverse=True)
+        if window.shape[1] <= _EDGES:
+            return cls(view, parts, edge, _inside(form, view, outside, window), (), strides)
+        sizes = [size + sum(pad) for size, pad in zip(view.shape, pads, strict=True)]
+        flat = tuple(n for pad in reversed(pads) for n in pad)
+        return cls(view, parts, torch.zeros(1, dtype=torch.int64, device="cpu"), none, flat, _strides(sizes))
 
     def offsets(self) -> Tensor:
-        before = self.pads[::-1][1::2] or (0,) * len(self.strides)
-        first = self.start + sum(n * stride for n, stride in zip(before, self.strides, strict=True))
-        return _offset(self.view, self.parts, self.strides) + first
+        before = [self.pads[-2 - 2 * n] for n in range(len(self.strides))] if self.pads else [0] * len(self.strides)
+        return _offset(self.view, self.parts, self.strides) + sum(
+            b * s for b, s in zip(before, self.strides, strict=True)
+        )
 
 
-def _distinct(view: View, parts: Sequence[Tensor | None], axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(distinct windows of the entries along these axes [axes, windows], the number of each entry's)."""
-    count = max([len(x) for x in parts if x is not None], default=1)
-    found = [parts[n] for n in axes]
-    known = [
-        torch.full((1,), view.axes[n].constant, device="cpu") if x is None else x
-        for n, x in zip(axes, found, strict=True)
-    ]
-    return torch.stack([x.expand(count) for x in known]).unique(dim=1, return_inverse=True)
+def _constant(number: int) -> Tensor:
+    return torch.full((1,), number, device="cpu")
 
 
 def _pads(view: View, number: int, part: Tensor | None, extents: Mapping[str, int]) -> tuple[int, int]:

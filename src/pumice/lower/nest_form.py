@@ -98,10 +98,10 @@ FUSED = Fusing()  # As far as possible
 
 @lru_cache(maxsize=1024)
 def normalized(
-    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing | None = FUSED
+    bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = FUSED
 ) -> Form | str:
-    """The form of a statement, or the reason why it has none. shapes: of the operands; fusing: which
-    adjacent dense indices become one, None: none."""
+    """The form of a statement, or the reason why it has none. shapes: of the operands; fusing: which adjacent dense indices
+    become one."""
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
         return why
@@ -117,8 +117,7 @@ def normalized(
         _is_filled(views[0], extents) and all(_is_inside(v, extents) for v in views)
     ):
         return f"a {statement.reduction} over windows, or into parts of the target"
-    if fusing is not None:
-        _join(views, extents, fusing)
+    _join(views, extents, fusing)
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
         return "an operand is too large with the zeros that its windows reach"
