@@ -100,8 +100,8 @@ FUSED = Fusing()  # As far as possible
 def normalized(
     bound: BoundStatement, shapes: tuple[tuple[str, tuple[int, ...]], ...], fusing: Fusing = FUSED
 ) -> Form | str:
-    """The form of a statement, or the reason why it has none. shapes: of the operands; fusing: which adjacent dense indices
-    become one."""
+    """The form of a statement, or the reason why it has none. shapes: of the operands; fusing: which adjacent dense
+    indices become one."""
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
         return why
