@@ -215,6 +215,26 @@ class EntrySums:
         launch(groups * -(-points // tile.points), tensors, numbers, constants, tile.warps)
         return y
 
+    def run_torch(self, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """As run, in plain torch: one entry at a time."""
+        x = (functional.pad(x, self.pads) if self.pads else x).reshape(-1).float()
+        y = torch.zeros(self.shape, dtype=torch.float32, device=x.device).view(-1)
+        grids = torch.meshgrid([torch.arange(n, device=x.device) for n, *_ in self.loops], indexing="ij")
+        each = list(zip(grids, self.loops, strict=True))
+        reads = sum((grid.reshape(-1) * loop.read for grid, loop in each), torch.zeros_like(grids[0].reshape(-1)))
+        writes = sum((grid.reshape(-1) * loop.write for grid, loop in each), torch.zeros_like(reads))
+        rows, parts = self.tile.segments * self.tile.parts, self.tile.parts
+        inner = self.edges.repeat(self.points // max(1, len(self.edges)))
+        for group, (first, end) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)):
+            for place, word in enumerate(self.words[first * rows : end * rows].tolist()):
+                edge, offset = (word & 0xFFFFFFFF) >> _OFFSET, word & ((1 << _OFFSET) - 1)
+                if edge == _missing(self.edges.dtype):
+                    continue
+                there = ((inner >> edge) & 1).bool() if len(inner) else torch.ones_like(reads, dtype=torch.bool)
+                target = int(self.targets[group * self.tile.segments + place % rows // parts])
+                y[target + writes[there]] += values[word >> 32].float() * x[self.begin + offset + reads[there]]
+        return y.to(dtype).view(self.shape)
+
 
 def _missing(dtype: torch.dtype) -> int:
     """The edge of words that stand for no entry."""

@@ -1,0 +1,129 @@
+"""Sums over entries in Triton's interpreter, in a process of its own: convolutions with sparse filters of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from kernels.interpret import answering, near
+from torch.nn import functional
+
+import pumice as pm
+from pumice.errors import OptionError
+from pumice.lower import entry_sums
+from pumice.lower.entry_sums import EntryTile
+
+Checks = Mapping[str, Callable[[], None]]
+TILES = (
+    None,
+    EntryTile(32, 1, 1, 1),  # The fixed schedule of the paper
+    EntryTile(16, 4, 1, 1),
+    EntryTile(64, 2, 8, 4),
+    EntryTile(8, 4, 2, 2),
+)
+# text, operands' shapes, of the filter, torch's stride, padding, dilation
+CONVOLUTIONS = {
+    "1x1": ("p,q", "O[n,m,p,q] = I[n,c,p,q] * F[m,c]", (2, 6, 8, 8), (10, 6, 1, 1), 1, 0, 1),
+    "1x1 odd": ("p,q", "O[n,m,p,q] = I[n,c,p,q] * F[m,c]", (3, 6, 7, 7), (9, 6, 1, 1), 1, 0, 1),
+    "1x1 strided": ("p,q", "O[n,m,p,q] = I[n,c,2*p,2*q] * F[m,c]", (2, 6, 8, 8), (9, 6, 1, 1), 2, 0, 1),
+    "1 axis": ("p", "O[n,m,p] = I[n,c,3*p+2*r-2] * F[m,c,r]", (2, 4, 40), (5, 4, 5), 3, 2, 2),
+    "3x3": ("p,q", "O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s]", (2, 5, 7, 9), (9, 5, 3, 3), 1, 1, 1),
+    "3x3 valid": ("p,q", "O[n,m,p,q] = I[n,c,p+r,q+s] * F[m,c,r,s]", (1, 5, 7, 9), (9, 5, 3, 3), 1, 0, 1),
+    "3x3 strided": ("p,q", "O[n,m,p,q] = I[n,c,2*p+r-1,2*q+s-1] * F[m,c,r,s]", (3, 5, 9, 8), (7, 5, 3, 3), 2, 1, 1),
+    "7x7": ("p,q", "O[n,m,p,q] = I[n,c,p+r-3,q+s-3] * F[m,c,r,s]", (1, 3, 9, 9), (4, 3, 7, 7), 1, 3, 1),
+    "9x9": ("p,q", "O[n,m,p,q] = I[n,c,p+r-4,q+s-4] * F[m,c,r,s]", (1, 3, 9, 9), (4, 3, 9, 9), 1, 4, 1),
+    "3 axes": (
+        "p,q,u",
+        "O[n,m,p,q,u] = I[n,c,2*p+r-1,2*q+s-1,2*u+t-1] * F[m,c,r,s,t]",
+        *((1, 2, 5, 6, 4), (3, 2, 3, 3, 3), 2, 1, 1),
+    ),
+}
+
+
+def check_convolution(name: str, tile: EntryTile | None) -> None:
+    """The kernel's result and its plain form's are torch's, with outputs that have no entries."""
+    outer, text, shape, filter_shape, *options = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape), torch.randn(filter_shape) * (torch.rand(filter_shape) < 0.3)
+    weight[1] = 0
+    convolve = (functional.conv1d, functional.conv2d, functional.conv3d)[len(shape) - 3]
+    stride, padding, dilation = options
+    want = convolve(x.double(), weight.double(), None, stride, padding, dilation)
+    stored = weight if "F[m,c," in text else weight.flatten(1)
+    filter = pm.sparse(stored, f"({' '.join('mcrst'[: stored.ndim])}):C")
+    ranges = ", ".join(f"{index}:{size}" for index, size in zip(outer.split(","), want.shape[2:], strict=True))
+    usual = EntryTile.default
+    try:
+        if tile is not None:
+            EntryTile.default = lambda *sizes: tile  # type: ignore[method-assign]
+        got = pm.einsum(f"{text} ; {ranges}", I=x, F=filter, lowering="entries")
+        run = entry_sums.EntrySums.run
+        entry_sums.EntrySums.run = entry_sums.EntrySums.run_torch  # type: ignore[method-assign]
+        try:
+            plain = pm.einsum(f"{text} ; {ranges}", I=x, F=filter, lowering="entries")
+        finally:
+            entry_sums.EntrySums.run = run  # type: ignore[method-assign]
+    finally:
+        EntryTile.default = usual  # type: ignore[method-assign]
+    near(got, want, 1e-5)
+    near(plain, want, 1e-5)
+
+
+def check_half() -> None:
+    """Half precision is summed in float32 and rounded once; infinities stay where they are."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(1, 6, 8, 8).half(), (torch.randn(5, 6) * (torch.rand(5, 6) < 0.5)).half()
+    got = pm.einsum("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", I=x, F=pm.sparse(weight, "CSR"), lowering="entries")
+    assert got.dtype == torch.float16
+    near(got, torch.einsum("ncpq,mc->nmpq", x.double(), weight.double()), 1e-3)
+    weight[:, 0] = 0
+    x[:, 0] = torch.inf
+    again = pm.einsum("O[n,m,p,q] = I[n,c,p,q] * F[m,c]", I=x, F=pm.sparse(weight, "CSR"), lowering="entries")
+    assert again.isfinite().all(), "an entry that is not there was read"
+
+
+def check_statements() -> None:
+    """Matrix products, factors of several values per entry, coefficients, old values; gradients of all."""
+    torch.manual_seed(0)
+    a, b, c = torch.randn(7, 9) * (torch.rand(7, 9) < 0.4), torch.randn(9, 12), torch.randn(7, 12)
+    sparse = pm.sparse(a, "CSR")
+    near(pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse, B=b, lowering="entries"), a.double() @ b.double(), 1e-5)
+    got = pm.einsum("C[m,n] += 2 * A[m,k] * B[k,n]", A=sparse, B=b, C=c, lowering="entries")
+    near(got, c.double() + 2 * a.double() @ b.double(), 1e-5)
+    rows, columns, u, v = torch.tensor([0, 2, 2, 6]), torch.tensor([8, 0, 3, 8]), torch.randn(4), torch.randn(4)
+    text = "y[R[e],n] = u[e] * v[e] * B[K[e],n] ; y:[7,_]"
+    want = torch.zeros(7, 12).double().index_add(0, rows, (u * v)[:, None].double() * b[columns].double())
+    near(pm.einsum(text, R=rows, K=columns, u=u, v=v, B=b, lowering="entries"), want, 1e-5)
+
+
+def check_refusals() -> None:
+    """Other statements are refused with the reason."""
+    a = pm.sparse(torch.eye(4), "CSR")
+    cases = {
+        "a dense index is summed": ("y[m] = A[m,k] * B[k,n]", {"A": a, "B": torch.ones(4, 3)}),
+        "one factor has dense indices, found 2": (
+            "y[m,n] = A[m,k] * B[k,n] * D[m,n]",
+            {"A": a, "B": torch.ones(4, 3), "D": torch.ones(4, 3)},
+        ),
+        "a factor is not of float32": (
+            "C[m,n] = A[m,k] * B[k,n]",
+            {"A": pm.sparse(torch.eye(4).double(), "CSR"), "B": torch.ones(4, 3).double()},
+        ),
+    }
+    for reason, (text, operands) in cases.items():
+        try:
+            pm.einsum(text, lowering="entries", **operands)
+        except OptionError as refused:
+            assert reason in str(refused), refused
+        else:
+            raise AssertionError(f"`{text}` was not refused")
+
+
+def checks() -> Checks:
+    found = {f"{name} {n}": partial(check_convolution, name, t) for name in CONVOLUTIONS for n, t in enumerate(TILES)}
+    return {**found, "half": check_half, "statements": check_statements, "refusals": check_refusals}
+
+
+GROUPS: Mapping[str, Callable[[], Checks]] = {"entries": checks}
+answer = answering(GROUPS)
