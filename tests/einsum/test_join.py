@@ -185,9 +185,9 @@ def test_a_window_is_tried_or_solved_for(monkeypatch):
 
 def test_a_product_of_sparse_matrices_has_no_kernel_offsets():
     """Each entry of a large result is no kernel offset of a weight gradient, most of which would have no pairs."""
-    statement = parse("T[K[p]] = x[G[p]] * y[S[p]] ; K:sorted, T:[5000]")
+    statement = parse("T[K[p],c,d] = x[G[p],c] * y[S[p],d] ; K:sorted, T:[5000,_,_]")
     given = {"K": torch.arange(50) * 100, "G": torch.arange(50), "S": torch.arange(50)}
-    given |= {name: torch.randn(50) for name in "xy"}
+    given |= {"x": torch.randn(50, 3), "y": torch.randn(50, 2)}
     bound = bind(statement, {name: tuple(x.shape) for name, x in given.items()})
     assert cpu.gathered_refusal(statement, bound, given) == (
         "it has 5000 kernel offsets and 50 pairs: most offsets have none"
