@@ -266,7 +266,10 @@ class _Term:
         operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
         if names not in self.denser:
             statement = declare(self.bound.statement, self.bound.ranges)
-            self.denser[names] = JoinedStatement(statement, operands, self.lowering)
+            try:
+                self.denser[names] = JoinedStatement(statement, operands, self.lowering)
+            except ShapeError:
+                return None  # An index of the target alone has its size from other terms.
         result = self.denser[names](operands)
         assert isinstance(result, Tensor)
         return result
