@@ -70,6 +70,25 @@ def check_convolution(name: str, tile: EntryTile | None) -> None:
     near(plain, want, 1e-5)
 
 
+def check_other_statements() -> None:
+    """One factor alone; an index that stands twice in the target."""
+    torch.manual_seed(0)
+    rows, x = torch.randint(0, 8, (50,)), torch.randn(50, 16)
+    given = {"R": rows, "x": x, "v": torch.randn(16)}
+    texts = (
+        "y[R[p],c] = x[p,c] ; y:[8,_]",
+        "y[c,R[p],c] = x[p,c] ; y:[_,9,_]",
+        "y[c,R[p]] += 2 * x[p,c] * v[p] ; p:16",
+    )
+    for text in texts:
+        used = {name: t for name, t in given.items() if f"{name}[" in text}
+        used["R"] = rows[:16] if "p:16" in text else rows
+        used["x"] = x[:16] if "p:16" in text else x
+        if "+=" in text:
+            used["y"] = torch.randn(16, 9)
+        near(pm.einsum(text, **used, lowering="entries"), pm.einsum(text, **used, lowering="reference"), 1e-5)
+
+
 def check_half() -> None:
     """Half precision is summed in float32 and rounded once; infinities stay where they are."""
     torch.manual_seed(0)
@@ -122,7 +141,13 @@ def check_refusals() -> None:
 
 def checks() -> Checks:
     found = {f"{name} {n}": partial(check_convolution, name, t) for name in CONVOLUTIONS for n, t in enumerate(TILES)}
-    return {**found, "half": check_half, "statements": check_statements, "refusals": check_refusals}
+    return {
+        **found,
+        "half": check_half,
+        "others": check_other_statements,
+        "statements": check_statements,
+        "refusals": check_refusals,
+    }
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {"entries": checks}

@@ -5,10 +5,12 @@ import random
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from einsum_oracle import evaluate
 
 import pumice as pm
+from pumice.errors import ShapeError
 from pumice.language.bind import bind
 from pumice.language.iteration import IterationChoices
 from pumice.language.parse import parse
@@ -239,3 +241,12 @@ def test_offsets_beyond_int32_windows_are_bounded():
         torch.float64,
     )
     assert np.all(got.numpy() == 0)
+
+
+def test_a_target_that_does_not_fit_is_refused():
+    diagonal = scipy.sparse.coo_array((np.ones(3, np.float32), (np.arange(3), np.arange(3))), (1 << 24, 1 << 24))
+    a = pm.sparse(diagonal, "COO")
+    with pytest.raises(ShapeError, match=r"16777216.*16777216"):
+        pm.einsum("C[i,j] = A[i,k] * B[k,j]", A=a, B=a)
+    got = pm.einsum("C[i,j] = A[i,k] * B[k,j] ; C:pattern(*)", A=a, B=a)
+    assert got.nnz == 3 and got.parts[0].coords["i"].tolist() == [0, 1, 2]

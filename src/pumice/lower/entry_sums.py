@@ -261,7 +261,8 @@ def prepared(first: Tensor, form: Form, *others: Tensor, tile: EntryTile | None 
     tile = tile or EntryTile.default(len(segments.targets), points, segments.longest, aligned)
     values = [_offset(view, p) for n, (view, p) in enumerate(zip(form.views[1:], parts, strict=True)) if n != number]
     values = [v.expand(len(every[0])) for v in values]
-    number_of = values[0] if len(values) == 1 else torch.arange(len(every[0]), device="cpu")
+    number_of = torch.arange(len(every[0]), device="cpu") if len(values) > 1 else torch.zeros_like(offsets)
+    number_of = values[0] if len(values) == 1 else number_of
     low = (window.edge << _OFFSET) | (offsets - begin)
     slots = segments.slots(tile)
     words = torch.full((slots.size,), _missing(edges.dtype) << _OFFSET, device="cpu")
@@ -295,7 +296,8 @@ def _aligned(numbers: Sequence[Tensor], loops: Sequence[Loop]) -> int:
 def _names(form: Form) -> list[str]:
     """The dense indices of the target, in its order."""
     extents = dict(form.extents)
-    return [axis.bare for axis in form.views[0].axes if axis.bare and extents[axis.bare] > 1]
+    names = dict.fromkeys(axis.bare for axis in form.views[0].axes)
+    return [name for name in names if name and extents[name] > 1]
 
 
 def _loops(form: Form, strides: Sequence[int]) -> list[Loop]:

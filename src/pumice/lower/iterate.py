@@ -45,6 +45,7 @@ from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
 from pumice.lower.nest_form import MOST_ELEMENTS
 from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import parallel_region
+from pumice.runtime.workspace import require_memory
 
 _TASKS = 8  # Tasks per thread
 
@@ -238,7 +239,9 @@ def dense_places(product: SparseProduct) -> tuple[int, ...]:
 
 def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
     """Evaluate a product that `refusal` accepts: the target, or its values at the entries of the pattern."""
-    nest = _prepared(product, torch.float64 if dtype == torch.float64 else torch.float32)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    require_memory(product.shape, wide, torch.device("cpu"), "the target")
+    nest = _prepared(product, wide)
     result = nest.run(product)
     if (coefficient := product.bound.statement.terms[0].coefficient) != 1:
         result *= coefficient
