@@ -11,13 +11,13 @@ from windows import RELATIONS
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
-from pumice.lower import cpu, native_products, reference
+from pumice.lower import cpu, native_products, plan, reference
 from pumice.ops.conv import conv_features
 from pumice.runtime import native
 from pumice.runtime.native import Compiler, NativeUnavailableError
 from pumice.testing import random_cloud
 
-CHANNELS = [(1, 1), (4, 32), (5, 7), (32, 48), (70, 64), (64, 33), (16, 80), (3, 130)]
+CHANNELS = [(1, 1), (4, 32), (5, 7), (32, 48), (70, 64), (64, 33), (16, 80), (3, 130), (9, 270)]
 needs_compiler = pytest.mark.skipif(isinstance(native.compiler(), str), reason=f"{native.compiler()}")
 
 
@@ -286,6 +286,38 @@ def test_the_compiler_is_searched_for_in_the_ziglang_wheel(monkeypatch):
     monkeypatch.setattr(native, "_run", lambda command: commands.append(command) or "#define __AVX2__ 1\n")
     found = Compiler.find()
     assert found.command[1:] == ("-m", "ziglang", "cc") and found.vector == (8, 16) and len(commands) == 1
+
+
+@needs_compiler
+def test_packed_weights_are_kept_until_they_are_written():
+    """Also by writes through `.data`, which do not change a tensor's version."""
+    x = pm.SparseTensor(torch.randn(400, 6), random_cloud(400, 3, extent=9, seed=0))
+    layer, runs, call = pm.nn.Conv3d(6, 8, 3, bias=False), [], native_products.Kernels.call
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(
+            native_products.Kernels, "call", lambda k, name, *given: runs.append(name) or call(k, name, *given)
+        )
+        before = [layer(x).feats for _ in range(3)][-1]
+        assert runs.count("pack") == 1
+        for write in (layer.weight.mul_, layer.weight.data.mul_):
+            write(2)
+            before = 2 * before
+            torch.testing.assert_close(layer(x).feats, before)
+        assert runs.count("pack") == 3
+
+
+def test_one_plan_serves_scenes_of_other_sizes(monkeypatch):
+    made, prepared = [], plan._prepared
+    monkeypatch.setattr(plan, "_prepared", lambda *given: made.append(1) or prepared(*given))
+    layer = pm.nn.Conv3d(6, 10, 3)
+    for count in (300, 310, 320, 290):
+        x = pm.SparseTensor(torch.randn(count, 6), random_cloud(count, 3, extent=9, seed=count))
+        with torch.no_grad():
+            y, rows = layer(x), kernel_map(x.geometry, layer.relation)[0]
+        weight = layer.weight.detach().flatten(1, -2)
+        want = reference.forward(x.feats, weight, rows.pairs(), count, 1) + layer.bias.detach()
+        torch.testing.assert_close(y.feats, want, rtol=1e-4, atol=1e-4)
+    assert len(made) == 1
 
 
 def test_training_over_varying_scenes_keeps_nothing():

@@ -10,7 +10,7 @@ of torch over the kernel offsets (reference.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -23,10 +23,9 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement
 from pumice.lower import native_products, reference
 from pumice.lower.native_products import PairLists
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.cache import cached_per_tensor, cached_per_values
 
 _MOST_TAPS = 4096  # Kernel offsets of which most may have no pairs
-_SEEN = 61  # Values that tell whether a weight was written
 _LISTS = 1 << 24  # Maximum number of lists: pairs of a kernel offset and a chunk of outputs
 
 
@@ -155,95 +154,79 @@ class GatherExecutor:
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
         match, target = gather_match(self.statement), self.statement.target
         assert isinstance(match, GatherMatch)
-        sizes, order = match.sizes(self.statement, operands, self.shape), match.orders[2]
-        outputs, inputs, taps = (operands[name] for name in match.arrays)
-        pairs = _PairArrays(outputs, inputs, taps, sizes)
+        sizes = match.sizes(self.statement, operands, self.shape)
+        factor, order = (match.whole, match.orders[2]) if match.y is target else (match.y, match.orders[0])
         if 0 in sizes:
             result = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         else:
-            x = self._arranged(operands, match.x, match.orders[1]).reshape(sizes.inputs, sizes.groups, sizes.c)
-            if match.y is target:
-                result = _forward(x, self._arranged(operands, match.whole, match.orders[0]), pairs)
-            else:
-                result = _gradient(x, self._arranged(operands, match.y, order), pairs)
-        order = order if match.y is target else match.orders[0]
+            x, other = (self._arranged(operands, match, access) for access in (match.x, factor))
+            pairs = _pairs_of([operands[name] for name in match.arrays], sizes)
+            result = (_forward if match.y is target else _gradient)(x, other, pairs, sizes)
         result = result.reshape([self.shape[n] for n in order]).permute([*map(order.index, range(len(order)))])
         result = result.contiguous().to(self.dtype)
         if self.statement.accumulate:
             result = operands[target.name] + result
         return result if before is None else before + result
 
-    def _arranged(self, operands: Mapping[str, Tensor], access: Access, order: Sequence[int]) -> Tensor:
-        """The operand with its axes in this order, in the dtype of sums: halves are not rounded before their end."""
+    def _arranged(self, operands: Mapping[str, Tensor], match: GatherMatch, access: Access) -> Tensor:
+        """The operand with its axes in the order of a match, in the dtype of sums: halves are rounded at their end."""
         x = operands[access.name]
-        return x.to(torch.float64 if torch.float64 in (x.dtype, self.dtype) else torch.float32).permute(*order)
+        order = match.orders[[access is a for a in (match.whole, match.x, match.y)].index(True)]
+        return x.to(torch.float64 if torch.float64 in (x.dtype, self.dtype) else torch.float32).permute(order)
 
 
-class _PairArrays(NamedTuple):
-    """The index arrays of a call, and its sizes."""
-
-    outputs: Tensor
-    inputs: Tensor
-    taps: Tensor
-    sizes: Sizes
-
-    def lists(self) -> PairLists:
-        return _lists(*self[:3], self.sizes[:3])
-
-    def pairs(self) -> Pairs:
-        return _pairs(*self[:3], self.sizes[:3])
-
-
-def _forward(x: Tensor, weight: Tensor, pairs: _PairArrays) -> Tensor:
-    """y [rows, G, N]. weight: [groups, outputs, K, inputs]."""
-    rows, _, taps, groups, n, c = pairs.sizes
-    weight, run = weight.reshape(groups, n, taps, c), native_products.kernels(x.dtype)
-    if run is None:
-        return reference.forward(x.flatten(1), weight.flatten(0, 1), pairs.pairs(), rows, groups)
-    return native_products.products(run, x, _packed(run, weight), n, pairs.lists(), rows)
-
-
-def _gradient(x: Tensor, y: Tensor, pairs: _PairArrays) -> Tensor:
-    """dw [G, N, K, C]. y: [rows, groups, outputs]."""
-    rows, _, _, groups, n, _ = pairs.sizes
-    y, run = y.reshape(rows, groups, n), native_products.kernels(x.dtype)
-    if run is None:
-        return reference.weight_gradient(x.flatten(1), y.flatten(1), pairs.pairs(), groups)
-    return native_products.gradients(run, x, y, pairs.lists())
-
-
-def _packed(run: native_products.Kernels, weight: Tensor) -> Tensor:
-    """The packed weight, kept from the second time on that the same values are used: in training they change before."""
+def _forward(x: Tensor, weight: Tensor, pairs: PairLists | Pairs, sizes: Sizes) -> Tensor:
+    """y [rows, G, N]. x: [inputs, groups, channels]; weight: [groups, outputs, K, inputs]."""
+    rows, inputs, taps, groups, n, c = sizes
+    weight = weight.reshape(groups, n, taps, c)
+    if isinstance(pairs, Pairs):
+        return reference.forward(x.reshape(inputs, -1), weight.flatten(0, 1), pairs, rows, groups)
     base = weight if weight._base is None else weight._base
-    if not base.is_contiguous():
-        return native_products.packed(run, weight)
-    kept = _kept(base, run.dtype, weight.shape, weight.stride(), weight.storage_offset())
-    # Writes through `.data` do not change a tensor's version: some values are compared.
-    seen = base.detach().view(-1)[:: base.numel() // _SEEN + 1]
-    if "seen" in kept and torch.equal(kept["seen"], seen):
-        if "packed" not in kept:
-            kept["packed"] = native_products.packed(run, weight)
-        return kept["packed"]
-    kept.clear()
-    kept["seen"] = seen.clone()
-    return native_products.packed(run, weight)
+    layout = x.dtype, weight.shape, weight.stride(), int(weight.storage_offset())
+    return native_products.products(
+        _kernels(x.dtype), x.reshape(inputs, groups, c), _packed(base, *layout), n, pairs, rows
+    )
 
 
-@cached_per_tensor
-def _kept(weight: Tensor, *layout: Hashable) -> dict[str, Tensor]:
-    return {}
+def _gradient(x: Tensor, y: Tensor, pairs: PairLists | Pairs, sizes: Sizes) -> Tensor:
+    """dw [G, N, K, C]. x, y: [rows, groups, channels]."""
+    rows, inputs, _, groups, n, c = sizes
+    if isinstance(pairs, Pairs):
+        return reference.weight_gradient(x.reshape(inputs, -1), y.reshape(rows, -1), pairs, groups)
+    return native_products.gradients(_kernels(x.dtype), x.reshape(inputs, groups, c), y.reshape(rows, groups, n), pairs)
+
+
+@cached_per_values
+def _packed(base: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """A view of a tensor, [G, N, K, C], packed for the C kernels."""
+    return native_products.packed(_kernels(dtype), base.detach().as_strided(shape, stride, offset))
+
+
+def _kernels(dtype: torch.dtype) -> native_products.Kernels:
+    found = native_products.kernels(dtype)
+    assert found is not None
+    return found
+
+
+# Pairs
+
+
+def _pairs_of(arrays: Sequence[Tensor], sizes: Sizes) -> PairLists | Pairs:
+    """The pairs of (outputs, inputs, kernel offsets) within the sizes, for the C kernels or for torch."""
+    outputs, inputs, taps = arrays
+    find = _pairs if native_products.kernels(torch.float32) is None else _lists
+    return find(outputs, inputs, taps, sizes[:3])
 
 
 @cached_per_tensor
 def _lists(outputs: Tensor, inputs: Tensor, taps: Tensor, extents: tuple[int, int, int]) -> PairLists:
     """The pairs within `extents`, for the C kernels."""
-    run, (rows, sources, volume) = native_products.kernels(torch.float32), extents
-    assert run is not None
+    rows, sources, volume = extents
     if bool((taps[1:] < taps[:-1]).any()):
         taps, order = taps.sort(stable=True)
         outputs, inputs = outputs[order], inputs[order]
     ends = torch.searchsorted(taps.contiguous(), torch.arange(volume + 1, dtype=taps.dtype, device="cpu"))
-    return native_products.lists_of_pairs(run, (inputs, outputs), ends, (sources, rows))
+    return native_products.lists_of_pairs(_kernels(torch.float32), (inputs, outputs), ends, (sources, rows))
 
 
 @cached_per_tensor

@@ -23,7 +23,7 @@ from pumice.runtime.native import Compiler, NativeUnavailableError, call, compil
 _CHUNK = 1024  # Outputs per chunk
 _BLOCK = 128  # Pairs per block of the gradient
 _FEW = 256  # Rows of a neighbour table that are listed at once, offset by offset: they stay in the cache
-_SLAB = 64  # Output channels of dw per task of the gradient
+_SLAB = 132  # Most output channels of dw per task of the gradient
 _HEAD = """typedef {real} real;
 typedef real v __attribute__((vector_size({bytes}), aligned({align}), may_alias));
 typedef long long i64;
@@ -40,6 +40,12 @@ static void run(region parallel, int threads, i64 tasks, void (*work)(void *), v
 /* Blocks of columns of nearly equal width, in vectors. */
 static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
 static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
+/* Slabs of rows of a gradient, in whole tiles of nearly equal height. */
+static i64 slab_of(i64 c) {{
+    const i64 tiles = (c + {tall} - 1) / {tall}, most = {slab} / {tall}, slabs = (tiles + most - 1) / most;
+    return (tiles + slabs - 1) / slabs * {tall};
+}}
+static i64 slabs_of(i64 c) {{ return (c + slab_of(c) - 1) / slab_of(c); }}
 """
 _PRODUCTS = """static void products_{width}(const real *x, const real *w, real *y, const int *in, const int *to,
     i64 count, i64 c, i64 x_row, i64 y_row, i64 w_row) {{
@@ -56,23 +62,20 @@ _PRODUCTS = """static void products_{width}(const real *x, const real *w, real *
     }}
 }}
 """
-_GRADIENTS = """static inline __attribute__((always_inline)) void gradient_{width}(const real *x, const real *w,
-    real *y, const int *in, const int *to, i64 count, i64 rows, i64 x_row, i64 w_row, i64 y_row, int whole) {{
+_GRADIENTS = """static inline __attribute__((always_inline)) void gradient_{width}(const real *a, const real *b,
+    real *y, i64 count, i64 rows, i64 y_row, int whole) {{
     {pointers}
     v {sums};
-    for (i64 p = 0; p < count; p++) {{
-        const real *a = x + in[p] * x_row, *b = w + to[p] * w_row;
+    for (i64 p = 0; p < count; p++, a += {slab}, b += {columns}) {{
         {loads}
         {steps}
     }}
     {adds}
 }}
-static void gradients_{width}(const real *x, const real *w, real *y, const int *in, const int *to, i64 count, i64 rows,
-    i64 x_row, i64 w_row, i64 y_row) {{
+static void gradients_{width}(const real *a, const real *b, real *y, i64 count, i64 rows, i64 y_row) {{
     i64 r = 0;
-    for (; r + {rows} <= rows; r += {rows})
-        gradient_{width}(x + r, w, y + r * y_row, in, to, count, {rows}, x_row, w_row, y_row, 1);
-    if (r < rows) gradient_{width}(x + r, w, y + r * y_row, in, to, count, rows - r, x_row, w_row, y_row, 0);
+    for (; r + {rows} <= rows; r += {rows}) gradient_{width}(a + r, b, y + r * y_row, count, {rows}, y_row, 1);
+    if (r < rows) gradient_{width}(a + r, b, y + r * y_row, count, rows - r, y_row, 0);
 }}
 """
 _TAIL = """static void work_products(void *data) {{
@@ -95,20 +98,29 @@ _TAIL = """static void work_products(void *data) {{
         }}
     }}
 }}
+/* The rows of a block of pairs are copied first: far apart in memory, they would evict each other from the cache. */
 static void work_gradients(void *data) {{
     job *j = data;
-    const i64 n = j->n, c = j->c, slabs = (c + {slab} - 1) / {slab}, width = width_of(n), y_row = j->taps * n;
+    real a[{block} * {slab}], b[{block} * {columns}];
+    const i64 n = j->n, c = j->c, slabs = slabs_of(c), each = slab_of(c), width = width_of(n), y_row = j->taps * n;
     const i64 x_row = j->groups * c, w_row = j->groups * n;
     for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->taps * j->groups * slabs;) {{
-        const i64 k = q / slabs / j->groups, group = q / slabs % j->groups, first = q % slabs * {slab};
-        const i64 rows = c - first < {slab} ? c - first : {slab}, *s = j->starts + k * (j->chunks + 1);
+        const i64 k = q / slabs / j->groups, group = q / slabs % j->groups, first = q % slabs * each;
+        const i64 rows = c - first < each ? c - first : each, *s = j->starts + k * (j->chunks + 1);
         const real *x = j->x + group * c + first, *w = j->w + group * n;
         real *dw = j->y + (group * c + first) * y_row + k * n;
         for (i64 r = 0; r < rows; r++) for (i64 e = 0; e < n; e++) dw[r * y_row + e] = 0;
         for (i64 p = s[0]; p < s[j->chunks]; p += {block}) {{
             const i64 count = s[j->chunks] - p < {block} ? s[j->chunks] - p : {block};
+            for (i64 i = 0; i < count; i++)
+                __builtin_memcpy(a + i * {slab}, x + j->gather[p + i] * x_row, rows * sizeof(real));
             for (i64 at = 0; at < n; at += width * {lanes}) {{
                 const i64 rest = (n - at) / {lanes}, left = rest < width ? rest : width;
+                for (i64 i = 0; i < count; i++) {{
+                    const real *from = w + j->scatter[p + i] * w_row + at;
+                    for (i64 u = 0; u < left * {lanes}; u += {lanes})
+                        *(v *)(b + i * left * {lanes} + u) = *(const v *)(from + u);
+                }}
                 {call_gradients}
             }}
         }}
@@ -194,7 +206,7 @@ void products(region parallel, int threads, const real *x, const real *w, real *
 void gradients(region parallel, int threads, const real *x, const real *w, real *dw, const int *gather,
     const int *scatter, const i64 *starts, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
     job j = {{x, w, dw, gather, scatter, starts, 0, chunks, taps, groups, c, n, 0}};
-    run(parallel, threads, taps * groups * ((c + {slab} - 1) / {slab}), work_gradients, &j);
+    run(parallel, threads, taps * groups * slabs_of(c), work_gradients, &j);
 }}
 """
 
@@ -203,15 +215,27 @@ def source(real: str, lanes: int, registers: int) -> str:
     """C source for vectors of `lanes` numbers of type `real` ("float", "double") and this many registers."""
     widths, align = range(1, 1 + _most(registers)), 4 if real == "float" else 8
     sizes: dict[str, object] = {"chunk": _CHUNK, "columns": widths[-1] * lanes, "slab": _SLAB, "block": _BLOCK}
-    sizes |= {"few": _FEW, "lanes": lanes, "real": real, "bytes": align * lanes, "align": align}
+    sizes |= {
+        "tall": _tall(registers, widths[-1]),
+        "few": _FEW,
+        "lanes": lanes,
+        "real": real,
+        "bytes": align * lanes,
+        "align": align,
+    }
     text = [_HEAD.format(**sizes)]
     for width in widths:
-        rows = min(14, (registers - 2 - width) // width)
+        rows = _tall(registers, width)
         text += [_products(rows, width, lanes), _gradients(rows, width, lanes)]
     products = _calls("products", "x, w, y, in, to, count, c, x_row, y_row, w_row", widths)
-    moved = "x, w + at, dw + at, j->gather + p, j->scatter + p, count, rows, x_row, w_row, y_row"
-    text.append(_TAIL.format(call_products=products, call_gradients=_calls("gradients", moved, widths), **sizes))
+    gradients = _calls("gradients", "a, b, dw + at, count, rows, y_row", widths)
+    text.append(_TAIL.format(call_products=products, call_gradients=gradients, **sizes))
     return "".join(text)
+
+
+def _tall(registers: int, width: int) -> int:
+    """Rows of a tile of so many vectors of columns."""
+    return min(14, (registers - 2 - width) // width)
 
 
 def _most(registers: int) -> int:
@@ -241,7 +265,8 @@ def _gradients(rows: int, width: int, lanes: int) -> str:
     pointers = [f"const i64 o{r} = whole || {r} < rows ? {r} : rows - 1;" for r in range(rows)]
     pointers += [f"real *y{r} = y + o{r} * y_row;" for r in range(rows)]
     steps = [f"v a{r} = a[o{r}] - (v){{}}; {_sums(r, width)}" for r in range(rows)]
-    return _GRADIENTS.format(**_tile(rows, width, lanes, pointers, steps, "if (whole || {r} < rows) "))
+    tile = _tile(rows, width, lanes, pointers, steps, "if (whole || {r} < rows) ")
+    return _GRADIENTS.format(slab=_SLAB, columns=width * lanes, **tile)
 
 
 def _sums(row: int, width: int) -> str:
