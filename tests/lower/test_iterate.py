@@ -171,6 +171,25 @@ def random_format(chance, ndim):
     return f"[{','.join(axes)}] " + " ".join(f"{a}:{kind}" for a, kind in zip(order, kinds, strict=True))
 
 
+def test_entries_of_sums_of_indices_are_not_shared():
+    """Several points of p write one entry of M: the loop over p is not shared among threads."""
+    dense = {"M": draw(40, density=0.6), "X": draw(31, density=0.6), "F": draw(10)}
+    given = {"M": pm.sparse(dense["M"], "a:C"), "X": pm.sparse(dense["X"], "a:C"), "F": dense["F"]}
+    made = product("O[p+r] = M[p+r] * X[p] * F[r]", pattern=0, **given)
+    assert "shared" not in iterate.source_of(made, torch.float64)
+    wanted = loops("O[p+r] = M[p+r] * X[p] * F[r]", dense)
+    torch.testing.assert_close(iterate.run(made, torch.float64), wanted[given["M"].parts[0].coords["a"].long()])
+
+
+def test_dense_levels_of_many_positions_are_searched():
+    entries = (np.ones(3, np.float32), (np.array([0, 10, 1 << 27]), np.array([0, 1, 2])))
+    made = pm.sparse(scipy.sparse.coo_array(entries, (1 << 28, 4)), "m:U k:C")
+    (found,) = product("C[k] = H[m,k]", H=made).fibers
+    assert [len(pos) for pos in found.pos] == [2, 4] and [level.positions for level in found.levels] == [3, 3]
+    got = pm.einsum("C[k] = H[m,k] * v[k]", H=made, v=pm.sparse(torch.ones(4), "k:C"))
+    assert got.tolist() == [1, 1, 1, 0]
+
+
 def test_what_is_refused():
     a, b = pm.sparse(draw(3, 4, density=0.5), "m:U k:C"), draw(4, 5)
     text = "C[i,j] = A[i,k] * B[k,j]"

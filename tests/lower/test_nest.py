@@ -639,3 +639,9 @@ def test_maxima_that_include_the_old_values(reduction):
     torch.testing.assert_close(got, want, equal_nan=True)
     given["S"] = torch.full((30,), -1)
     assert torch.equal(pm.einsum(text, **given, C=old, lowering="nest"), old)
+
+
+def test_names_of_axes_that_end_in_numbers():
+    a, v = torch.randn(5, 40) * (torch.rand(5, 40) < 0.4), torch.randn(40, 9)
+    got = pm.einsum("y[i,n] = A[i,k] * v[k,n]", A=pm.sparse(a, "row_1:C tap_2:C"), v=v, lowering="nest")
+    torch.testing.assert_close(got, a @ v, rtol=1e-4, atol=1e-5)

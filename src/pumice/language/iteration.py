@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from pumice.language.nodes import Access, Affine, indices_of
 
-DENSE, COMPRESSED, HASHED = "dense", "compressed", "hashed"
+DENSE, COMPRESSED, HASHED = "multiply", "search", "hash"  # How a level locates, see formats.KINDS
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
 _MOST_INDICES = 10
 _LANES = 8
@@ -219,19 +219,19 @@ class LevelProduct:
     pattern: int = -1
 
 
-def products(product: LevelProduct) -> float:
+def _products(product: LevelProduct) -> float:
     """The estimated number of products of present values."""
     shares = math.prod(f.share(depth) for f in product.factors for depth in range(len(f.levels)))
     return math.prod(stop - start for _, start, stop in product.ranges) * shares
 
 
-def cost(product: LevelProduct) -> float:
+def _cost(product: LevelProduct) -> float:
     """The estimated operations of a product's nest; of entries alone, without windows, those of vectors of them."""
     sparse = [f for f in product.factors if f.levels]
     if len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels))):
         in_vectors = not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}
-        return products(product) * (1 / _LANES if in_vectors else _ENTRY_COST)
-    return products(product) * (_VECTOR_COST / _LANES if _vector_index(product) else _SCALAR_COST)
+        return _products(product) * (1 / _LANES if in_vectors else _ENTRY_COST)
+    return _products(product) * (_VECTOR_COST / _LANES if _vector_index(product) else _SCALAR_COST)
 
 
 def densified(product: LevelProduct) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ def densified(product: LevelProduct) -> tuple[int, ...]:
     Vectors run along dense axes alone: with one factor dense, there are more products, in vectors."""
     sparse = [n for n, f in enumerate(product.factors) if f.levels and n != product.pattern]
     every = (left for count in range(len(sparse)) for left in combinations(sparse, count))
-    return min(every, key=lambda places: cost(_with_dense(product, places)))
+    return min(every, key=lambda places: _cost(_with_dense(product, places)))
 
 
 def _with_dense(product: LevelProduct, places: Sequence[int]) -> LevelProduct:
@@ -318,7 +318,7 @@ class _Planner:
                 loop: Loop = EntryLoop(names, entries)
             else:
                 names = (order[0],)
-                loop = self.loop(order[0], bound, done)
+                loop = self.loop(order[0], bound)
                 done |= set(_levels_of(loop))
             order = [name for name in order if name not in names]
             bound |= {*names}
@@ -338,7 +338,7 @@ class _Planner:
         every = (LevelOf(n, depth) for n, f in enumerate(self.factors) for depth in range(f.known(bound)))
         return tuple(level for level in every if level not in done)
 
-    def loop(self, index: str, bound: frozenset[str], done: set[LevelOf]) -> Loop:
+    def loop(self, index: str, bound: frozenset[str]) -> Loop:
         """The loop of an index: over the compressed level with the fewest coordinates, or a dense one."""
         walkable = []
         for number, factor in enumerate(self.factors):
@@ -359,7 +359,7 @@ class _Planner:
 
     def _merges(self, index: str, walkable: Sequence[tuple[float, LevelOf]]) -> bool:
         one = all(self.factors[at.factor].levels[at.depth].kind == COMPRESSED for _, at in walkable)
-        one = one and all(dict(_terms(self.factors[at.factor].coordinate(at.depth)))[index] == 1 for _, at in walkable)
+        one = one and all((1, index) in _pairs(self.factors[at.factor].coordinate(at.depth)) for _, at in walkable)
         if not one or self.choices.merged is not None:
             return one and bool(self.choices.merged)
         return walkable[1][0] < _MERGED * walkable[0][0]
@@ -368,10 +368,8 @@ class _Planner:
         """False if all coordinates of the level are in the range of the index, and nothing else bounds it."""
         bare = self.factors[level.factor].coordinate(level.depth).bare == index
         extent = self.factors[level.factor].levels[level.depth].extent
-        return not (bare and self.ranges[index] == (0, extent) and not self._bounding(index, level))
-
-    def _bounding(self, index: str, level: LevelOf) -> list[AxisOf]:
-        return [at for at in self.axes() if index in indices_of(self.expression(at)) and not self.inside(at)]
+        bounding = any(index in indices_of(self.expression(at)) and not self.inside(at) for at in self.axes())
+        return not bare or self.ranges[index] != (0, extent) or bounding
 
     def axes(self) -> Iterator[AxisOf]:
         """The dense axes and levels of the product."""
@@ -403,14 +401,11 @@ class _Planner:
 
     def held(self, steps: Sequence[LoopStep]) -> int:
         """The number of loops that the target's position depends on."""
-        fixed = {*indices_of(self.target)} if self.pattern < 0 else {*self.factors[self.pattern].stored}
-        fixed |= {*indices_of(self.target)}
-        return max((number for number, step in enumerate(steps, 1) if fixed & {*step.indices}), default=0)
+        return max((number for number, step in enumerate(steps, 1) if self.written & {*step.indices}), default=0)
 
     def parallel(self, steps: Sequence[LoopStep]) -> int:
         """The outermost loop with enough points, among those whose points write different parts of the target."""
-        alone = {e.terms[0][1] for e in self.target.indices if len(e.terms) == 1}
-        safe = {str(atom) for atom in alone} | ({*self.factors[self.pattern].stored} if self.pattern >= 0 else set())
+        safe = {str(e.terms[0][1]) for e in self.target.indices if len(e.terms) == 1}
         sizes = {}
         for number, step in enumerate(steps):
             if isinstance(step.loop, EntryLoop):
@@ -500,10 +495,6 @@ def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[froze
 
 def _pairs(expression: Affine) -> list[tuple[int, str]]:
     return [(c, str(atom)) for c, atom in expression.terms]
-
-
-def _terms(expression: Affine) -> list[tuple[str, int]]:
-    return [(name, c) for c, name in _pairs(expression)]
 
 
 def _levels_of(loop: Loop) -> tuple[LevelOf, ...]:

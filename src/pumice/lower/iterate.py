@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
-from pumice.language.formats import Format
+from pumice.language.formats import KINDS, Format
 from pumice.language.iteration import (
     COMPRESSED,
     DENSE,
@@ -48,6 +48,7 @@ from pumice.runtime.native import parallel_region
 from pumice.runtime.workspace import require_memory
 
 _TASKS = 8  # Tasks per thread
+_DENSE, _EMPTY = 1 << 16, 64  # Positions of a dense level: in any case, and for each entry
 
 
 class StoredOperand(NamedTuple):
@@ -90,16 +91,14 @@ def _rounded(count: int) -> int:
 def fibers(operand: StoredOperand) -> Fibers | None:
     """The levels of an operand; None if two entries have the same coordinates."""
     axes, arrays = (tuple(each) for each in zip(*operand.coordinates, strict=True))
-    kinds = [
-        _KINDS[level.kind] for name, level in operand.format.coordinates if operand.format.axes.index(name) in axes
-    ]
-    # Below a compressed level, no level is dense.
-    dense = next((n for n, kind in enumerate(kinds) if kind != DENSE), len(kinds))
-    kinds = [kind if n < dense or kind != DENSE else COMPRESSED for n, kind in enumerate(kinds)]
-    return _fibers(arrays[0], axes, tuple(operand.shape[a] for a in axes), tuple(kinds), *arrays[1:])
-
-
-_KINDS = {"U": DENSE, "C": COMPRESSED, "H": HASHED}
+    sizes, kinds, positions = tuple(operand.shape[a] for a in axes), list[str](), 1
+    levels = (level for name, level in operand.format.coordinates if operand.format.axes.index(name) in axes)
+    for level, size in zip(levels, sizes, strict=True):
+        kind, positions = KINDS[level.kind].locate, positions * size
+        # Dense are leading levels with few positions, others are searched.
+        few = {*kinds} <= {DENSE} and positions <= _DENSE + _EMPTY * operand.entries
+        kinds.append(kind if kind != DENSE or few else COMPRESSED)
+    return _fibers(arrays[0], axes, sizes, tuple(kinds), *arrays[1:])
 
 
 @cached_per_tensor
@@ -183,6 +182,7 @@ class SparseProduct:
 
     @cached_property
     def keys(self) -> tuple[_Key, ...]:
+        """Of the factors, without sparse ones with repeated entries."""
         found = []
         for x, levels in zip(self.factors, self.fibers, strict=True):
             if isinstance(x, Tensor):
@@ -221,9 +221,7 @@ def refusal(product: SparseProduct) -> str | None:
         return why
     if not all((*(t.numel() for t in tensors), *product.bound.extents.values(), *product.bound.shape)):
         return "it is empty"
-    if any(
-        found is None and not isinstance(x, Tensor) for found, x in zip(product.fibers, product.factors, strict=True)
-    ):
+    if len(product.keys) < len(product.factors):
         return "entries of an operand have the same coordinates"
     return _refused(product.bound, product.pattern, product.keys)
 
@@ -288,7 +286,7 @@ def _prepare(
     along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
     length = bound.extents[nest.vector] if nest.vector else 1
     reads = Reads(along, tuple(key.valued for key in keys), tuple(key.ordered for key in keys))
-    return PreparedNest(bound, nest, emitted(nest, reads, length, nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
+    return PreparedNest(nest, emitted(nest, reads, length, nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
 
 
 class _Array(NamedTuple):
@@ -312,11 +310,8 @@ class _Array(NamedTuple):
     @property
     def last(self) -> tuple[Affine, ...]:
         """The axes with that of the vector index last."""
-        return (
-            self.axes
-            if self.vector is None
-            else (*self.axes[: self.vector], *self.axes[self.vector + 1 :], self.axes[self.vector])
-        )
+        at = len(self.axes) if self.vector is None else self.vector
+        return (*self.axes[:at], *self.axes[at + 1 :], *self.axes[at : at + 1])
 
     def held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The values as a nest reads them."""
@@ -354,7 +349,6 @@ def _copied(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
 class PreparedNest:
     """A nest with its code, and the arrays of target and factors."""
 
-    bound: BoundStatement
     nest: LoopNest
     code: Emitted
     target: _Array

@@ -751,7 +751,8 @@ def _levels(form: Form) -> dict[tuple[int, int], str]:
         for k, axis in enumerate(view.axes)
         if axis.entry is not None and (found := arrays_of(axis.entry))
     }
-    short = {name: name.rpartition("_")[2] or name for name in arrays.values()}
+    tails = ((name, name.rpartition("_")[2]) for name in arrays.values())
+    short = {name: tail if tail.isidentifier() else name for name, tail in tails}
     dense = [part for name, _ in form.extents for part in name.split(".")]
     names = [*dense, *short.values()]
     return {at: short[name] if names.count(short[name]) == 1 else name for at, name in arrays.items()}

@@ -201,9 +201,10 @@ class Einsum:
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def _meets(self, ready: _CheckedOperands) -> bool:
-        """True for statements of sparse operands that meet, or that are read through windows."""
+        """True for statements of sparse operands that meet, or, on a CPU, that are read through windows."""
         axes = _coordinate_axes(ready.operands)
-        return joins(ready.statement, axes) or (not self.lowering and windowed(ready.statement, axes))
+        nests = not self.lowering and all(ready.operands[name].device.type == "cpu" for name in axes)
+        return joins(ready.statement, axes) or (nests and windowed(ready.statement, axes))
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -54,6 +54,17 @@ def _shapes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in operands.items()}
 
 
+# Nests are planned once for equal bound statements: operands of other entries and the same shapes have one.
+@lru_cache(maxsize=1024)
+def _bound(statement: Statement, shapes: tuple[Any, ...], shape: tuple[int, ...] | None) -> BoundStatement:
+    return bind(statement, dict(shapes), shape)
+
+
+@lru_cache(maxsize=1024)
+def _of_term(bound: BoundStatement, step: Statement) -> BoundStatement:
+    return replace(bound, statement=step)
+
+
 def _entries(x: Sparse) -> int:
     return next(iter(x.parts[0].coords.values())).shape[0]
 
@@ -76,15 +87,21 @@ def _dense_of(
 class JoinedStatement:
     """A statement of sparse operands that meet, or that are read through windows, planned for given shapes and formats.
 
-    lowering: of the statements over the result of the join."""
+    lowering: of the statements over the result of the join. shape: of the target, if known."""
 
-    def __init__(self, statement: Statement, operands: Mapping[str, Any], lowering: str) -> None:
+    def __init__(
+        self,
+        statement: Statement,
+        operands: Mapping[str, Any],
+        lowering: str,
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         operands, self.terms = stored(operands), list[_Plain | _Term]()
         self.positions = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None
         if self.positions is not None:
             return
-        bound, union = bind(statement, _shapes(operands)), statement.pattern == ANY
+        bound, union = _bound(statement, tuple(_shapes(operands).items()), shape), statement.pattern == ANY
         self.total, self.shape = statement.target.name if statement.accumulate else "", bound.shape
         for step in single_terms(replace(statement, accumulate=False)):
             step = replace(step, text=statement.text)
@@ -189,7 +206,7 @@ class _Plain:
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         self.read, self.text, self.shape = [*operands], str(declare(step, bound.ranges)), bound.shape
-        self.lowering, self.bound = lowering, replace(bound, statement=step)
+        self.lowering, self.bound = lowering, _of_term(bound, step)
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         return explained(self.bound, operands, -1)
@@ -210,7 +227,7 @@ class _Term:
         if not sparse:
             raise OptionError(f"{step.target} has a computed pattern: expected a sparse operand in `{step.terms[0]}`")
         union, step = step.pattern == ANY, step if step.pattern != ANY else replace(step, pattern="")
-        self.bound, self.place = replace(bound, statement=step), pattern_place(step, sparse) if step.pattern else -1
+        self.bound, self.place = _of_term(bound, step), pattern_place(step, sparse) if step.pattern else -1
         shapes, self.is_sparse = _shapes(operands) | {step.target.name: bound.shape}, bool(step.pattern)
         window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern or union else with_pattern(step, sparse)
@@ -266,10 +283,7 @@ class _Term:
         operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
         if names not in self.denser:
             statement = declare(self.bound.statement, self.bound.ranges)
-            try:
-                self.denser[names] = JoinedStatement(statement, operands, self.lowering)
-            except ShapeError:
-                return None  # An index of the target alone has its size from other terms.
+            self.denser[names] = JoinedStatement(statement, operands, self.lowering, self.shape)
         result = self.denser[names](operands)
         assert isinstance(result, Tensor)
         return result
