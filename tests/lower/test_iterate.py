@@ -10,7 +10,7 @@ import torch
 from einsum_oracle import evaluate
 
 import pumice as pm
-from pumice.errors import ShapeError
+from pumice.errors import OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.iteration import IterationChoices
 from pumice.language.parse import parse
@@ -75,8 +75,8 @@ def test_products_of_matrices(name):
     wanted = loops(text, dense)
     for number, first in enumerate(forms):
         formats = {key: forms[(number + n) % len(forms)] if n else first for n, key in enumerate(dense)}
-        check(text, dense, formats, wanted, choices=IterationChoices(merged=(None, True)[number % 2]))
-    check(text, dense, dict.fromkeys(dense, forms[0]), wanted, choices=IterationChoices(merged=True))
+        check(text, dense, formats, wanted, choices=IterationChoices(located=((), ("B",))[number % 2]))
+    check(text, dense, dict.fromkeys(dense, forms[0]), wanted)
 
 
 @pytest.mark.parametrize("searched", [True, False])
@@ -156,7 +156,7 @@ def test_random_products(seed):
     names = [*p, *r, "c", "m"]
     chance.shuffle(names)
     order = tuple(names) if chance.random() < 0.4 else ()
-    choices = IterationChoices(order, chance.choice((None, "")), chance.choice((None, True)), chance.random() < 0.7)
+    choices = IterationChoices(order, chance.choice((None, "")), chance.choice(((), ("F",))), chance.random() < 0.7)
     check(text, dense, formats, choices=choices)
 
 
@@ -240,6 +240,39 @@ def test_explain_shows_the_nest():
     told = pm.compile_einsum("C[i,j] = A[i,k] * B[k,j]").explain(A=a, B=a)
     for piece in ("Count i", "Walk k over level 1 of factor 0", "Walk j over level 1 of factor 1", "void run("):
         assert piece in told, told
+
+
+def test_schedules_of_nests_over_levels():
+    dense = {"A": draw(9, 12, density=0.4), "B": draw(9, 12, density=0.4), "F": draw(12, 10)}
+    given = {"A": pm.sparse(dense["A"], "m:U k:C"), "B": pm.sparse(dense["B"], "m:U k:C"), "F": dense["F"]}
+    text = "C[i,n] = A[i,k] * B[i,k] * F[k,n]"
+    told = {}
+    for schedule in ("order i k n", "order i k; vector n", "order i k; locate B", "order i n k; locate A", "direct"):
+        torch.testing.assert_close(pm.einsum(text, **given, lowering=f"nest/{schedule}"), loops(text, dense))
+        told[schedule] = pm.compile_einsum(text, lowering=f"nest/{schedule}").explain(**given)
+    assert "Merge k" in told["order i k n"] and "Walk k over level 1 of factor 0" in told["order i k; locate B"]
+    assert "Walk k over level 1 of factor 1" in told["order i n k; locate A"]
+    # Gradients take the usual ways.
+    leaf = dense["F"].clone().requires_grad_()
+    pm.einsum(text, **{**given, "F": leaf}, lowering="nest/order i k n").sum().backward()
+    torch.testing.assert_close(leaf.grad, (dense["A"] * dense["B"]).sum(0)[:, None].expand(12, 10))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("order i k", "order i k: expected the indices i, j, k"),
+        ("order i j k x", "expected the indices"),
+        ("vector k", "vector k: expected an index of dense axes alone, none"),
+        ("locate A B", "no sparse factor is left"),
+        ("locate X", "the sparse factors that meet are A, B"),
+        ("hold 4", "takes order, vector and locate"),
+    ],
+)
+def test_schedules_that_are_refused(schedule, message):
+    a = pm.sparse(draw(9, 9, density=0.4), "CSR")
+    with pytest.raises(OptionError, match=message):
+        pm.einsum("C[i,j] = A[i,k] * B[k,j]", A=a, B=a, lowering=f"nest/{schedule}")
 
 
 def test_the_cost_model_takes_operands_dense():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pumice.errors import OptionError
 from pumice.schedule import loops
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, candidates, completed, estimate
-from pumice.schedule.loops import Image, LoopSchedule, NestFacts, check
+from pumice.schedule.loops import Image, LoopSchedule, NestFacts, check_of_levels
 
 NAME = st.sampled_from(["m", "e", "p", "q", "p.q", "F_c", "größe", "order", "chunk"])
 NUMBER = st.integers(1, loops.MOST_NUMBER)
@@ -191,8 +191,6 @@ OFFSETS = facts(
         ("unroll m 2", facts(), "unroll m: expected the entries e or a dense index that is summed"),
         ("locate I", facts(), "locate I: the entries of this nest are iterated, and no factor is located"),
         ("locate F", facts(), "locate F: the entries of this nest are iterated"),
-        ("locate B", facts(meeting=("M", "I")), "locate B: the sparse factors that meet are M, I"),
-        ("locate M I", facts(meeting=("M", "I")), "no sparse factor is left to be iterated"),
     ],
 )
 def test_illegal_schedules(text, where, reason):
@@ -200,9 +198,18 @@ def test_illegal_schedules(text, where, reason):
         completed(LoopSchedule.parse(text), where)
 
 
-def test_factors_of_other_nests_may_be_located():
-    check(LoopSchedule.parse("locate Mask"), facts())
-    check(LoopSchedule.parse("locate I"), facts(meeting=("M", "I")))
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("locate B", "locate B: the sparse factors that meet are M, I"),
+        ("locate M I", "no sparse factor is left to be iterated"),
+        ("order p q; hold 4", "hold: a nest over the levels of sparse factors takes order, vector and locate"),
+    ],
+)
+def test_schedules_that_nests_over_levels_cannot_have(text, reason):
+    check_of_levels(LoopSchedule.parse("order p q; vector m; locate I"), ("M", "I"))
+    with pytest.raises(OptionError, match=reason):
+        check_of_levels(LoopSchedule.parse(text), ("M", "I"))
 
 
 EVERY = {"windows": facts(), "pointwise": POINTWISE, "product": PRODUCT, "matrix": MATRIX, "offsets": OFFSETS}
@@ -247,7 +254,6 @@ def test_presets_are_the_papers():
     assert found["skimcaffe"] == "order m p q e; vector q; parallel m chunk 1; hold 4"
     assert found["deepsparse"] == "order p m q e; vector q; parallel m; hold 4"
     assert "parallel p; hold 3" in found["xnnpack"] and "pack I" in found["xnnpack"]
-    assert PRESETS["direct"](facts(meeting=("Mask", "I"))).locate == ("I",)
     assert str(completed(PRESETS["map-based"](PRODUCT), PRODUCT)) == "order D m e k; vector m; parallel D; hold 4"
 
 

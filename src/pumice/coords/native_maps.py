@@ -37,9 +37,7 @@ _SIDES = {1: (6,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}  # log2 of a brick'
 _NEAR = 1 << 10  # Maximum number of bricks that the offsets of a brick's cells reach
 _WORD = 63  # Bits of a key
 
-_SOURCE = """typedef long long i64;
-typedef unsigned long long u64;
-typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
+_SOURCE = """typedef unsigned long long u64;
 enum {{ D = {dim}, NEAR = {near}, CHUNK = 1024 }};
 static const int side[D] = {{{sides}}};
 /* `first`: number of cells of all bricks before. */
@@ -165,8 +163,7 @@ static void work(void *data) {{
 int neighbours(region parallel, int threads, const int *c, const int *turn, int *slots, brick *list, const int *order,
     const i64 *box, const i64 *near, const unsigned short *taps, int *rows, i64 n, i64 volume, i64 around, i64 shift) {{
     search s = {{{{slots, list, shift, 0, 0}}, c, turn, order, box, near, taps, rows, n, volume, around, 0}};
-    if (parallel && threads > 1 && n > CHUNK) parallel(work, &s, threads, 0);
-    else work(&s);
+    start(parallel, threads, (n + CHUNK - 1) / CHUNK, work, &s);
     return 0;
 }}
 static inline i64 floor_of(i64 x, i64 step) {{ return x / step - (x % step < 0); }}

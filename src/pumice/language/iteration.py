@@ -23,6 +23,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
+from pumice.errors import OptionError
 from pumice.language.nodes import Access, Affine, indices_of
 
 DENSE, COMPRESSED, HASHED = "multiply", "search", "hash"  # How a level locates, see formats.KINDS
@@ -198,12 +199,12 @@ class LoopNest:
 
 class IterationChoices(NamedTuple):
     """What a schedule may prescribe. order: of the indices, () for the cheapest by the counts of positions; vector: the
-    vector index, None for the longest; merged: whether two compressed levels are merged, None by their lengths;
-    searched: whether the first coordinate of a window is searched for (paper, 4.2)."""
+    vector index, None for the longest; located: names of operands whose positions are searched for, where the levels
+    of another one are walked; searched: whether the first coordinate of a window is searched for (paper, 4.2)."""
 
     order: tuple[str, ...] = ()
     vector: str | None = None
-    merged: bool | None = None
+    located: tuple[str, ...] = ()
     searched: bool = True
 
 
@@ -231,7 +232,7 @@ def _cost(product: LevelProduct) -> float:
     if len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels))):
         in_vectors = not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}
         return _products(product) * (1 / _LANES if in_vectors else _ENTRY_COST)
-    return _products(product) * (_VECTOR_COST / _LANES if _vector_index(product) else _SCALAR_COST)
+    return _products(product) * (_VECTOR_COST / _LANES if _vector_indices(product) else _SCALAR_COST)
 
 
 def densified(product: LevelProduct) -> tuple[int, ...]:
@@ -249,8 +250,14 @@ def _with_dense(product: LevelProduct, places: Sequence[int]) -> LevelProduct:
 
 
 def loop_nest(product: LevelProduct, choices: IterationChoices) -> LoopNest:
-    """The loops of a product that `refused` accepts."""
-    vector = _vector_index(product) if choices.vector is None else choices.vector
+    """The loops of a product that `refused` accepts. Raises OptionError if it cannot have the choices."""
+    possible = _vector_indices(product)
+    vector = max(possible, default=(False, 0, ""))[2] if choices.vector is None else choices.vector
+    if vector and vector not in (found := [name for *_, name in possible]):
+        raise OptionError(f"vector {vector}: expected an index of dense axes alone, {', '.join(found) or 'none'}")
+    every = indices_of(product.target, *(f.access for f in product.factors))
+    if choices.order and sorted({*choices.order, vector} - {""}) != sorted(every):
+        raise OptionError(f"order {' '.join(choices.order)}: expected the indices {', '.join(every)}")
     ranges = {name: (start, stop) for name, start, stop in product.ranges}
     vectors = -(-(ranges[vector][1] if vector else 1) // _LANES)
     sizes = product.target, product.shape, product.factors, ranges, product.pattern
@@ -268,8 +275,8 @@ def refused(product: LevelProduct) -> str | None:
     return None if any(f.levels for f in factors) else "no factor is sparse"
 
 
-def _vector_index(product: LevelProduct) -> str:
-    """The longest index of the target, or else of factors, that stands alone in dense axes; "" if there is none."""
+def _vector_indices(product: LevelProduct) -> list[tuple[bool, int, str]]:
+    """(in the target, extent, name) of the indices that stand alone in dense axes."""
     skipped = len(product.factors[product.pattern].levels) if product.pattern >= 0 else 0
     dense = [list(product.target.indices[skipped:])]
     dense += [[f.access.indices[axis] for axis in f.dense] for f in product.factors]
@@ -281,7 +288,7 @@ def _vector_index(product: LevelProduct) -> str:
         bare = [sum(e.bare == name for e in each) for each in dense]
         if name not in taken and uses == bare and max(uses) == 1 and any(uses[1:]) and extents.get(name, 0) > 1:
             found.append((bool(uses[0]), extents[name], name))
-    return max(found, default=(False, 0, ""))[2]
+    return found
 
 
 @dataclass(frozen=True)
@@ -351,7 +358,8 @@ class _Planner:
                 walkable.append((factor.share(depth) * factor.levels[depth].extent, at))
         if not walkable:
             return Count(index)
-        walkable.sort()
+        free = [w for w in walkable if self.factors[w[1].factor].access.name not in self.choices.located]
+        walkable = sorted(free or walkable)
         first = walkable[0][1]
         if len(walkable) == 2 and self._merges(index, walkable):
             return Merge(index, (first, walkable[1][1]))
@@ -360,9 +368,7 @@ class _Planner:
     def _merges(self, index: str, walkable: Sequence[tuple[float, LevelOf]]) -> bool:
         one = all(self.factors[at.factor].levels[at.depth].kind == COMPRESSED for _, at in walkable)
         one = one and all((1, index) in _pairs(self.factors[at.factor].coordinate(at.depth)) for _, at in walkable)
-        if not one or self.choices.merged is not None:
-            return one and bool(self.choices.merged)
-        return walkable[1][0] < _MERGED * walkable[0][0]
+        return one and walkable[1][0] < _MERGED * walkable[0][0]
 
     def _windowed(self, index: str, level: LevelOf) -> bool:
         """False if all coordinates of the level are in the range of the index, and nothing else bounds it."""

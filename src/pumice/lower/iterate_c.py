@@ -21,9 +21,7 @@ ACROSS = 8  # Vectors of a tile
 MULTIPLIER = 0x9E3779B97F4A7C15  # Of hashes: the high word of the product is the first slot
 
 _HEAD = """typedef {real} real;
-typedef long long i64;
 typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));
-typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
 static inline i64 most(i64 a, i64 b) {{ return a > b ? a : b; }}
 static inline i64 least(i64 a, i64 b) {{ return a < b ? a : b; }}
 static inline i64 fdiv(i64 a, i64 b) {{ return a / b - (a % b < 0); }}
@@ -64,10 +62,7 @@ _MAIN = """static void work(void *data) {{
         {calls}
     }}
 }}
-void run(region parallel, int threads, i64 *z) {{
-    if (parallel && threads > 1 && z[1] > 1) parallel(work, z, threads < z[1] ? threads : z[1], 0);
-    else work(z);
-}}
+void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z[1], work, z); }}
 """
 
 

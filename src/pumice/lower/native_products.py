@@ -26,17 +26,11 @@ _FEW = 256  # Rows of a neighbour table that are listed at once, offset by offse
 _SLAB = 132  # Most output channels of dw per task of the gradient
 _HEAD = """typedef {real} real;
 typedef real v __attribute__((vector_size({bytes}), aligned({align}), may_alias));
-typedef long long i64;
-typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
 /* Arrays [rows, groups, channels]: x has c, y has n channels per group. */
 typedef struct {{
     const real *x, *w; real *y; const int *gather, *scatter; const i64 *starts;
     i64 rows, chunks, taps, groups, c, n, next;
 }} job;
-static void run(region parallel, int threads, i64 tasks, void (*work)(void *), void *j) {{
-    if (parallel && threads > 1 && tasks > 1) parallel(work, j, threads < tasks ? threads : tasks, 0);
-    else work(j);
-}}
 /* Blocks of columns of nearly equal width, in vectors. */
 static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
 static i64 width_of(i64 n) {{ return (n / {lanes} + blocks_of(n) - 1) / blocks_of(n); }}
@@ -183,30 +177,30 @@ static void work_lists(void *data) {{
 void pairs(region parallel, int threads, const int *rows, i64 *starts, int *gather, int *scatter, int *taps, i64 n,
     i64 chunks, i64 volume) {{
     lists j = {{rows, starts, gather, scatter, taps, n, chunks, volume, 0}};
-    run(parallel, threads, chunks, work_lists, &j);
+    start(parallel, threads, chunks, work_lists, &j);
 }}
 /* As `pairs`, of pairs of offset k from ends[k] to ends[k + 1]; those out of bounds are left out. */
 void sort(region parallel, int threads, const int *in, const int *out, const i64 *ends, i64 *starts, int *gather,
     int *scatter, i64 volume, i64 chunks, i64 inputs, i64 rows) {{
     sorting j = {{in, out, ends, starts, gather, scatter, volume, chunks, inputs, rows, 0}};
-    run(parallel, threads, volume, work_sort, &j);
+    start(parallel, threads, volume, work_sort, &j);
 }}
 /* to [groups, taps, blocks of columns, c, columns] of w, whose strides are the steps. */
 void pack(region parallel, int threads, const real *w, real *to, i64 taps, i64 groups, i64 c, i64 n, i64 group_step,
     i64 n_step, i64 k_step, i64 c_step) {{
     packing j = {{w, to, taps, groups, c, n, group_step, n_step, k_step, c_step, 0}};
-    run(parallel, threads, groups * taps, work_pack, &j);
+    start(parallel, threads, groups * taps, work_pack, &j);
 }}
 void products(region parallel, int threads, const real *x, const real *w, real *y, const int *gather,
     const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
     job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, groups, c, n, 0}};
-    run(parallel, threads, chunks * groups * blocks_of(n), work_products, &j);
+    start(parallel, threads, chunks * groups * blocks_of(n), work_products, &j);
 }}
 /* dw [groups, c, taps, n] of x and w; gather: rows of x. */
 void gradients(region parallel, int threads, const real *x, const real *w, real *dw, const int *gather,
     const int *scatter, const i64 *starts, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
     job j = {{x, w, dw, gather, scatter, starts, 0, chunks, taps, groups, c, n, 0}};
-    run(parallel, threads, taps * groups * slabs_of(c), work_gradients, &j);
+    start(parallel, threads, taps * groups * slabs_of(c), work_gradients, &j);
 }}
 """
 

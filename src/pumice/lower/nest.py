@@ -18,7 +18,6 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Statement, arrays_of
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
-from pumice.lower.nest_form import MOST_ELEMENTS, EntryList, Form, Fusing, NestAxis, View, normalized, padded_sizes
+from pumice.lower.nest_form import MOST_ELEMENTS, Form, Fusing, View, entry_parts, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
 from pumice.runtime.workspace import SPARE
@@ -486,19 +485,16 @@ def _aligned(elements: int) -> int:
 def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *others: Tensor) -> Prepared | None:
     """The nest of a form over these index arrays; None without entries. Raises OptionError if it cannot have the wanted
     schedule."""
-    entries = EntryList(dict(form.positions), dict(zip(form.arrays, (first, *others), strict=True)))
-    part = partial(_entry_part, entries, dict(form.extents))
-    values = [list(map(part, view.axes, view.shape)) for view in form.views]
-    kept = entries.kept.nonzero()[:, 0]
-    if not len(kept):
+    values = entry_parts(form, dict(zip(form.arrays, (first, *others), strict=True)))
+    kept = next(len(v) for each in values for v in each if v is not None)
+    if not kept:
         return None
-    values = [[None if v is None else v[kept] for v in each] for each in values]
     real, count = nest_c.lanes_of(dtype)
     pads = [_pads(view, each, dict(form.extents)) for view, each in zip(form.views, values, strict=True)]
     plain = [_placed(n, view, pads[n], None, count) for n, view in enumerate(form.views)]
     zeros = form.reduction in ("sum", "mean")  # of no entries
-    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), len(kept), zeros)
-    facts = _facts(form, values, plain, (len(kept), len(targets)), (count, torch.finfo(dtype).bits // 8))
+    targets, segment = _sorted_targets(plain[0], plain[0].offset(values[0]), kept, zeros)
+    facts = _facts(form, values, plain, (kept, len(targets)), (count, torch.finfo(dtype).bits // 8))
     schedule = wanted.complete(facts)
     tiles = ImageTiles.of(schedule, facts)
     lanes = None if tiles is None else _lanes(form, tiles, count)
@@ -506,7 +502,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
     nest, outer, inner, length = _roles(form, placed, lanes, schedule, facts, real)
     offsets = [p.offset(each) for p, each in zip(placed, values, strict=True)]
     if placed[0].strides != plain[0].strides:
-        targets, segment = _sorted_targets(placed[0], offsets[0], len(kept), zeros)
+        targets, segment = _sorted_targets(placed[0], offsets[0], kept, zeros)
     block, blocks = _blocks(form, values, schedule, facts)
     key = block * len(targets) + segment
     order = key.argsort(stable=True)
@@ -528,7 +524,7 @@ def prepared(first: Tensor, form: Form, dtype: torch.dtype, wanted: Wanted, *oth
         length,
         tuple(number for loop in (*outer, *inner) for number in loop),
         _without_memory(form.views[0].shape, dtype),
-        _counts(form, values[0], len(kept)),
+        _counts(form, values[0], kept),
     )
 
 
@@ -550,11 +546,6 @@ def _counts(form: Form, values: Sequence[Tensor | None], entries: int) -> Tensor
         place = place * size + (0 if value is None else value)
     each = math.prod(size for name, size in form.extents if name in form.reduced)
     return each * torch.bincount(place.expand(entries), minlength=math.prod(shape)).view(shape)
-
-
-def _entry_part(entries: EntryList, extents: Mapping[str, int], axis: NestAxis, size: int) -> Tensor | None:
-    """The entries' part of an axis; entries whose window is outside the operand everywhere are not kept."""
-    return None if axis.entry is None else entries.values(axis.entry, size, axis.reach(extents))
 
 
 def _with_room(offsets: Tensor) -> Tensor:

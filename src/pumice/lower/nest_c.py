@@ -89,14 +89,7 @@ class Nest:
         return "\n".join([*lines, "  T[s] = acc"])
 
 
-_HEAD = """typedef {real} real;
-typedef long long i64;
-typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
-static void start(region parallel, int threads, i64 *z, void (*work)(void *)) {{
-    if (parallel && threads > 1 && z[1] > 1) parallel(work, z, threads < z[1] ? threads : z[1], 0);
-    else work(z);
-}}
-"""
+_REAL = "typedef {real} real;\n"
 _VECTOR = "typedef real v{lanes} __attribute__((vector_size({bytes}), aligned({align}), may_alias));\n"
 _MAIN = """static void work(void *data) {{
     i64 *z = data;
@@ -116,7 +109,7 @@ _MAIN = """static void work(void *data) {{
         }}
     }}
 }}
-void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, work); }}
+void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z[1], work, z); }}
 """
 _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z, real *t, {arguments}, const i64 *at,
     int first) {{
@@ -137,7 +130,7 @@ def source(nest: Nest) -> str:
     """The C source of a nest."""
     widths = [nest.lanes >> n for n in range(nest.lanes.bit_length() - 1)]
     size = 4 if nest.real == "float" else 8
-    text = [_HEAD.format(real=nest.real)]
+    text = [_REAL.format(real=nest.real)]
     text += [_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths]
     makes = _summing if nest.sums else _fixed if nest.tiled else _moving
     tiles, calls = makes(nest, widths)
@@ -370,7 +363,7 @@ _SEQUENCE = """void sequence(region parallel, int threads, i64 *z) {
 }
 """
 _MOVE = """static void move_{name}(void *data) {{ move(data, {name}_one); }}
-void {name}(region parallel, int threads, i64 *z) {{ start(parallel, threads, z, move_{name}); }}
+void {name}(region parallel, int threads, i64 *z) {{ start(parallel, threads, z[1], move_{name}, z); }}
 """
 
 
@@ -384,7 +377,7 @@ def moves_source(real: str, lanes: int) -> str:
     thread; elements from an image to the next in source and target; strides of rows and columns in the source."""
     size = 4 if real == "float" else 8
     widths = [lanes >> n for n in range(lanes.bit_length() - 1)]
-    head = _HEAD.format(real=real) + "".join(_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths)
+    head = _REAL.format(real=real) + "".join(_VECTOR.format(lanes=w, bytes=w * size, align=size) for w in widths)
     rest = [f"if (n & {w}) {{ *(v{w} *)(to + k) = *(const v{w} *)(from + k); k += {w}; }}" for w in widths[1:]]
     half = lanes // 2
     text = _MOVES.format(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
+from pumice.language.iteration import IterationChoices
 from pumice.language.nodes import Access, Statement, indices_of
 from pumice.lower.iterate import SparseProduct, StoredOperand, dense_places, refusal, run, source_of
 from pumice.ops.sparse import Sparse
+from pumice.schedule.loop_rule import PRESETS
+from pumice.schedule.loops import LoopSchedule, check_of_levels
 
 
 def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> bool:
@@ -22,10 +25,25 @@ def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> boo
     return statement.reduction == "sum" and any(len(indices_of(e)) > 1 for e in coordinates)
 
 
-def computed(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> Tensor | None:
+def choices_of(lowering: str, sparse: Sequence[str]) -> IterationChoices | None:
+    """What a lowering prescribes for nests over the levels of these operands; None if it asks for something else.
+    Raises OptionError if they cannot have the schedule."""
+    name, _, text = lowering.partition("/")
+    if not lowering or text == "direct":
+        return IterationChoices()
+    if name != "nest" or not text or text in PRESETS:
+        return None
+    schedule = LoopSchedule.parse(text)
+    check_of_levels(schedule, sparse)
+    return IterationChoices(schedule.order, schedule.vector[0][0] if schedule.vector else None, schedule.locate)
+
+
+def computed(
+    bound: BoundStatement, operands: Mapping[str, Any], pattern: int, choices: IterationChoices
+) -> Tensor | None:
     """The target of one product, or None if no nest computes it. pattern: the place of the factor at whose entries the
     target has values, which are returned; or -1."""
-    product = _product(bound, operands, pattern)
+    product = _product(bound, operands, pattern, choices)
     if refusal(product) is not None:
         return None
     return run(product, _dtype(product))
@@ -33,23 +51,25 @@ def computed(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -
 
 def best_dense(bound: BoundStatement, operands: Mapping[str, Any]) -> frozenset[str]:
     """The sparse operands of a product that are best used in dense form: vectors run along dense axes alone."""
-    product = _product(bound, operands, -1)
+    product = _product(bound, operands, -1, IterationChoices())
     if refusal(product) is not None:
         return frozenset()
     names = [f.name for f in bound.statement.terms[0].factors if isinstance(f, Access)]
     return frozenset(names[place] for place in dense_places(product))
 
 
-def explained(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> str:
+def explained(bound: BoundStatement, operands: Mapping[str, Any], pattern: int, choices: IterationChoices) -> str:
     """The loop nest of a product and its C source, or the reason why there is none."""
-    product = _product(bound, operands, pattern)
+    product = _product(bound, operands, pattern, choices)
     why = refusal(product)
     return f"no nest over levels: {why}" if why else f"loop nest over levels\n{source_of(product, _dtype(product))}"
 
 
-def _product(bound: BoundStatement, operands: Mapping[str, Any], pattern: int) -> SparseProduct:
+def _product(
+    bound: BoundStatement, operands: Mapping[str, Any], pattern: int, choices: IterationChoices
+) -> SparseProduct:
     given = [operands[f.name] for f in bound.statement.terms[0].factors if isinstance(f, Access)]
-    return SparseProduct(bound, tuple(x if isinstance(x, Tensor) else stored(x) for x in given), pattern)
+    return SparseProduct(bound, tuple(x if isinstance(x, Tensor) else stored(x) for x in given), pattern, choices)
 
 
 def _dtype(product: SparseProduct) -> torch.dtype:

@@ -20,6 +20,7 @@ from pumice.errors import OptionError, ShapeError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
+from pumice.language.iteration import IterationChoices
 from pumice.language.meet import (
     Flattened,
     Source,
@@ -39,7 +40,7 @@ from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import best_dense, computed, explained
+from pumice.ops.direct import best_dense, choices_of, computed, explained
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
@@ -209,10 +210,10 @@ class _Plain:
         self.lowering, self.bound = lowering, _of_term(bound, step)
 
     def explained(self, operands: Mapping[str, Any]) -> str:
-        return explained(self.bound, operands, -1)
+        return explained(self.bound, operands, -1, IterationChoices())
 
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        if not self.lowering and (direct := computed(self.bound, operands, -1)) is not None:
+        if not self.lowering and (direct := computed(self.bound, operands, -1, IterationChoices())) is not None:
             return direct
         tensors, names, _ = flatten_used(self.text, operands, ())
         return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
@@ -222,7 +223,11 @@ class _Term:
     """A statement of one term in which sparse operands meet."""
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
-        sparse, self.shape, self.lowering, self.read = _stored_axes(operands), bound.shape, lowering, [*operands]
+        sparse, self.shape, self.read = _stored_axes(operands), bound.shape, [*operands]
+        # A schedule is of the nest over levels. Where that does not run, the statement over what meets has none.
+        self.choices = choices_of(lowering, [*sparse])
+        self.prescribed = bool(lowering) and self.choices is not None
+        self.lowering = "" if self.prescribed else lowering
         check_term(step, step.terms[0], sparse)
         if not sparse:
             raise OptionError(f"{step.target} has a computed pattern: expected a sparse operand in `{step.terms[0]}`")
@@ -243,7 +248,7 @@ class _Term:
     def evaluated(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result; a Sparse if the statement has a pattern."""
         # The first way that applies, the fastest first.
-        result = self.over_map(operands)
+        result = None if self.prescribed else self.over_map(operands)
         if result is None and (result := self.partly_dense(operands)) is not None:
             return result
         if result is None and (result := self.over_levels(operands)) is not None and not self.is_sparse:
@@ -255,12 +260,17 @@ class _Term:
         found = Sparse(self.made, self.shape, (part,), result.numel())
         return found if self.is_sparse else found.to_dense()
 
+    @property
+    def tried_dense(self) -> bool:
+        """True if operands may be used in dense form."""
+        return not (self.lowering or self.prescribed or self.is_sparse)
+
     def explained(self, operands: Mapping[str, Any]) -> str:
-        if self.meeting.roles:
+        if self.meeting.roles and not self.prescribed:
             return "kernel map of the window"
-        if not self.is_sparse and (names := best_dense(self.bound, operands)):
+        if self.tried_dense and (names := best_dense(self.bound, operands)):
             return f"with {', '.join(sorted(names))} in dense form, by the cost model"
-        return explained(self.bound, operands, self.place)
+        return explained(self.bound, operands, self.place, self.choices or IterationChoices())
 
     def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result over a kernel map; None if what meets is none."""
@@ -274,11 +284,11 @@ class _Term:
 
     def over_levels(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result by a loop nest over the levels of the operands; None if there is none for them."""
-        return None if self.lowering else computed(self.bound, operands, self.place)
+        return None if self.choices is None else computed(self.bound, operands, self.place, self.choices)
 
     def partly_dense(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result with sparse operands in dense form where that is faster, else None."""
-        if self.lowering or self.is_sparse or not (names := best_dense(self.bound, operands)):
+        if not self.tried_dense or not (names := best_dense(self.bound, operands)):
             return None
         operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
         if names not in self.denser:

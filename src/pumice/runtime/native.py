@@ -29,6 +29,14 @@ from pumice.errors import OptionError
 _FLAGS = ("-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 _SECONDS = 120  # Time limit of a compilation
 _LANES = {"__AVX512F__": (16, 32), "__AVX2__": (8, 16), "__ARM_NEON": (4, 32)}
+_PREAMBLE = """typedef long long i64;
+typedef void (*region)(void (*)(void *), void *, unsigned, unsigned);
+/* Runs work(data) on as many of torch's threads as there are tasks, at most `threads`. */
+static inline void start(region parallel, int threads, i64 tasks, void (*work)(void *), void *data) {
+    if (parallel && threads > 1 && tasks > 1) parallel(work, data, threads < tasks ? threads : tasks, 0);
+    else work(data);
+}
+"""
 _PROBE = """typedef float v __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 int probe(float *x) { v a = *(v *)x; *(v *)x = a * a + a; return LANES; }
 """
@@ -63,10 +71,11 @@ class Compiler:
         return next((found for macro, found in _LANES.items() if f"#define {macro} " in self.macros), (4, 16))
 
     def library(self, source: str) -> ctypes.CDLL:
-        """The library compiled from `source`, from the disk if it was compiled before.
+        """The library compiled from `source`, from the disk if it was compiled before. The source may use `i64`, and
+        `start` to run a function on torch's threads.
 
         Raises NativeUnavailableError if the compiler fails, or if others can write the cache's folder."""
-        folder = settings().cache / "native"
+        source, folder = _PREAMBLE + source, settings().cache / "native"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = hashlib.sha256("\0".join((source, *self.command, *_FLAGS, self.macros)).encode()).hexdigest()
         path = folder / f"{name}.so"

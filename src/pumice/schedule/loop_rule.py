@@ -253,11 +253,6 @@ def _xnnpack(facts: NestFacts) -> LoopSchedule:
     return _along(facts)
 
 
-def _direct(facts: NestFacts) -> LoopSchedule:
-    """Masked convolution: entries of the mask are iterated, those of the other sparse factors located."""
-    return replace(_along(facts), locate=facts.meeting[1:])
-
-
 def _map_based(facts: NestFacts) -> LoopSchedule:
     """Map: (k i j):C. For every output its pairs, for every pair a row times its offset's matrix."""
     summed = [name for name in facts.reduced if name not in dict(_along(facts).vector)]
@@ -269,7 +264,7 @@ PRESETS: Mapping[str, Callable[[NestFacts], LoopSchedule]] = MappingProxyType(
         "skimcaffe": _skimcaffe,
         "deepsparse": _deepsparse,
         "xnnpack": _xnnpack,
-        "direct": _direct,
+        "direct": _along,
         "map-based": _map_based,
     }
 )

@@ -192,7 +192,7 @@ class NestFacts:
     coordinates: their others, with extents; entries: name and number; results: number of segments; factors: names;
     windows: (factor, index, other indices of the same axis); vectors: indices along which all operands are contiguous
     or constant, the best first; images: with two axes first; processor: lanes of a vector, registers, bytes of a value
-    and of the first-level cache; meeting: sparse factors whose entries meet, of which some are located.
+    and of the first-level cache.
     """
 
     dense: Mapping[str, int]
@@ -206,7 +206,6 @@ class NestFacts:
     vectors: Names
     images: tuple[Image, ...]
     processor: tuple[int, int, int, int]
-    meeting: Names = ()
 
     @property
     def lanes(self) -> int:
@@ -260,19 +259,19 @@ def _check_names(schedule: LoopSchedule, facts: NestFacts) -> None:
     for name in schedule.pack:
         if name not in facts.factors:
             _refuse(f"pack {name}", f"the nest has no such factor; it has {', '.join(facts.factors)}")
-    if facts.meeting:
-        return _check_located(schedule.locate, facts.meeting)
     for name in schedule.locate:
-        if name in {factor.removesuffix("_values") for factor in facts.factors}:
-            _refuse(f"locate {name}", "the entries of this nest are iterated, and no factor is located")
+        _refuse(f"locate {name}", "the entries of this nest are iterated, and no factor is located")
 
 
-def _check_located(located: Names, factors: Sequence[str]) -> None:
-    """Raise OptionError unless these are some, not all, of the sparse factors that meet."""
-    if unknown := [name for name in located if name not in factors]:
+def check_of_levels(schedule: LoopSchedule, factors: Sequence[str]) -> None:
+    """Raise OptionError with the reason if a nest over the levels of these sparse factors cannot have this schedule."""
+    for word, given in vars(schedule).items():
+        if given and word not in ("order", "vector", "locate"):
+            _refuse(word, "a nest over the levels of sparse factors takes order, vector and locate")
+    if unknown := [name for name in schedule.locate if name not in factors]:
         _refuse(f"locate {unknown[0]}", f"the sparse factors that meet are {', '.join(factors) or 'none'}")
-    if located and not {*factors} - {*located}:
-        _refuse(f"locate {' '.join(located)}", "no sparse factor is left to be iterated")
+    if schedule.locate and not {*factors} - {*schedule.locate}:
+        _refuse(f"locate {' '.join(schedule.locate)}", "no sparse factor is left to be iterated")
 
 
 def _check_fused(group: Names, facts: NestFacts) -> None:
