@@ -11,6 +11,8 @@ from windows import RELATIONS
 
 import pumice as pm
 from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
+from pumice.language.bind import bind
+from pumice.language.parse import parse
 from pumice.lower import cpu, native_products, plan, reference
 from pumice.ops.conv import conv_features
 from pumice.runtime import native
@@ -336,3 +338,18 @@ def test_shapes_in_signatures_are_checked_under_test(cloud):
     found, _ = kernel_map(cloud, RELATIONS["same"])
     with pytest.raises(Exception, match="weight"):
         reference.forward(torch.zeros(len(cloud), 4), torch.zeros(8, 4), found.pairs(), len(cloud), 1)
+
+
+def test_equal_statements_share_a_match():
+    """Matches are cached by equality: the target of one statement is not that of an equal one, but has its place."""
+    text = "O[o[e],n] = X[i[e],c] * W[k[e],c,n] ; k:sorted"
+    given = {"o": torch.arange(5), "i": torch.arange(5), "k": torch.arange(5) // 2}
+    given |= {"X": torch.randn(5, 4), "W": torch.randn(3, 4, 6)}
+    results = []
+    for _ in range(2):
+        statement = parse(text)
+        bound = bind(statement, {name: tuple(x.shape) for name, x in given.items()}, (5, 6))
+        assert cpu.gathered_refusal(statement, bound, given) is None
+        results.append(cpu.run_gathered(bound, given, torch.float32))
+    wanted = torch.einsum("ec,ecn->en", given["X"], given["W"][given["k"]])
+    torch.testing.assert_close(results, [wanted, wanted])

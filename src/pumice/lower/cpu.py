@@ -31,12 +31,13 @@ _LISTS = 1 << 24  # Maximum number of lists: pairs of a kernel offset and a chun
 
 @dataclass(frozen=True)
 class GatherMatch:
-    """A "gathered" statement. whole: the access of all indices, w or the target; x, y: the others, y the target of a
-    forward statement; group, inner, outer: g, c, n."""
+    """A "gathered" statement. whole: the access of all indices, w or the target; x, y: the others; forward: y is the
+    target, else whole is; group, inner, outer: g, c, n."""
 
     whole: Access
     x: Access
     y: Access
+    forward: bool
     group: tuple[str, ...]
     inner: tuple[str, ...]
     outer: tuple[str, ...]
@@ -54,12 +55,12 @@ class GatherMatch:
         """The index arrays of y, x and whole."""
         return tuple(array.name for access in (self.y, self.x, self.whole) if (array := _array_of(access)))
 
-    def sizes(self, statement: Statement, operands: Mapping[str, Tensor], shape: Sequence[int]) -> Sizes:
+    def sizes(self, operands: Mapping[str, Tensor], shape: Sequence[int]) -> Sizes:
         """The sizes of a call. shape: of the target."""
-        accesses = zip((self.whole, self.x, self.y), self.orders, strict=True)
-        w, x, y = (
-            [(shape if a is statement.target else operands[a.name].shape)[n] for n in order] for a, order in accesses
-        )
+        whole = operands[self.whole.name].shape if self.forward else shape
+        y = shape if self.forward else operands[self.y.name].shape
+        every = zip((whole, operands[self.x.name].shape, y), self.orders, strict=True)
+        w, x, y = ([given[n] for n in order] for given, order in every)
         at, groups = len(self.group) + len(self.outer), len(self.group)
         return Sizes(y[0], x[0], w[at], math.prod(w[:groups]), math.prod(w[groups:at]), math.prod(w[at + 1 :]))
 
@@ -85,7 +86,7 @@ def gathered_refusal(statement: Statement, bound: BoundStatement, operands: Mapp
     kinds = {operands[factor.name].dtype for factor in statement.terms[0].factors if isinstance(factor, Access)}
     if len(kinds) > 1 or not kinds.pop().is_floating_point:
         return "the factors do not have one floating-point dtype"
-    sizes = match.sizes(statement, operands, bound.shape)
+    sizes = match.sizes(operands, bound.shape)
     pairs = operands[match.arrays[-1]].shape[0]
     if sizes.taps > max(_MOST_TAPS, pairs):
         return f"it has {sizes.taps} kernel offsets and {pairs} pairs: most offsets have none"
@@ -135,7 +136,7 @@ def _roles(accesses: Sequence[Access]) -> GatherMatch | str:
     inner, outer = (tuple(i for i in own if i not in group) for own in names[1:])
     if not inner or not outer or set(names[0]) != {*group, *inner, *outer}:
         return "the indices of factors and target do not form a product of matrices"
-    return GatherMatch(whole, x, y, group, inner, outer)
+    return GatherMatch(whole, x, y, whole is not accesses[0], group, inner, outer)
 
 
 def run_gathered(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -152,20 +153,20 @@ class GatherExecutor:
     dtype: torch.dtype
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
-        match, target = gather_match(self.statement), self.statement.target
+        match = gather_match(self.statement)
         assert isinstance(match, GatherMatch)
-        sizes = match.sizes(self.statement, operands, self.shape)
-        factor, order = (match.whole, match.orders[2]) if match.y is target else (match.y, match.orders[0])
+        sizes = match.sizes(operands, self.shape)
+        factor, order = (match.whole, match.orders[2]) if match.forward else (match.y, match.orders[0])
         if 0 in sizes:
             result = torch.zeros(self.shape, dtype=self.dtype, device="cpu")
         else:
             x, other = (self._arranged(operands, match, access) for access in (match.x, factor))
             pairs = _pairs_of([operands[name] for name in match.arrays], sizes)
-            result = (_forward if match.y is target else _gradient)(x, other, pairs, sizes)
+            result = (_forward if match.forward else _gradient)(x, other, pairs, sizes)
         result = result.reshape([self.shape[n] for n in order]).permute([*map(order.index, range(len(order)))])
         result = result.contiguous().to(self.dtype)
         if self.statement.accumulate:
-            result = operands[target.name] + result
+            result = operands[self.statement.target.name] + result
         return result if before is None else before + result
 
     def _arranged(self, operands: Mapping[str, Tensor], match: GatherMatch, access: Access) -> Tensor:
