@@ -247,6 +247,7 @@ _LONGEST_TEXT = 2000
 _LARGEST_SIZE = 2**31 - 1  # coordinates are int32
 
 
+@lru_cache(maxsize=1024)
 def _parse(text: str) -> Format:
     if len(text) > _LONGEST_TEXT:
         raise StatementError(f"format: a text has at most {_LONGEST_TEXT} characters, found {len(text)}")

@@ -2,10 +2,7 @@
 
     O[n,p,q,m] = Mask[n,p,q] * I[n,p+r,q+s,c] * F[r,s,c,m]       direct: no list of the entries that meet is made
 
-The levels of an operand are derived from the coordinates of its entries, once per tensor: per level, the positions of
-its coordinates (`pos`) below each position of the level above, and the coordinates (`crd`). Leading levels of kind U
-are dense. An index that stands in dense axes alone becomes the vector index: the last axis of every operand that has
-it.
+An index that stands in dense axes alone becomes the vector index: the last axis of every operand that has it.
 
 Source: "Unified Convolution Framework", 3.2 and 4.
 """
@@ -15,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -24,11 +21,7 @@ import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
-from pumice.language.formats import KINDS, Format
 from pumice.language.iteration import (
-    COMPRESSED,
-    DENSE,
-    HASHED,
     EntryLoop,
     IteratedAccess,
     IterationChoices,
@@ -41,117 +34,19 @@ from pumice.language.iteration import (
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import MULTIPLIER, Emitted, Reads, emitted
+from pumice.lower.iterate_c import Emitted, Reads, emitted
+from pumice.lower.levels import MOST_LEVELS, Fibers, StoredOperand, fibers
 from pumice.lower.nest_form import MOST_ELEMENTS
-from pumice.runtime.cache import cached_per_tensor, cached_per_values
+from pumice.runtime.cache import cached_per_values
 from pumice.runtime.native import parallel_region
 from pumice.runtime.workspace import require_memory
 
 _TASKS = 8  # Tasks per thread
-_DENSE, _EMPTY = 1 << 16, 64  # Positions of a dense level: in any case, and for each entry
-
-
-class StoredOperand(NamedTuple):
-    """A sparse operand: its format, shape, coordinates of the entries by axis (int32), values [entries, dense...]."""
-
-    format: Format
-    shape: tuple[int, ...]
-    coordinates: tuple[tuple[int, Tensor], ...]
-    values: Tensor | None
-
-    @property
-    def entries(self) -> int:
-        return len(self.coordinates[0][1])
-
-    @property
-    def dense(self) -> tuple[int, ...]:
-        """The axes that the values have, as stored."""
-        stored = {axis for axis, _ in self.coordinates}
-        axes = (self.format.axes.index(name) for name, _ in self.format.coordinates)
-        return tuple(axis for axis in axes if axis not in stored)
-
-
-@dataclass(frozen=True, eq=False)
-class Fibers:
-    """The levels of a sparse operand. order: entries by position of the last level, None if they are the same; hashes:
-    (table, keys) of the levels with a hash, by depth."""
-
-    levels: tuple[LevelSize, ...]
-    pos: tuple[Tensor, ...]
-    crd: tuple[Tensor, ...]
-    order: Tensor | None
-    hashes: Mapping[int, tuple[Tensor, Tensor]]
 
 
 def _rounded(count: int) -> int:
     """The nearest power of two."""
     return 1 << round(math.log2(max(1, count)))
-
-
-def fibers(operand: StoredOperand) -> Fibers | None:
-    """The levels of an operand; None if two entries have the same coordinates."""
-    axes, arrays = (tuple(each) for each in zip(*operand.coordinates, strict=True))
-    sizes, kinds, positions = tuple(operand.shape[a] for a in axes), list[str](), 1
-    levels = (level for name, level in operand.format.coordinates if operand.format.axes.index(name) in axes)
-    for level, size in zip(levels, sizes, strict=True):
-        kind, positions = KINDS[level.kind].locate, positions * size
-        # Dense are leading levels with few positions, others are searched.
-        few = {*kinds} <= {DENSE} and positions <= _DENSE + _EMPTY * operand.entries
-        kinds.append(kind if kind != DENSE or few else COMPRESSED)
-    return _fibers(arrays[0], axes, sizes, tuple(kinds), *arrays[1:])
-
-
-@cached_per_tensor
-def _fibers(
-    first: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...], kinds: tuple[str, ...], *others: Tensor
-) -> Fibers | None:
-    coordinates = [x.long() for x in (first, *others)]
-    order = _sorting(coordinates, sizes)
-    if order is not None:
-        coordinates = [x[order] for x in coordinates]
-    position, positions = torch.zeros(len(first), dtype=torch.int64, device="cpu"), 1
-    none = torch.zeros(0, dtype=torch.int32, device="cpu")
-    levels, pos, crd, hashes = list[LevelSize](), list[Tensor](), list[Tensor](), dict[int, tuple[Tensor, Tensor]]()
-    for axis, size, kind, x in zip(axes, sizes, kinds, coordinates, strict=True):
-        if kind == DENSE:
-            position, positions = position * size + x, positions * size
-            pos.append(none)
-            crd.append(none)
-        else:
-            starts = torch.ones(len(first), dtype=torch.bool, device="cpu")
-            starts[1:] = (x[1:] != x[:-1]) | (position[1:] != position[:-1])
-            firsts = starts.nonzero()[:, 0]
-            pos.append(torch.searchsorted(position[firsts], torch.arange(positions + 1, device="cpu")).int())
-            crd.append(x[firsts].int())
-            if kind == HASHED:
-                hashes[len(levels)] = _hash(position[firsts] * size + x[firsts])
-            position, positions = starts.cumsum(0) - 1, len(firsts)
-        levels.append(LevelSize(axis, size, kind, positions))
-    if positions != len(first) or kinds[-1] == DENSE:
-        return None
-    return Fibers(tuple(levels), tuple(pos), tuple(crd), None if order is None else order.int(), hashes)
-
-
-def _hash(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(int32 table of positions of distinct keys, -1 where it is empty; the keys): open addressing, linear probing."""
-    size = 1 << (2 * len(keys)).bit_length()
-    table = torch.full((size,), -1, dtype=torch.int32, device="cpu")
-    multiplier = MULTIPLIER - (1 << 64)  # As a signed number
-    left, slots = torch.arange(len(keys), dtype=torch.int32, device="cpu"), (keys * multiplier >> 32) & (size - 1)
-    while len(left):
-        free = table[slots] < 0
-        table[slots[free]] = left[free]
-        kept = table[slots] != left
-        left, slots = left[kept], (slots[kept] + 1) & (size - 1)
-    return table, keys
-
-
-def _sorting(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
-    """The order of the entries by coordinates, outermost first; None if they are in order."""
-    keys = coordinates[0]
-    for x, size in zip(coordinates[1:], sizes[1:], strict=True):
-        keys = keys * size + x
-    return None if bool((keys[1:] > keys[:-1]).all()) else keys.argsort(stable=True)
 
 
 class _Key(NamedTuple):
@@ -221,6 +116,8 @@ def refusal(product: SparseProduct) -> str | None:
         return why
     if not all((*(t.numel() for t in tensors), *product.bound.extents.values(), *product.bound.shape)):
         return "it is empty"
+    if any(len(x.coordinates) > MOST_LEVELS for x in product.sparse):
+        return f"an operand has more than {MOST_LEVELS} levels"
     if len(product.keys) < len(product.factors):
         return "entries of an operand have the same coordinates"
     return _refused(product.bound, product.pattern, product.keys)

@@ -11,7 +11,8 @@ from torch import Tensor
 from pumice.language.bind import BoundStatement
 from pumice.language.iteration import IterationChoices
 from pumice.language.nodes import Access, Statement, indices_of
-from pumice.lower.iterate import SparseProduct, StoredOperand, dense_places, refusal, run, source_of
+from pumice.lower.iterate import SparseProduct, dense_places, refusal, run, source_of
+from pumice.lower.levels import StoredOperand
 from pumice.ops.sparse import Sparse
 from pumice.schedule.loop_rule import PRESETS
 from pumice.schedule.loops import LoopSchedule, check_of_levels

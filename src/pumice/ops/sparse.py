@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.language.formats import Coordinate, Format, FormatLayout, layout, parse_format
+from pumice.lower import levels
 from pumice.ops.convert import (
     GROUP_SIZES,
     Entries,
@@ -218,6 +219,8 @@ def _make(tensor: Any, format: Format, group: str) -> Sparse:
     if not _readable(tensor):
         raise OptionError(f"sparse takes {_INPUTS}; found {_description(tensor)}")
     shape = checked(tuple(tensor.shape), format)
+    if isinstance(tensor, Tensor) and (part := _listed(tensor, format)) is not None:
+        return Sparse(format, shape, (part,), len(next(iter(part.coords.values()))))
     entries = _read(tensor, shape)
     resolved, parts = arrange(entries, format, group)
     return Sparse(resolved, shape, parts, len(entries))
@@ -253,6 +256,20 @@ def _from_numpy(array: np.ndarray) -> Tensor:
         return torch.tensor(np.ascontiguousarray(array))
     except TypeError as error:
         raise DtypeError(f"torch has no dtype for numpy's {array.dtype}") from error
+
+
+def _listed(tensor: Tensor, format: Format) -> FormatBucket | None:
+    """The nonzeros of a dense tensor in a format that lists entries in an order of axes, if there is a kernel."""
+    found, axes = layout(format), [axis for axis, _ in format.sorting]
+    plain = sorted(axes) == sorted(format.axes) and all(divisor == 1 for _, divisor in format.sorting)
+    tracked = tensor.requires_grad and torch.is_grad_enabled()
+    if tensor.layout != torch.strided or tracked or not plain or found.values != (found.position,):
+        return None
+    entries = levels.listed(tensor.permute([format.axes.index(axis) for axis in axes]))
+    if entries is None:
+        return None
+    coords = dict(zip(axes, entries[0], strict=True))
+    return FormatBucket({axis: coords[axis] for axis in format.axes}, entries[1])
 
 
 def _of_dense(tensor: Tensor) -> Entries:
