@@ -29,6 +29,7 @@ from pumice.runtime.native import Compiler, NativeUnavailableError, compiler
 
 HEADER, TARGET = 10, 9  # Integers before the factors', and the place of the target's address
 MOVED = 3, 4, 17  # Places of the addresses of source, target and room among the integers of a move
+_FEW = 4  # Accumulators of a tile that has two sets of them
 AHEAD = 2  # Offsets are read so many entries ahead: arrays of offsets have as many more
 
 
@@ -115,15 +116,18 @@ _TILE = """static inline __attribute__((always_inline)) void {name}(const i64 *z
     int first) {{
     {declare}
     {ahead}
-    {unroll}for (i64 e = at[0]; e < at[1]; e++) {{
-        {entry}
-        {loops}
-            {step}
-        }}
-    }}
+    i64 e = at[0];
+    {body}
     {store}
 }}
 """
+_LOOP = """{unroll}for (; e{past} < at[1]; e += {sets}) {{
+        {steps}
+    }}"""
+_STEP = """{{ {entry}
+        {loops}
+            {products}
+        }} }}"""
 
 
 def source(nest: Nest) -> str:
@@ -177,18 +181,38 @@ def _fixed(nest: Nest, widths: list[int]) -> tuple[list[str], str]:
 
 
 def _tile(nest: Nest, count: int, width: int) -> str:
+    """A tile of accumulators; few have a second set for every other entry, as additions wait for one another."""
     kind = f"v{width}" if width > 1 else "real"
+    sets = 2 if count <= _FEW and not nest.inner else 1
+    zero = f"({kind}){{0}}{nest.start}"
     declare = [
-        f"{kind} a{n}; if (first) a{n} = ({kind}){{0}}{nest.start}; else a{n} = *({kind} *)(t + {d});"
+        f"{kind} a{n}; if (first) a{n} = {zero}; else a{n} = *({kind} *)(t + {d});"
         for n, d in enumerate(nest.target[:count])
     ]
+    declare += [f"{kind} b{n} = {zero};" for n in range(count) if sets > 1]
     loads, products = _products(nest, count, kind)
+    frame = _frame(nest)
+
+    def step(accumulators: str, e: str) -> str:
+        adds = (nest.add(f"{accumulators}{n}", product, kind) for n, product in enumerate(products))
+        entry = frame["entry"].replace("@e", e)
+        return _STEP.format(entry=entry, loops=frame["loops"], products="\n            ".join([*loads, *adds]))
+
+    body = [_LOOP.format(unroll=frame["unroll"], past="", sets=1, steps=step("a", "e"))]
+    if sets > 1:
+        both = step("a", "e") + " " + step("b", "(e + 1)")
+        body = [
+            _LOOP.format(unroll=frame["unroll"], past=" + 1", sets=2, steps=both),
+            f"if (e < at[1]) {step('a', 'e')}",
+        ]
+        body += [nest.add(f"a{n}", f"b{n}", kind) for n in range(count)]
     return _TILE.format(
         name=f"tile_{count}_{width}",
         declare="\n    ".join(declare),
-        step="\n            ".join([*loads, *(nest.add(f"a{n}", product, kind) for n, product in enumerate(products))]),
+        arguments=frame["arguments"],
+        ahead=frame["ahead"],
+        body="\n    ".join(body),
         store=" ".join(f"*({kind} *)(t + {d}) = a{n};" for n, d in enumerate(nest.target[:count])),
-        **_frame(nest),
     )
 
 
@@ -210,18 +234,18 @@ def _products(nest: Nest, count: int, kind: str) -> tuple[list[str], list[str]]:
 
 
 def _frame(nest: Nest) -> dict[str, str]:
-    """Arguments, entry pointers and inner loops, which all tiles share. Offsets are read AHEAD entries before their
-    use: a load that waits for its address holds up those behind it."""
+    """Arguments, pointers of entry @e and inner loops, which all tiles share. Offsets are read AHEAD entries before
+    their use: a load that waits for its address holds up those behind it."""
     each = range(len(nest.factors))
     ahead, entry = [], []
     for n, f in enumerate(nest.factors):
         if f.entries != "offset":
-            entry.append(f"const real *p{n} = f{n}{' + e' if f.entries else ''};")
+            entry.append(f"const real *p{n} = f{n}{' + @e' if f.entries else ''};")
             continue
         at = f"f{n} + ((const int *)z[{_factor(n) + 1}])"
         ahead += [f"const real *n{n}_{k} = {at}[at[0] + {k}];" for k in range(AHEAD)]
         moves = "".join(f" n{n}_{k} = n{n}_{k + 1};" for k in range(AHEAD - 1))
-        entry.append(f"const real *p{n} = n{n}_0;{moves} n{n}_{AHEAD - 1} = {at}[e + {AHEAD}];")
+        entry.append(f"const real *p{n} = n{n}_0;{moves} n{n}_{AHEAD - 1} = {at}[@e + {AHEAD}];")
     slots = [_loop(nest, nest.outer + k) for k in range(nest.inner)]
     unroll = [f'_Pragma("GCC unroll {n}") ' if n else "" for n in nest.unroll or [0] * (1 + nest.inner)]
     loops = "".join(f"{unroll[k + 1]}for (i64 i{k} = 0; i{k} < z[{at}]; i{k}++) " for k, at in enumerate(slots))
@@ -278,7 +302,7 @@ def _summing(nest: Nest, widths: list[int]) -> tuple[list[str], str]:
         sum=" ".join(nest.add("sum", f"a{n}", wide) for n in range(1, count)),
         last=nest.add("total", "sum[k]", "real"),
         lanes=lanes,
-        **_frame(nest),
+        **{name: text.replace("@e", "e") for name, text in _frame(nest).items()},
     )
     return [text], f"tile(z, y, {', '.join(f'f{n}' for n in range(len(nest.factors)))}, at, !b);"
 

@@ -23,9 +23,10 @@ _ACROSS = 4  # Vectors per tile along a vector index
 _TILE = 14  # Accumulators of a tile over an image
 _PAYS = 2  # Multiply-adds per copied value from which copying an image to lanes pays
 _ALIGNS = 8  # Multiply-adds per value from which a copy that aligns vectors pays
+_LINE = 64  # Bytes of a line of the cache
 # Times of the model, in aligned loads from the first-level cache that feed a multiply-add
 _MISS = 0.35  # Of a load from the second-level cache, besides
-_UNALIGNED = 1.3  # Of a load that is not aligned
+_SPLIT = 0.6  # Of a load from two lines of the cache, besides
 _ENTRY = 3.0  # Of an entry's offset and value
 _PAGE = 10  # Of results on another page
 _COPY = 1.5  # Of copying a vector to or from lanes
@@ -82,17 +83,28 @@ class ImageTiles:
             hold=math.prod(self.tile),
         )
 
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Operations, then values that a tile reads: the rule takes the least."""
+    def cost(self, facts: NestFacts) -> tuple[float, int]:
+        """Vector operations with those of copies, then values that a tile reads: the rule takes the least."""
         window = 0 if self.points else math.prod(self.reads(self.tile))
-        return math.prod(self.numbers) * (math.prod(self.tile) + 1), window
+        others = math.prod(n for name, n in facts.dense.items() if name not in self.image.names)
+        visits = facts.entries[1] * others * math.prod(self.numbers)
+        load = 1.0 if self.copied else _load(self.points, facts)
+        return visits * (math.prod(self.tile) * load + 1) + self.copies(facts), window
+
+    def copies(self, facts: NestFacts) -> float:
+        """Vector operations that copy the image to lanes and, unless they are neighbours, the results from them."""
+        return 2 * _COPY * sum(self.image.values[: 1 if self.points else 2]) / facts.lanes * self.copied
 
     def pays(self, facts: NestFacts) -> bool:
         """True if there are enough points for a vector and, to be copied, multiply-adds for each value."""
         if math.prod(self.image.sizes) < facts.lanes:
             return False
         return bool(self.points) or _products(facts) >= _PAYS * sum(self.image.values)
+
+
+def _load(points: int, facts: NestFacts) -> float:
+    """Time of a load in place from rows of so many points: unless they are whole vectors, it may cross a line."""
+    return 1 + _SPLIT * facts.lanes * facts.processor[2] / _LINE if points % facts.lanes else 1.0
 
 
 def _products(facts: NestFacts) -> int:
@@ -135,7 +147,7 @@ def _with_tile(schedule: LoopSchedule, facts: NestFacts) -> LoopSchedule:
     blocks = tuple(pair for pair in schedule.split if pair[0] not in facts.dense)
     asked = bool(schedule.vector or schedule.pack or len(blocks) < len(schedule.split))
     for image in facts.images:
-        best = min(image_tiles(image, schedule, facts), key=lambda t: t.rank, default=None)
+        best = min(image_tiles(image, schedule, facts), key=lambda t: t.cost(facts), default=None)
         if best and (asked or best.pays(facts)):
             own = best.schedule
             return replace(schedule, vector=own.vector, split=(*own.split, *blocks), pack=own.pack, hold=own.hold)
@@ -187,7 +199,7 @@ def _neighbours(image: Image, points: int, hold: int, facts: NestFacts) -> Itera
     length, lanes = image.sizes[0], facts.lanes
     equal = [points] if points else [length // n for n in range(1, length // lanes + 1) if length % n == 0]
     tiles = [ImageTiles(image, (), (-(-n // lanes),), n) for n in equal if n >= lanes and length % n == 0]
-    best = min((t for t in tiles if t.tile[0] <= hold or points), key=lambda t: t.rank, default=None)
+    best = min((t for t in tiles if t.tile[0] <= hold or points), key=lambda t: t.cost(facts), default=None)
     if best:
         yield best
 
@@ -245,7 +257,7 @@ def _xnnpack(facts: NestFacts) -> LoopSchedule:
     paper has an im2col copy, windows read a packed image, which holds every pixel once."""
     for image in facts.images:
         given = LoopSchedule(hold=max(1, 32 // facts.lanes))
-        best = min(image_tiles(image, given, facts), key=lambda t: t.rank, default=None)
+        best = min(image_tiles(image, given, facts), key=lambda t: t.cost(facts), default=None)
         if best:
             whole = tuple((name, facts.coordinates[name]) for name in (image.channel,) if name)
             split = (*best.schedule.split, *whole)
@@ -349,8 +361,7 @@ def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
     points = math.prod(extent for n, extent in facts.dense.items() if n not in moved)
     blocks = math.prod(-(-facts.coordinates[n] // size) for n, size in schedule.split if n in facts.coordinates)
     length = math.prod(facts.dense[n] for n in moved)
-    # Vectors in place are not aligned if the length is no multiple of theirs.
-    load = _UNALIGNED if length % facts.lanes and not schedule.pack else 1.0
+    load = 1.0 if schedule.pack else _load(length, facts)
     if tiles is None:
         visits = points * -(-length // (hold * facts.lanes))
         return visits * (entries * (load * max(hold, 4) + _ENTRY) + blocks * facts.results * 2 * hold)
@@ -362,6 +373,7 @@ def estimate(schedule: LoopSchedule, facts: NestFacts) -> float:
     missed = _MISS * min(1.0, max(0.0, held / facts.processor[3] - 0.9))
     # Results of the next segment are on another page, unless the tiles of one follow each other.
     result = 2 * hold + (0 if inside else _PAGE)
-    copies = 2 * _COPY * sum(tiles.image.values[: 1 if tiles.points else 2]) / facts.lanes * tiles.copied
     visits = points * math.prod(tiles.numbers)
-    return visits * (entries * ((load + missed) * max(hold, 4) + _ENTRY) + blocks * facts.results * result) + copies
+    return visits * (
+        entries * ((load + missed) * max(hold, 4) + _ENTRY) + blocks * facts.results * result
+    ) + tiles.copies(facts)
