@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -170,7 +170,8 @@ class EntrySums:
 
     loops: dense indices, the innermost last; begin: offset of the factor's first element that is read; aligned: power
     of two that divides all offsets; pads: zeros around the factor, if bits cannot tell its edges; places: of each
-    entry's values in the other factors if there are several, else None; whole: all results are written."""
+    entry's values in the other factors if there are several, else None; whole: all results are written; launches: by
+    bytes of an element."""
 
     tile: EntryTile
     loops: tuple[Loop, ...]
@@ -184,6 +185,7 @@ class EntrySums:
     places: tuple[Tensor, ...] | None
     whole: bool
     shape: tuple[int, ...]
+    launches: dict[int, tuple[int, list[int], dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def points(self) -> int:
@@ -193,8 +195,16 @@ class EntrySums:
         """The target in its view's shape. x: the factor with dense indices; values: of the entries."""
         x, values = (functional.pad(x, self.pads) if self.pads else x).contiguous(), values.contiguous()
         y = (torch.empty if self.whole else torch.zeros)(self.shape, dtype=dtype, device=x.device)
+        size = max(x.element_size(), y.element_size())
+        count, numbers, constants = self.launches.get(size) or self.launches.setdefault(size, self._launch(size))
+        tensors = (x, values, self.words, self.starts, self.targets, self.edges, y)
+        kernel("entry_kernels.entry_sums", "lower")(count, tensors, numbers, constants, self.tile.warps)
+        return y
+
+    def _launch(self, size: int) -> tuple[int, list[int], dict[str, Any]]:
+        """(programs, integers, constants) of a launch. size: bytes of the larger element."""
         tile, points = self.tile, self.points
-        vector = min(self.aligned, 16 // max(x.element_size(), y.element_size()), max(1, tile.points // 8))
+        vector = min(self.aligned, 16 // size, max(1, tile.points // 8))
         lanes, groups = min(tile.points, 32 * vector), len(self.starts) - 1
         loops = [*self.loops, *[Loop(1, 0, 0)] * (_LOOPS - len(self.loops))]
         numbers = [points, groups, self.begin, max(1, len(self.edges)), *(loop.extent for loop in loops[1:])]
@@ -210,10 +220,7 @@ class EntrySums:
             "MISSING": _missing(self.edges.dtype),
             "OFFSET": _OFFSET,
         }
-        tensors = (x, values, self.words, self.starts, self.targets, self.edges, y)
-        launch = kernel("entry_kernels.entry_sums", "lower")
-        launch(groups * -(-points // tile.points), tensors, numbers, constants, tile.warps)
-        return y
+        return groups * -(-points // tile.points), numbers, constants
 
     def run_torch(self, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """As run, in plain torch: one entry at a time."""
