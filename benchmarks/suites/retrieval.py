@@ -76,7 +76,11 @@ def _rows(setup: Setup, case: str, voxels: Voxels) -> Iterator[Row]:
 def _operand(voxels: Voxels, axes: str) -> Sparse:
     """The voxels as a pattern, in tensors that nothing is kept for yet."""
     shape = (voxels.bounds.batch, *(high + 1 for high in voxels.bounds.high))
-    coords = dict(zip(axes.split(), voxels.coords.clone().t().contiguous().unbind(), strict=True))
+    coords = dict(
+        zip(
+            axes.split(), (x.clone(memory_format=torch.contiguous_format) for x in voxels.coords.unbind(1)), strict=True
+        )
+    )
     return Sparse(parse_format(f"({axes}):C"), shape, (FormatBucket(coords, None),), len(voxels))
 
 

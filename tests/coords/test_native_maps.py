@@ -73,6 +73,25 @@ def test_random_relations_on_random_clouds(dim, seed):
         assert found.dtype == torch.int32 and torch.equal(found, want)
 
 
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        [(-2, 1), (2, -1)],
+        [(-9, 0), (-1, 3), (1, -3), (9, 0)],
+        [(0, -1), (0, 0), (0, 1)],
+        [(0, 1), (0, 0), (1, 0)],
+        [(0, 0)],
+    ],
+)
+@pytest.mark.parametrize("spare", [0, 3])
+def test_offsets_whose_negatives_are_offsets_too_and_others(offsets, spare):
+    coords = random_cloud(900, 2, extent=40, seed=0)
+    cloud = buffered(coords, spare) if spare else Geometry.checked(coords).cloud
+    relation = Relation.of_offsets(2, offsets, policy="given")
+    found, want = (kind(cloud, SORTED).neighbours(cloud, relation).rows for kind in (NativeTable, SortedKeys))
+    assert torch.equal(found, want) and (len(offsets) == 1 or bool((want < 0).any()))
+
+
 @pytest.mark.parametrize("apart", [1, 64])
 def test_tables_grow_with_the_number_of_bricks(apart):
     """As many bricks as rows, in the search and in the outputs; then few."""

@@ -7,7 +7,8 @@ Search: ordered by (brick, cell), the rows of a brick begin at `first`, and the 
     order[first[brick] + number of bits of the brick below the cell]
 
 Which bricks and bits the kernel offsets of a cell reach relative to its own brick is tabulated per relation, so that a
-brick's surroundings are looked up once for all of its rows.
+brick's surroundings are looked up once for all of its rows. Where neighbours are mutual, one half of the offsets is
+searched.
 
 Outputs: there, a brick is 64 consecutive cells in Morton order, so that sorted bricks give sorted cells.
 
@@ -110,7 +111,7 @@ int build(region parallel, int threads, const int *c, const i64 *box, int *slots
 }}
 typedef struct {{
     bricks t; const int *c, *turn, *order; const i64 *box, *near; const unsigned short *taps; int *rows;
-    i64 n, volume, around, next;
+    i64 n, volume, searched, around, next;
 }} search;
 /* Look up the bricks around the output brick `at`. */
 static void surround(const search *s, const i64 *at, i64 batch, brick *near) {{
@@ -133,6 +134,7 @@ static void surround(const search *s, const i64 *at, i64 batch, brick *near) {{
 static void work(void *data) {{
     search *s = data;
     brick near[NEAR];
+    int spare;
     for (;;) {{
         const i64 begin = __atomic_fetch_add(&s->next, CHUNK, __ATOMIC_RELAXED);
         const i64 end = begin + CHUNK < s->n ? begin + CHUNK : s->n;
@@ -148,21 +150,26 @@ static void work(void *data) {{
                 for (int a = 0; a < D; a++) at[a] = c[a + 1] >> side[a];
                 surround(s, at, batch, near);
             }}
-            const unsigned short *taps = s->taps + cell_of(c) * s->volume;
-            int *rows = s->rows + o * s->volume;
-            for (i64 k = 0; k < s->volume; k++) {{
+            const unsigned short *taps = s->taps + cell_of(c) * s->searched;
+            int *rows = s->rows + o * s->volume, *mirrored = s->rows + s->volume - 1;
+            for (i64 k = 0; k < s->searched; k++) {{
                 const brick *b = near + (taps[k] >> 6);
                 const int bit = taps[k] & 63, row = s->order[b->first + bits_below(b->cells, bit)];
-                rows[k] = row | -(int)(~b->cells >> bit & 1);
+                const int absent = ~b->cells >> bit & 1;
+                rows[k] = row | -absent;
+                if (s->searched < s->volume) *(absent ? &spare : mirrored + row * s->volume - k) = o;
             }}
+            if (2 * s->searched + 1 == s->volume) rows[s->searched] = o;
         }}
     }}
 }}
 /* rows [outputs, volume]. turn: the order of the outputs, by bricks. box: as in build, then the steps [D].
-   near [around, D + 1]: bricks relative to the output's, and the differences of their keys. */
+   near [around, D + 1]: bricks relative to the output's, and the differences of their keys. searched: the offsets to
+   look up, all or the first half: then the others are their negatives, outputs are the inputs, and rows are -1. */
 int neighbours(region parallel, int threads, const int *c, const int *turn, int *slots, brick *list, const int *order,
-    const i64 *box, const i64 *near, const unsigned short *taps, int *rows, i64 n, i64 volume, i64 around, i64 shift) {{
-    search s = {{{{slots, list, shift, 0, 0}}, c, turn, order, box, near, taps, rows, n, volume, around, 0}};
+    const i64 *box, const i64 *near, const unsigned short *taps, int *rows, i64 n, i64 volume, i64 searched, i64 around,
+    i64 shift) {{
+    search s = {{{{slots, list, shift, 0, 0}}, c, turn, order, box, near, taps, rows, n, volume, searched, around, 0}};
     start(parallel, threads, (n + CHUNK - 1) / CHUNK, work, &s);
     return 0;
 }}
@@ -312,18 +319,25 @@ class NativeBricks:
 
     def rows(self, outputs: CoordBuffer, relation: Relation) -> Tensor | None:
         """int32 [capacity, K]: the row at `stride * out + offset`, -1 if none. None: the offsets reach too far."""
-        reach = _reach(relation.stride, relation.offsets)
+        count, searched = _valid(outputs), relation.offsets
+        own = self._whole and outputs.coords is self._cloud.coords and count == self._count
+        if own and {*relation.stride} == {1} and _symmetric(searched):
+            searched = searched[: len(searched) // 2]
+        reach = _reach(relation.stride, searched)
         if reach is None:
             return None
-        rows, count = self._coords.new_empty(outputs.capacity, len(relation.offsets)), _valid(outputs)
-        rows[count:] = -1
-        own = self._whole and outputs.coords is self._cloud.coords and count == self._count
+        rows = self._coords.new_full((outputs.capacity, len(relation.offsets)), -1)
         turn, box = self._order if own else None, _numbers((*self._box, *relation.stride))
         extents = self._box[-len(relation.stride) :]
         radix = _numbers([math.prod(extents[axis + 1 :]) for axis in range(len(extents))])
         near = torch.cat([reach.near, (reach.near * radix).sum(1, keepdim=True)], dim=1)
         tensors = (outputs.coords.contiguous(), turn, *self._table[:2], self._order, box, near, reach.taps, rows)
-        _run(outputs.dim, "neighbours", tensors, (count, rows.shape[1], len(reach.near), self._table.shift))
+        _run(
+            outputs.dim,
+            "neighbours",
+            tensors,
+            (count, rows.shape[1], len(searched), len(reach.near), self._table.shift),
+        )
         return rows
 
 
@@ -341,6 +355,14 @@ class _Reach(NamedTuple):
 
     near: Tensor
     taps: Tensor
+
+
+@lru_cache(maxsize=256)
+def _symmetric(offsets: tuple[tuple[int, ...], ...]) -> bool:
+    """True if each offset is the negative of that as far from the other end: then neighbours are mutual."""
+    return len(offsets) > 1 and all(
+        a == -b for x, y in zip(offsets, offsets[::-1], strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 @lru_cache(maxsize=256)

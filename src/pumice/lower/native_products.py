@@ -26,6 +26,7 @@ _FEW = 256  # Rows of a neighbour table that are listed at once, offset by offse
 _SLAB = 132  # Most output channels of dw per task of the gradient
 _HEAD = """typedef {real} real;
 typedef real v __attribute__((vector_size({bytes}), aligned({align}), may_alias));
+typedef int vi __attribute__((vector_size({ints} * 4), aligned(4), may_alias));
 /* Arrays [rows, groups, channels]: x has c, y has n channels per group. */
 typedef struct {{
     const real *x, *w; real *y; const int *gather, *scatter; const i64 *starts;
@@ -151,11 +152,26 @@ static void work_sort(void *data) {{
         }}
 }}
 typedef struct {{ const int *rows; i64 *starts; int *gather, *scatter, *taps; i64 n, chunks, volume, next; }} lists;
+/* Adds the pairs of some outputs to the number at each offset. */
+static void count_pairs(const lists *j, i64 first, i64 end, i64 *numbers) {{
+    for (i64 k = 0; k < j->volume; k += {wide}) {{
+        const i64 left = j->volume - k, whole = left < {wide} ? left / {ints} : {wide} / {ints};
+        vi count[{wide} / {ints}] = {{0}};
+        i64 rest[{ints}] = {{0}}, past = left < {wide} ? left % {ints} : 0;
+        for (const int *r = j->rows + first * j->volume + k; r < j->rows + end * j->volume; r += j->volume) {{
+            for (i64 u = 0; u < whole; u++) count[u] -= *(const vi *)(r + u * {ints}) >= 0;
+            for (i64 e = 0; e < past; e++) rest[e] += r[whole * {ints} + e] >= 0;
+        }}
+        for (i64 e = 0; e < whole * {ints}; e++) numbers[(k + e) * (j->chunks + 1)] += count[e / {ints}][e % {ints}];
+        for (i64 e = 0; e < past; e++) numbers[(k + whole * {ints} + e) * (j->chunks + 1)] += rest[e];
+    }}
+}}
 static void work_lists(void *data) {{
     lists *j = data;
     int in[{few} + 1], out[{few} + 1];
     for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->chunks;) {{
         const i64 end = (q + 1) * {chunk} < j->n ? (q + 1) * {chunk} : j->n;
+        if (!j->gather) {{ count_pairs(j, q * {chunk}, end, j->starts + q); continue; }}
         for (i64 first = q * {chunk}; first < end; first += {few})
             for (i64 k = 0; k < j->volume; k++) {{
                 const i64 last = first + {few} < end ? first + {few} : end;
@@ -166,7 +182,7 @@ static void work_lists(void *data) {{
                     out[count] = o;
                     count += in[count] >= 0;
                 }}
-                for (i64 e = 0; j->gather && e < count; e++) {{
+                for (i64 e = 0; e < count; e++) {{
                     j->gather[*at + e] = in[e]; j->scatter[*at + e] = out[e]; j->taps[*at + e] = k;
                 }}
                 *at += count;
@@ -212,6 +228,8 @@ def source(real: str, lanes: int, registers: int) -> str:
     sizes |= {
         "tall": _tall(registers, widths[-1]),
         "few": _FEW,
+        "ints": align * lanes // 4,
+        "wide": 4 * align * lanes // 4,
         "lanes": lanes,
         "real": real,
         "bytes": align * lanes,
