@@ -210,6 +210,41 @@ def test_halves_are_summed_in_float32(dtype):
     assert got.dtype == dtype and torch.equal(got, (a.float() @ b.float()).to(dtype))
 
 
+@pytest.mark.parametrize("padding", [0, 1, 2])
+@pytest.mark.parametrize("taps", [[(2, 2)], [(1, 2), (2, 2)], [(0, 0)], [(0, 2), (2, 1)]])
+def test_filters_without_some_taps(taps, padding):
+    """What the packed image holds ends with the last tap, also if none is at its first pixel."""
+    conv = torch.nn.Conv2d(8, 16, 3, padding=padding, bias=False).requires_grad_(False)
+    mask = torch.zeros(16, 8, 3, 3)
+    for r, s in taps:
+        mask[:, :, r, s] = 1
+    conv.weight.mul_(mask)
+    x = torch.randn(1, 8, 28, 28)
+    torch.testing.assert_close(pm.nn.PrunedConv2d.from_dense(conv)(x), conv(x), rtol=1e-5, atol=1e-5)
+    row, kernel = torch.randn(107), torch.tensor([0.0, 0, 0, 2, 0, 1])
+    wanted = functional.conv1d(row[None, None], kernel[None, None])[0, 0]
+    got = pm.einsum("y[i] = a[i+k] * b[k]", a=row, b=pm.sparse(kernel, "k:C"))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+STRUCTURED = ["m:C c:C r:U s:U", "m:C c:U r:U s:U", "m:U (c r):C s:U", "c:C m:U r:U s:U", "r:C s:C m:U c:U"]
+
+
+@pytest.mark.parametrize("form", STRUCTURED)
+def test_dense_levels_of_windows_are_entries(form):
+    chance = torch.Generator().manual_seed(0)
+    dense = torch.randn(12, 9, 3, 3, generator=chance)
+    dense = dense * (torch.rand(12, 9, 1, 1, generator=chance) < 0.3) * (torch.rand(3, 3, generator=chance) < 0.7)
+    x = torch.randn(2, 9, 20, 24, generator=chance)
+    text = "O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s] ; p:20, q:24"
+    for lowering in ("nest", "nest/skimcaffe", "nest/xnnpack"):
+        f = pm.compile_einsum(text, lowering=lowering)
+        got = f(I=x, F=pm.sparse(dense, f"[m,c,r,s] {form}"))
+        torch.testing.assert_close(got, functional.conv2d(x, dense, padding=1), rtol=1e-4, atol=1e-5)
+    if not form.startswith("r"):
+        assert "pack I" in f.explain(I=x, F=pm.sparse(dense, f"[m,c,r,s] {form}"))
+
+
 def test_values_that_change_are_read_again():
     a, b = pm.sparse(torch.eye(3), "CSR"), torch.ones(3, 4)
     values = a.parts[0].values

@@ -31,7 +31,7 @@ _MERGED = 4  # Two levels are merged if the longer one has fewer than so many ti
 _MOST_INDICES = 10
 _LANES = 8
 # Of a product: in vectors, one by one over entries, and one by one over levels (measured, in that of a full vector)
-_VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 1.5, 1.7, 7.0
+_VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 2.2, 1.7, 7.0
 _COLUMNS = 64  # Of a tile of vectors
 _CACHED = 8192  # Values that the first-level cache holds
 _SHARED = 16  # Points of a loop that are enough to share them among threads

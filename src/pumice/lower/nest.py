@@ -30,7 +30,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Statement, arrays_of
 from pumice.lower import nest_c
 from pumice.lower.nest_c import FactorAccess, Nest
-from pumice.lower.nest_form import MOST_ELEMENTS, Form, Fusing, View, entry_parts, normalized, padded_sizes
+from pumice.lower.nest_form import MOST_ELEMENTS, Form, Fusing, NestAxis, View, entry_parts, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
 from pumice.runtime.workspace import SPARE
@@ -708,8 +708,8 @@ def _facts(
     segments = tuple(dict.fromkeys(name for (n, _), name in levels.items() if n == 0))
     spans: dict[str, int] = {}
     for (n, k), name in levels.items():
-        if name not in segments:
-            spans.setdefault(name, _span(values[n][k]) + 1)
+        if name not in segments and (found := values[n][k]) is not None:
+            spans.setdefault(name, int(found.max() - found.min()) + 1)
     taken = {*levels.values(), *(part for name in extents for part in name.split("."))}
     factors = form.views[1:]
     axes = [(view.name, [n for _, n in a.dense]) for view in factors for a in view.axes if a.dense and not a.bare]
@@ -764,7 +764,7 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
         names,
         sizes,
         tuple(axis.dense[0][0] for axis in view.axes[-axes:]),
-        tuple(map(_span, own)),
+        tuple(map(_span, view.axes[-axes:], own)),
         view.axes[-1].bare is not None,
         (math.prod(view.shape), math.prod(target.shape)),
         any(view.slices),
@@ -773,8 +773,10 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
     )
 
 
-def _span(entry: Tensor | None) -> int:
-    return 0 if entry is None else int(entry.max() - entry.min())
+def _span(axis: NestAxis, entry: Tensor | None) -> int:
+    """How far the entries' parts of an axis reach past an image that begins at its first index, or at its padding."""
+    low, high = (axis.constant,) * 2 if entry is None else (int(entry.min()), int(entry.max()))
+    return high - min(low, 0)
 
 
 def _blocks(form: Form, values: Values, schedule: LoopSchedule, facts: NestFacts) -> tuple[Tensor | int, int]:

@@ -105,8 +105,9 @@ def normalized(
     statement, known = bound.statement, dict(shapes)
     if why := _unsupported(statement, bound):
         return why
-    positions, extents = positions_of(statement), dict(bound.extents)
+    listed, extents = positions_of(statement), dict(bound.extents)
     statement = _with_target_indices(statement, extents, bound.shape, known)
+    positions = (*listed, *_of_windows(statement, listed, extents))
     factors = statement.terms[0].factors
     accesses = [statement.target, *(f for f in factors if isinstance(f, Access))]
     given = [bound.shape, *(known[access.name] for access in accesses[1:])]
@@ -121,9 +122,10 @@ def normalized(
     dense = {name for view in views for axis in view.axes for _, name in axis.dense}
     if max(math.prod(padded_sizes(view, extents)) for view in views) > MOST_ELEMENTS:
         return "an operand is too large with the zeros that its windows reach"
-    places = tuple((name, bound.extents[name]) for name in positions)
+    places = tuple((name, extents[name]) for name in positions)
     arrays = tuple(dict.fromkeys(array.name for array in arrays_of(statement)))
-    if math.prod(n for _, n in places) > min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays)):
+    most = min(MOST_ENTRIES, 2 * sum(math.prod(known[name]) for name in arrays))
+    if math.prod(extents[name] for name in listed) > most:
         return "index arrays of different positions meet"
     return Form(
         tuple(views), tuple((n, s) for n, s in extents.items() if n in dense), places, arrays, statement.reduction
@@ -182,6 +184,22 @@ def _with_target_indices(
             moved = affine([(1, Index(name)), *rest], -axis.constant)
             statement = substitute(statement, {index: moved})
     return statement
+
+
+def _of_windows(statement: Statement, listed: Sequence[str], extents: Mapping[str, int]) -> tuple[str, ...]:
+    """The dense indices of stored values whose points are entries as well: those that are summed, if some are of
+    windows, r in I[p+r], since vectors along a window are not aligned."""
+    if statement.reduction != "sum":
+        return ()
+    accesses = [f for f in statement.terms[0].factors if isinstance(f, Access)]
+    written = {*indices_of(statement.target)}
+    stored = [{*indices_of(f)} for f in accesses if {*listed} & {*indices_of(f)} and not arrays_of(f)]
+    summed = [name for name in indices_of(*accesses) if name not in (*written, *listed)]
+    summed = [name for name in summed if any(name in names for names in stored)]
+    axes = [{*indices_of(axis)} for access in accesses for axis in access.indices]
+    windows = any(axis & written and axis & {*summed} for axis in axes)
+    entries = math.prod(extents[name] for name in (*listed, *summed))
+    return tuple(summed) if windows and entries <= MOST_ENTRIES else ()
 
 
 def _single(axis: Affine) -> list[str]:

@@ -26,6 +26,15 @@ def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> boo
     return statement.reduction == "sum" and any(len(indices_of(e)) > 1 for e in coordinates)
 
 
+def contiguous(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> bool:
+    """True if vectors along the target's last axis are neighbours in all factors, or the same: its indices are in last
+    axes of dense operands only. sparse: as above."""
+    last = {*indices_of(*statement.target.indices[-1:])}
+    factors = [f for term in statement.terms for f in term.factors if isinstance(f, Access)]
+    other = (axis for f in factors for axis in (f.indices if f.name in sparse else f.indices[:-1]))
+    return last.isdisjoint(indices_of(*other))
+
+
 def choices_of(lowering: str, sparse: Sequence[str]) -> IterationChoices | None:
     """What a lowering prescribes for nests over the levels of these operands; None if it asks for something else.
     Raises OptionError if they cannot have the schedule."""

@@ -40,7 +40,7 @@ from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import best_dense, choices_of, computed, explained
+from pumice.ops.direct import best_dense, choices_of, computed, contiguous, explained, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
@@ -208,12 +208,17 @@ class _Plain:
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         self.read, self.text, self.shape = [*operands], str(declare(step, bound.ranges)), bound.shape
         self.lowering, self.bound = lowering, _of_term(bound, step)
+        axes = {name: found.coordinates for name, found in _stored_axes(operands).items()}
+        # Otherwise vectors in place are faster, in a loop over the entries.
+        self.levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
 
     def explained(self, operands: Mapping[str, Any]) -> str:
+        if not self.levels:
+            return f"a statement of its own: {self.text}"
         return explained(self.bound, operands, -1, IterationChoices())
 
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        if not self.lowering and (direct := computed(self.bound, operands, -1, IterationChoices())) is not None:
+        if self.levels and (direct := computed(self.bound, operands, -1, IterationChoices())) is not None:
             return direct
         tensors, names, _ = flatten_used(self.text, operands, ())
         return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
