@@ -23,7 +23,9 @@ from benchmarks.suites import (
     maps,
     pruned,
     roofline,
+    sparse_loops,
     spmm,
+    structures,
     tuner_layers,
     tuner_passes,
     tuner_ways,
@@ -113,7 +115,19 @@ _TABLE = (
             "dataflows": tuner_layers.dataflows,
         },
     ),
-    Suite("ucf", {"filters": pruned.filters, "retrieval": retrieval}),
+    Suite(
+        "ucf",
+        {
+            "filters": pruned.filters,
+            "retrieval": retrieval,
+            "structures": structures.structures,
+            "presets": structures.presets,
+            "crossing": structures.crossing,
+            "orders": sparse_loops.orders,
+            "activations": sparse_loops.activations,
+            "submanifold": sparse_loops.submanifold,
+        },
+    ),
     Suite(
         "workloads",
         {

@@ -5,13 +5,15 @@ gpu    between two events on the stream, the host far ahead: device time only. F
        midway, `busy` adds up the device's work instead
 events between two events on the stream, the host ahead only by the L2 flush: how many libraries time themselves
 
-On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock only.
+On a GPU the L2 is flushed before every call, as in triton.testing.do_bench. A CPU has the wall clock, and `on_cpu` the
+time of the calling thread as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -70,6 +72,37 @@ def together(calls: Sequence[Call], device: torch.device, clock: str, seconds: f
     if clock == "wall":
         return [Times.of(spent) for spent in _on_wall(calls, device, seconds)]
     return [Times.of(spent) for spent in _on_gpu(calls, device, seconds, clock == "gpu", cold)]
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Run the block on so many of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cpu_clock() -> str:
+    """The clock of `on_cpu`: that of the thread, `cpu`, with one of torch's threads, else `wall`."""
+    return "cpu" if torch.get_num_threads() == 1 else "wall"
+
+
+def on_cpu(calls: Sequence[Call], runs: int, warm: int = 2) -> list[Times]:
+    """Time calls on the CPU in turn, after `warm` runs of each. The value is the 20 % quantile of the thread's time, or
+    with several threads the minimum of the wall-clock time: what is above either is mostly other processes."""
+    single = cpu_clock() == "cpu"
+    now, spent = time.thread_time if single else time.perf_counter, [list[float]() for _ in calls]
+    for run in range(runs + warm):
+        for call, times in zip(calls, spent, strict=True):
+            begin = now()
+            call()
+            if run >= warm:
+                times.append(1e3 * (now() - begin))
+    least, most = np.quantile(spent, (0.2 if single else 0.0, 0.8), axis=1).tolist()
+    return [Times(value, value, above) for value, above in zip(least, most, strict=True)]
 
 
 def in_pieces(calls: Sequence[Sequence[Call]], device: torch.device, clock: str, seconds: float) -> list[Times]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from torch.utils import mkldnn
 
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
-from benchmarks.harness.timing import Times, captured, together
+from benchmarks.harness.timing import Times, captured, on_cpu, on_threads, together
 from pumice.env import settings
 from pumice.nn import PrunedConv2d
 
@@ -45,21 +44,16 @@ class Filter(NamedTuple):
 
 def filters(setup: Setup) -> Iterator[Row]:
     """Every layer at every level, and the geometric mean of a level."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
-            for dtype in (torch.float32, torch.float16)[: 2 if setup.device.type == "cuda" else 1]:
-                for level in LEVELS:
-                    yield from _level(setup, level, dtype)
-    finally:
-        torch.set_num_threads(threads)
+    with on_threads(1), torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+        for dtype in (torch.float32, torch.float16)[: 2 if setup.device.type == "cuda" else 1]:
+            for level in LEVELS:
+                yield from _level(setup, level, dtype)
 
 
 def _level(setup: Setup, level: str, dtype: torch.dtype) -> Iterator[Row]:
     ratios = []
     cuda = setup.device.type == "cuda"
-    for one in _layers(setup, level):
+    for one in layers(setup, level):
         rows = [*_row(setup, level, one, dtype)] if setup.wants(f"filters/{level}/{one.name}") else []
         ratios += [row.peer_value / row.value for row in rows]
         yield from rows
@@ -73,10 +67,11 @@ def _level(setup: Setup, level: str, dtype: torch.dtype) -> Iterator[Row]:
         yield setup.row(f"filters/{level}", mean, clock, goal, f"over {peer}", "times", dtype)
 
 
-def _layers(setup: Setup, level: str) -> Iterator[Filter]:
+def layers(setup: Setup, level: str) -> Iterator[Filter]:
+    """The distinct layers with their patterns at a level, in the order of the network."""
     folder = settings().data
     if setup.quick:
-        yield Filter("random", 12, _conv(np.random.default_rng(0).random((16, 8, 3, 3)) < 0.2, (1, 1)))
+        yield Filter("random", 12, conv_of(np.random.default_rng(0).random((16, 8, 3, 3)) < 0.2, (1, 1)))
         return
     if folder is None:
         setup.say("PUMICE_DATA is not set: there are no patterns")
@@ -91,10 +86,10 @@ def _layers(setup: Setup, level: str) -> Iterator[Filter]:
         mask = np.unpackbits(found[name], axis=1)[:, : channels * rows * columns]
         mask = mask.reshape(outputs, channels, rows, columns).astype(bool)
         kind = f"{height}x{height}/k{rows}s{stride}/{channels}to{outputs}"
-        yield Filter(kind, height, _conv(mask, (stride, padding)))
+        yield Filter(kind, height, conv_of(mask, (stride, padding)))
 
 
-def _conv(mask: np.ndarray, form: tuple[int, int]) -> nn.Conv2d:
+def conv_of(mask: np.ndarray, form: tuple[int, int]) -> nn.Conv2d:
     """A dense layer with random weights where the mask is set. form: (stride, padding)."""
     outputs, channels, *kernel = mask.shape
     conv = nn.Conv2d(channels, outputs, (kernel[0], kernel[1]), form[0], form[1], bias=False).eval()
@@ -109,17 +104,17 @@ def _row(setup: Setup, level: str, one: Filter, dtype: torch.dtype) -> Iterator[
     case, device = f"filters/{level}/{one.name}", setup.device
     x = setup.random(1, one.conv.in_channels, one.size, one.size).to(dtype)
     conv = one.conv.to(device, dtype)
-    layer = PrunedConv2d.from_dense(conv)
+    layer = PrunedConv2d.fromdense_ways(conv)
     wanted = copy.deepcopy(conv).double()(x.double())
     wrong = float((layer(x).double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
     if wrong > _TOLERANCE[dtype]:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
     if device.type == "cuda":
-        clock, peer, found = "gpu", "cuDNN", _in_graphs(setup, [lambda: layer(x), *_dense(conv, x)])
+        clock, peer, found = "gpu", "cuDNN", _in_graphs(setup, [lambda: layer(x), *dense_ways(conv, x)])
     else:
         clock, peer = "cpu", "oneDNN"
-        found = in_turn([lambda: layer(x), *_dense(conv, x)], 3 if setup.quick else _RUNS)
+        found = on_cpu([lambda: layer(x), *dense_ways(conv, x)], 3 if setup.quick else _RUNS)
     ours, dense = found[0], Peer(peer, min(times.p20 for times in found[1:]))
     setup.say(f"{case}: {ours.p20:.4f} ms, {peer} {dense.value:.4f}: {dense.value / ours.p20:.2f} times as fast")
     # The 20 % quantile is the value: what is above it is mostly other processes.
@@ -133,7 +128,7 @@ def _in_graphs(setup: Setup, calls: Sequence[Callable[[], object]]) -> list[Time
     return [Times(*(t / _CALLS for t in (times.median, times.p20, times.p80))) for times in found]
 
 
-def _dense(conv: nn.Conv2d, x: Tensor) -> Sequence[Callable[[], object]]:
+def dense_ways(conv: nn.Conv2d, x: Tensor) -> Sequence[Callable[[], object]]:
     """Dense convolutions of NCHW, of channels last and, on a CPU, of blocked operands."""
     last = x.to(memory_format=torch.channels_last)
     weight = conv.weight.to(memory_format=torch.channels_last)
@@ -146,15 +141,3 @@ def _dense(conv: nn.Conv2d, x: Tensor) -> Sequence[Callable[[], object]]:
         return plain
     blocked, packed = x.to_mkldnn(), mkldnn.to_mkldnn(conv)
     return (*plain, lambda: packed(blocked))
-
-
-def in_turn(calls: Sequence[Callable[[], object]], runs: int) -> list[Times]:
-    """Milliseconds of the thread for each call, timed in turn after two runs of each."""
-    spent: list[list[float]] = [[] for _ in calls]
-    for run in range(runs + 2):
-        for call, times in zip(calls, spent, strict=True):
-            begin = time.thread_time()
-            call()
-            if run > 1:
-                times.append(1e3 * (time.thread_time() - begin))
-    return [Times.of(times) for times in spent]
