@@ -191,6 +191,12 @@ FAMILIES: tuple[Family, ...] = (
         Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", _DENSE)
         for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
     ),
+    *(
+        Family("ucf", f"structures, {zeros}", rf"structures/{zeros}/(?P<group>[^/]+)/(?P<way>.+)", _DENSE)
+        for zeros in ("0.5", "0.8", "0.9", "0.95", "0.98")
+    ),
+    Family("ucf", "sparse images", r"activations/(?P<group>[\d.]+)/(?P<series>C\d+)/converted", _DENSE),
+    Family("ucf", "submanifold layers", r"submanifold/(?P<group>[^/]+)/fwd", {**_SPCONV, **_DENSE}),
     Family("ucf", "neighbour retrieval", r"retrieval/(?P<group>.+)", {**_SPCONV, "coords": Rivals(("coords",))}),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )

@@ -104,7 +104,7 @@ def _row(setup: Setup, level: str, one: Filter, dtype: torch.dtype) -> Iterator[
     case, device = f"filters/{level}/{one.name}", setup.device
     x = setup.random(1, one.conv.in_channels, one.size, one.size).to(dtype)
     conv = one.conv.to(device, dtype)
-    layer = PrunedConv2d.fromdense_ways(conv)
+    layer = PrunedConv2d.from_dense(conv)
     wanted = copy.deepcopy(conv).double()(x.double())
     wrong = float((layer(x).double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
     if wrong > _TOLERANCE[dtype]:

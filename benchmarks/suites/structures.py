@@ -168,7 +168,8 @@ def _storage(setup: Setup) -> Iterator[Row]:
     """Bytes of values and of coordinates at 80 %; kilobytes of the published formats."""
     for name, own in STRUCTURES.items():
         mask = _mask(setup, name, 0.8)
-        for form in dict.fromkeys((own, LISTED)) if mask is not None else ():
+        assert mask is not None
+        for form in dict.fromkeys((own, LISTED)):
             stored = pm.sparse(torch.from_numpy(mask).float(), f"[m,c,r,s] {form}")
             case, values = f"structures/storage/{name}/{form}", _values(stored)
             setup.say(f"{case}: {values} bytes of values, {stored.nbytes - values} of coordinates")

@@ -13,8 +13,11 @@ QUICK = bench.Options("retrieval", quick=True, device="cpu")
 def test_rows():
     said: list[str] = []
     rows = [row for row in bench.run("ucf", said.append, QUICK) if row.peer == "coords"]
-    assert [row.case for row in rows] == ["retrieval/shell_16", "retrieval/surface_300"]
-    assert {(row.clock, row.dtype, row.unit) for row in rows} == {("cpu", "int32", "ms")}
+    assert [(row.case, row.clock) for row in rows] == [
+        (f"retrieval/{name}", clock) for name in ("shell_16", "surface_300") for clock in ("cpu", "wall")
+    ]
+    assert {(row.dtype, row.unit) for row in rows} == {("int32", "ms")}
+    assert all(("1 threads" in row.device) == (row.clock == "cpu") for row in rows)
 
 
 def test_pairs_that_are_not_those_of_the_map_are_told_and_not_timed(monkeypatch):
