@@ -44,8 +44,8 @@ def spherical_harmonics(
         x = torch.nn.functional.normalize(x, dim=-1)
     found = [torch.ones_like(x[..., :1])]
     for degree in range(1, max(wanted, default=0) + 1):
-        coupled = _raising(degree).to(x)
-        found.append(((found[-1][..., :, None] * x[..., None, :]).flatten(-2) @ coupled) if degree > 1 else x)
+        pairs = (found[-1][..., :, None] * x[..., None, :]).flatten(-2)
+        found.append(pairs @ _raising(degree, x.dtype, x.device) if degree > 1 else x)
     return torch.cat([found[degree] * _scale(degree, normalization) for degree in wanted], -1)
 
 
@@ -69,16 +69,30 @@ def _scale(degree: int, normalization: str) -> float:
     }[normalization]
 
 
-@lru_cache(maxsize=16)
-def _raising(degree: int) -> Tensor:
-    """float64 [(2l-1) * 3, 2l+1]: Y_(l-1) (x) Y_1 -> Y_l, all of norm 1 on the unit sphere."""
+def _raising(degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[(2l-1) * 3, 2l+1]: Y_(l-1) (x) Y_1 -> Y_l, all of norm 1 on the unit sphere."""
+    if torch.compiler.is_compiling():
+        return torch.tensor(_raising_rows(degree), dtype=dtype, device=device)
+    return _kept_raising(degree, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_raising(degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(_raising_rows(degree), dtype=dtype, device=device)
+
+
+def _raising_rows(degree: int) -> tuple[tuple[float, ...], ...]:
     table = clebsch_gordan(degree - 1, 1, degree)
     pole = np.array([0.0, 1.0, 0.0])
-    before = np.ones(1)
-    for step in range(1, degree):
-        before = pole if step == 1 else _unit(np.einsum("i,j,ijk->k", before, pole, clebsch_gordan(step - 1, 1, step)))
+    before = pole
+    for step in range(2, degree):
+        before = _unit(np.einsum("i,j,ijk->k", before, pole, clebsch_gordan(step - 1, 1, step)))
     norm = np.linalg.norm(np.einsum("i,j,ijk->k", before, pole, table))
-    return torch.from_numpy(table.reshape(-1, 2 * degree + 1) / norm)
+    return tuple(map(tuple, (table.reshape(-1, 2 * degree + 1) / norm).tolist()))
+
+
+# A constant of compiled code: numpy is not traced.
+_raising_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
