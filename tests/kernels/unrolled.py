@@ -89,7 +89,7 @@ def check_refusals() -> None:
     many = pm.sparse(torch.ones(4, 4, 3, 50), "(k i j p):C")
     cases = {
         "fewer than two factors": ("Z[b,k,u] = CG[k,i] * X[b,i,u]", {"CG": pm.sparse(torch.eye(4), "COO")}),
-        "no sum of products over": ("Z[b,k,w] = CG[k,i,j,p] * X[b,i,u] * Y[b,j] * W[p,u,w]", {"W": torch.ones(2, 4, 3)}),
+        "no sum of products": ("Z[b,k,w] = CG[k,i,j,p] * X[b,i,u] * Y[b,j] * W[p,u,w]", {"W": torch.ones(2, 4, 3)}),
         "at most 1024": (ROWS, {"CG": many, "W": torch.ones(EDGES, 50, 4)}),
         "have a gradient": (ROWS, {"CG": given["CG"].with_values([torch.ones(given["CG"].nnz).requires_grad_()])}),
     }

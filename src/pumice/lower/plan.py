@@ -26,7 +26,7 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, entry_sums, graph, maps, nest, nest_tune, unrolled, work
+from pumice.lower import chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -708,6 +708,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "nest": Lowering(nest.refusal, nest.run, work.nest_work),
+        "rowwise": Lowering(rowwise.refusal, rowwise.run, rowwise.work),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }

@@ -37,7 +37,7 @@ _SUMMED = 1024
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class View(NamedTuple):
+class RowView(NamedTuple):
     """An operand [row, component, lane], each axis optional. rows: "" without, "." for the row itself, else the index
     array of its rows; table: the index array of its components, or ""; lanes: it has lanes."""
 
@@ -55,11 +55,11 @@ class Form:
     row: str
     lane: str
     values: tuple[str, ...]
-    factors: tuple[View, ...]
-    target: View
+    factors: tuple[RowView, ...]
+    target: RowView
 
     @property
-    def gathered(self) -> list[View]:
+    def gathered(self) -> list[RowView]:
         """The factors whose rows are gathered."""
         return [view for view in self.factors if view.rows not in ("", ".")]
 
@@ -92,20 +92,20 @@ def form_of(statement: Statement) -> Form | None:
     return None
 
 
-def _view(access: Access, entry: str, row: str, lane: str) -> View | None:
+def _view(access: Access, entry: str, row: str, lane: str) -> RowView | None:
     """The view of an access whose axes are (row, component, lane) or some of them, else None."""
     rows, table, lanes, stage = "", "", False, 0
     for expression in access.indices:
-        array, index = _indexed(expression)
+        array, index = indexed(expression)
         now = {row: 1, entry: 2 if array else 0, lane: 0 if array else 3}.get(index, 0)
         if now <= stage:
             return None
         rows, table, lanes = (array or "." if now == 1 else rows), (array if now == 2 else table), lanes or now == 3
         stage = now
-    return View(access.name, rows, table, lanes)
+    return RowView(access.name, rows, table, lanes)
 
 
-def _indexed(expression: Affine) -> tuple[str, str]:
+def indexed(expression: Affine) -> tuple[str, str]:
     """("", i) of an index i, (A, i) of an array A[i], ("", "") of others."""
     if expression.bare:
         return "", expression.bare
@@ -161,7 +161,7 @@ def _table_names(form: Form) -> list[str]:
     return [*form.values, *(view.table for view in (*form.factors, form.target) if view.table)]
 
 
-class Table(NamedTuple):
+class EntryTable(NamedTuple):
     """values: of the entries; columns: the component of each entry, in each factor and, last, in the target."""
 
     values: tuple[float, ...]
@@ -169,7 +169,7 @@ class Table(NamedTuple):
 
 
 @cached_per_tensor
-def table_of(first: Tensor, form: Form, coefficient: float, *others: Tensor) -> Table:
+def table_of(first: Tensor, form: Form, coefficient: float, *others: Tensor) -> EntryTable:
     """The table of a form, read from the values and index arrays that `_table_names` lists. Synchronises the host."""
     held = dict(zip(_table_names(form), [x.tolist() for x in (first, *others)], strict=True))
     count = len(first)
@@ -178,10 +178,10 @@ def table_of(first: Tensor, form: Form, coefficient: float, *others: Tensor) -> 
     for name in form.values:
         values = [a * b for a, b in zip(values, held[name], strict=True)]
     kept = [n for n in range(count) if values[n] and min(column[n] for column in columns) >= 0]
-    return Table(tuple(values[n] for n in kept), tuple(tuple(column[n] for n in kept) for column in columns))
+    return EntryTable(tuple(values[n] for n in kept), tuple(tuple(column[n] for n in kept) for column in columns))
 
 
-class Rows(NamedTuple):
+class RowsByTarget(NamedTuple):
     """The rows b with T[b] = n are order[starts[n]] to order[starts[n+1] - 1], ascending; int32."""
 
     order: Tensor
@@ -189,16 +189,16 @@ class Rows(NamedTuple):
 
 
 @cached_per_tensor
-def rows_by_target(array: Tensor, count: int) -> Rows:
+def rows_by_target(array: Tensor, count: int) -> RowsByTarget:
     """The rows of each of `count` targets; those of other targets are left out."""
     known = torch.where((array >= 0) & (array < count), array.long(), count)
     targets, order = known.sort(stable=True)
     starts = torch.searchsorted(targets, torch.arange(count + 1, device=array.device))
-    return Rows(order.int(), starts.int())
+    return RowsByTarget(order.int(), starts.int())
 
 
 def _launched(
-    bound: BoundStatement, form: Form, table: Table, operands: Mapping[str, Tensor], dtype: torch.dtype
+    bound: BoundStatement, form: Form, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     factors = [operands[view.name].contiguous() for view in form.factors]
     out = torch.empty(bound.shape, dtype=dtype, device=factors[0].device)
@@ -217,7 +217,7 @@ def _launched(
 
 
 def run_torch(
-    bound: BoundStatement, form: Form, table: Table, operands: Mapping[str, Tensor], dtype: torch.dtype
+    bound: BoundStatement, form: Form, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """As the kernel, in plain torch: one entry at a time."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -246,7 +246,7 @@ def run_torch(
 
 
 @lru_cache(maxsize=256)
-def _kernel(form: Form, table: Table, sizes: tuple[int, ...], lanes: int, double: bool) -> tuple[KernelLauncher, int]:
+def _kernel(form: Form, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool) -> tuple[KernelLauncher, int]:
     """(the kernel, the lanes of a program)."""
     block = 1 << (lanes - 1).bit_length()
     block = min(block, _LANES) if form.target.lanes else block
@@ -263,13 +263,13 @@ def _pointers(form: Form) -> list[str]:
     return [*(f"f{n}" for n, _ in enumerate(form.factors)), *arrays, "out", *(["order", "starts"] * form.summed)]
 
 
-def source(form: Form, table: Table, sizes: Sequence[int], lanes: tuple[int, int], double: bool) -> str:
+def source(form: Form, table: EntryTable, sizes: Sequence[int], lanes: tuple[int, int], double: bool) -> str:
     """The Triton source of a form. sizes: components of each factor and of the target; lanes: all, of a program."""
     every, block = lanes
     numbers = [f"n{n}" for n, _ in enumerate(form.gathered)]
     blocks = -(-every // block)
     kind = "tl.float64" if double else "tl.float32"
-    writer = _Writer(form, table, tuple(sizes), every, kind)
+    writer = _UnrolledWriter(form, table, tuple(sizes), every, kind)
     signature = ", ".join([*_pointers(form), *(f'{n}: "i64"' for n in numbers)])
     head = [
         f"lane = tl.program_id(0) % {blocks} * {block} + tl.arange(0, {block})",
@@ -291,11 +291,11 @@ def source(form: Form, table: Table, sizes: Sequence[int], lanes: tuple[int, int
 
 
 @dataclass(frozen=True)
-class _Writer:
+class _UnrolledWriter:
     """Lines of a kernel. Component i of factor n is the variable fn_i, component k of the target ok."""
 
     form: Form
-    table: Table
+    table: EntryTable
     sizes: tuple[int, ...]
     lanes: int
     kind: str

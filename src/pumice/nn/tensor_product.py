@@ -301,7 +301,8 @@ class _Part:
 
     def table(self, device: torch.device, dtype: torch.dtype) -> Sparse:
         given = torch.from_numpy(self.coords), torch.from_numpy(self.values)
-        return sparse(torch.sparse_coo_tensor(*given, self.shape, check_invariants=False), self.format).to(device, dtype)
+        whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=False)
+        return sparse(whole, self.format).to(device, dtype)
 
     def weight(self, flat: Tensor) -> Tensor:
         """The weights [..., path, channels] of the flat ones."""

@@ -46,7 +46,7 @@ def spherical_harmonics(
     for degree in range(1, max(wanted, default=0) + 1):
         pairs = (found[-1][..., :, None] * x[..., None, :]).flatten(-2)
         found.append(pairs @ _raising(degree, x.dtype, x.device) if degree > 1 else x)
-    return torch.cat([found[degree] * _scale(degree, normalization) for degree in wanted], -1)
+    return torch.cat([x[..., :0], *(found[degree] * _scale(degree, normalization) for degree in wanted)], -1)
 
 
 def _degrees(given: int | Sequence[int] | str | Irreps) -> list[int]:

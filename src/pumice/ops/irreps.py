@@ -41,7 +41,7 @@ class Irreps(tuple[Irrep, ...]):
     """A direct sum of representations, and the layout of the last axis of a tensor: one after the other, each as
     [mul, 2l+1] ("mul_ir").
 
-        Irreps("16x0e + 8x1o")        Irreps([(16, (0, 1)), (8, (1, -1))])        Irreps.harmonics(2) == "1x0e+1x1o+1x2e"
+        Irreps("16x0e + 8x1o") == Irreps([(16, (0, 1)), (8, (1, -1))])      Irreps.harmonics(2) is 1x0e+1x1o+1x2e
 
     Raises OptionError for text in another notation.
 
