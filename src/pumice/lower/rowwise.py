@@ -10,7 +10,7 @@ first, and M is a nest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import fresh, names_of
-from pumice.language.nodes import Access, Affine, Index, Statement, arrays_of
+from pumice.language.nodes import Access, Affine, Index, Statement, arrays_of, indices_of
 from pumice.lower import nest
 from pumice.lower.unrolled import indexed
 from pumice.lower.work import nest_work
@@ -46,7 +46,14 @@ def rowwise(statement: Statement) -> tuple[Rowwise, ...]:
     leading = [indexed(access.indices[0]) for access in (*factors, statement.target) if access.indices]
     names = dict.fromkeys(index for array, index in leading if array)
     whole = len(factors) == len(statement.terms[0].factors)
-    return tuple(_over(statement, name) for name in names) if whole else ()
+    accesses = (*factors, statement.target)
+    return tuple(_over(statement, name) for name in names if _plain(name, accesses)) if whole else ()
+
+
+def _plain(row: str, accesses: Sequence[Access]) -> bool:
+    """True if an index is alone on the axes, and in the arrays, that have it."""
+    every = [e for access in accesses for e in access.indices if row in indices_of(Access("", (e,)))]
+    return all(row == indexed(e)[1] for e in every)
 
 
 def _over(statement: Statement, row: str) -> Rowwise:
@@ -78,12 +85,10 @@ def _bare(name: str) -> Affine:
 
 def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     """The reason why a statement is no loop nest over rows, or None."""
-    if not rowwise(statement):
-        return "no rows are gathered through an index array"
     reasons = [
         nest.refusal(form.statement, _bound(form, bound, *_shapes(held)), held) for form, held in _ways(bound, operands)
     ]
-    return None if None in reasons else reasons[0]
+    return None if None in reasons else next(iter(reasons), "no rows are gathered through an index array")
 
 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
@@ -134,6 +139,9 @@ def _shapes(operands: Mapping[str, Tensor]) -> Shapes:
 def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[tuple[Rowwise, dict[str, Tensor]]]:
     """Every form with its operands; copies are uninitialised and take no memory."""
     for form in rowwise(bound.statement):
+        arrays = [array for _, array, _ in form.copied] + [form.target] * bool(form.target)
+        if bound.ranges[form.row].start or any(len(operands[name]) != bound.extents[form.row] for name in arrays):
+            continue
         copies = dict[str, Tensor]()
         for operand, array, name in form.copied:
             x = operands[operand]

@@ -246,7 +246,9 @@ def run_torch(
 
 
 @lru_cache(maxsize=256)
-def _kernel(form: Form, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool) -> tuple[KernelLauncher, int]:
+def _kernel(
+    form: Form, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool
+) -> tuple[KernelLauncher, int]:
     """(the kernel, the lanes of a program)."""
     block = 1 << (lanes - 1).bit_length()
     block = min(block, _LANES) if form.target.lanes else block

@@ -245,9 +245,10 @@ def _misfit(irreps: Three, path: Instruction) -> str:
     wanted = math.prod(sizes.get(letter, c.mul) for letter in MODES[path.mode][2])
     if wanted != c.mul:
         return f"the result has {wanted} channels, {c} has {c.mul}"
-    if not path.has_weight and "w" in path.mode and c.mul != 1:
-        return f"without weights {path.mode} has one result, {c} has {c.mul}"
-    return "uvw has weights" if path.mode == "uvw" and not path.has_weight else ""
+    if path.mode == "uvw" and not path.has_weight:
+        return "uvw has weights"
+    alone = "w" not in path.mode or path.has_weight or c.mul == 1
+    return "" if alone else f"without weights {path.mode} has one result, {c} has {c.mul}"
 
 
 def _channels(irreps: Three, path: Instruction) -> dict[str, int]:
