@@ -1,4 +1,4 @@
-"""Irreps, Clebsch-Gordan coefficients and spherical harmonics: algebra, equivariance, and e3nn where it is installed."""
+"""Irreps, Clebsch-Gordan coefficients, spherical harmonics: algebra, equivariance, and e3nn where it is installed."""
 
 import math
 
