@@ -37,6 +37,7 @@ from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.first_call import compile_times
 from benchmarks.suites.host import first_call, host
+from benchmarks.suites.messages import messages
 from benchmarks.suites.retrieval import retrieval
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
@@ -77,6 +78,7 @@ _TABLE = (
             "unstructured": spmm.unstructured,
             "conv": conv,
             "tensor-product": tensor_product,
+            "messages": messages,
             "figure7": figure7,
             "table3": table3,
             "ablation": ablation,

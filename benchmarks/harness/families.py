@@ -186,6 +186,13 @@ FAMILIES: tuple[Family, ...] = (
         Family("einsum", f"tensor product, {name}", rf"{_PRODUCT}/{part}/(?P<way>[^/]+)", _PRODUCTS, ("memory bound",))
         for name, part in (("forward", "fwd"), ("fwd+bwd", r"fwd\+bwd"))
     ),
+    Family(
+        "einsum",
+        "channelwise products along edges",
+        r"messages/(?P<series>N\d+/C\d+)/(?P<group>[^/]+)/(?P<way>[^/]+)",
+        {"cuEquivariance": Rivals(("cuEq",)), "e3nn": Rivals(("e3nn",))},
+        ("memory bound",),
+    ),
     *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph")),
     *(
         Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", _DENSE)

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.study import Setup, Way
+from pumice.nn import Instruction
+from pumice.ops import Irreps
 
 if TYPE_CHECKING:
+    from benchmarks.suites.messages import Messages
     from benchmarks.suites.tensor_product import Product
 
 PARITIES = ("0e", "1o", "2e", "3o")
@@ -97,6 +100,51 @@ def _cue(setup: Setup, given: Product, method: str, layout: str) -> Callable[...
     weights = {"shared_weights": given.shared, "internal_weights": False}
     made = cuet.FullyConnectedTensorProduct(both, one, both, **how, **weights)
     return lambda x, y, w: made(x, y, w[None] if w.ndim == 1 else w)
+
+
+def segmented_ways(
+    setup: Setup, given: Messages, derived: Callable[[Callable[..., Tensor]], Callable[[], Any]]
+) -> Iterator[Way]:
+    """cuEquivariance along edges: its fused kernel, which gathers and scatters, or its plain form."""
+    method = "uniform_1d" if setup.device.type == "cuda" else "naive"
+    yield Way(
+        f"cuEquivariance {method}", lambda: derived(_segmented(setup, given, method)), "cuequivariance-torch", slack=2
+    )
+
+
+def _segmented(setup: Setup, given: Messages, method: str) -> Callable[..., Tensor]:
+    if setup.device.type == "cuda":
+        _load_nvrtc()
+    cue: Any = import_module("cuequivariance")
+    cuet: Any = import_module("cuequivariance_torch")
+    group = import_module("cuequivariance.group_theory.experimental.e3nn").O3_e3nn
+    x, y, z = given.irreps
+    kept = "+".join(dict.fromkeys(str(each).partition("x")[2] for each in z))
+    product = cue.descriptors.channelwise_tensor_product(*(cue.Irreps(group, str(i)) for i in (x, y, kept)))
+    made = cuet.SegmentedPolynomial(product.flatten_coefficient_modes().squeeze_modes().polynomial, method=method)
+    made = made.to(setup.device)
+    like = torch.empty(len(given.operands[0]), 1, device=setup.device)
+    edges = {"input_indices": {1: given.edges[0]}, "output_indices": {0: given.edges[1]}, "output_shapes": {0: like}}
+    return lambda x, y, w: made([w, x, y], **edges)[0]
+
+
+def e3nn_product(setup: Setup, irreps: tuple[Irreps, Irreps, Irreps], paths: list[Instruction]) -> Any:
+    """e3nn's product of these paths, with weights of each sample."""
+    o3: Any = import_module("e3nn.o3")
+    given = [tuple(path) for path in paths]
+    return o3.TensorProduct(*map(str, irreps), given, shared_weights=False, internal_weights=False).to(setup.device)
+
+
+def components_last(x: Tensor, irreps: Irreps) -> Tensor:
+    """Layout "ir_mul" as "mul_ir"."""
+    every = zip(irreps.slices(), irreps, strict=True)
+    return torch.cat([x[:, place].unflatten(1, (i.size, i.mul)).mT.flatten(1) for place, i in every], 1)
+
+
+def components_first(x: Tensor, irreps: Irreps) -> Tensor:
+    """Inverse of components_last."""
+    every = zip(irreps.slices(), irreps, strict=True)
+    return torch.cat([x[:, place].unflatten(1, (i.mul, i.size)).mT.flatten(1) for place, i in every], 1)
 
 
 def _load_nvrtc() -> None:

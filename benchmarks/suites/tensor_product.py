@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,8 @@ from torch import Tensor
 from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Case, Setup, Way, kept, measured, seconds_to_move, summarize, tuned
 from benchmarks.peers import equivariant
-from benchmarks.scenes import clebsch
-from pumice.ops.einsum import compile_einsum
-from pumice.ops.sparse import sparse
+from pumice.nn import FullyConnectedTensorProduct
+from pumice.ops import Irreps, clebsch_gordan, compile_einsum, sparse
 
 SHARED = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[l,u,w]"
 PER_SAMPLE = "Z[b,i,w] = CG[i,j,k,l] * X[b,j,u] * Y[b,k] * W[b,l,u,w]"
@@ -76,12 +76,12 @@ def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
 def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:
     """Normal random operands for a batch of 10,000."""
     batch, size = 24 if setup.quick else 10_000, (highest + 1) ** 2
-    found = clebsch.table(highest)
-    weights = (len(found.paths), channels, channels)
+    table = coefficients(highest, channels)
+    weights = (table.shape[3], channels, channels)
     return Product(
         highest,
         channels,
-        torch.from_numpy(found.normalized(channels)).float().to(setup.device),
+        table.float().to(setup.device),
         setup.filled(batch, size, channels, seed=1),
         setup.filled(batch, size, seed=2),
         setup.filled(*(weights if shared else (batch, *weights)), seed=3),
@@ -89,8 +89,29 @@ def product(setup: Setup, highest: int, channels: int, shared: bool) -> Product:
     )
 
 
+def coefficients(highest: int, channels: int) -> Tensor:
+    """CG[i,j,k,l] for component i of the result, j of the first and k of the second factor, on path l, in float64.
+
+    Component l * l + l + m is order m of degree l, whose parity is (-1)^l. Paths are in the order of e3nn's
+    FullyConnectedTensorProduct, in its normalization (component, element)."""
+    irreps = Irreps.harmonics(highest)
+    paths = [(a.degree, b.degree, c.degree) for a in irreps for b in irreps for c in irreps if a.couples(b, c)]
+    table = torch.zeros(*[(highest + 1) ** 2] * 3, len(paths), dtype=torch.float64)
+    for number, (a, b, c) in enumerate(paths):
+        alike = sum(result == c for *_, result in paths)
+        scale = math.sqrt((2 * c + 1) / (channels * alike))
+        path = torch.tensor(clebsch_gordan(a, b, c)).permute(2, 0, 1)
+        table[_span(c), _span(a), _span(b), number] = scale * path
+    return table
+
+
+def _span(degree: int) -> slice:
+    return slice(degree * degree, (degree + 1) ** 2)
+
+
 def _one(setup: Setup, case: str, given: Product, backward: bool) -> Iterator[Row]:
     ours = [Way(name, lambda text=text: _ours(given, text, backward), optional=True) for name, text in FORMATS.items()]
+    ours.append(Way("module", lambda: _module(given, backward), view=lambda found: _viewed(given, found)))
     peers = [
         Way("dense einsum", lambda: _dense(given, backward)),
         *equivariant.e3nn_ways(setup, given, backward),
@@ -109,6 +130,22 @@ def _ours(given: Product, text: str, backward: bool) -> Callable[[], Tensor | tu
             lambda x, y, w: line(CG=held, X=x, Y=y, W=w), (given.x, given.y, given.w), given.cotangent, backward
         )
     )
+
+
+def _module(given: Product, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:
+    """The module on flat operands, channels last."""
+    both, one = (Irreps([(c, (d, (-1) ** d)) for d in range(given.highest + 1)]) for c in (given.channels, 1))
+    options = {"shared_weights": given.shared, "internal_weights": False, "layout": "ir_mul"}
+    run = FullyConnectedTensorProduct(both, one, both, **options).to(given.x.device)
+    flat = (given.x.flatten(1), given.y, given.w.flatten(0 if given.shared else 1))
+    return tuned(with_gradients(run, flat, given.cotangent.flatten(1), backward))
+
+
+def _viewed(given: Product, found: Tensor | tuple[Tensor, ...]) -> Tensor | list[Tensor]:
+    """Flat results in the shapes of the operands."""
+    if isinstance(found, Tensor):
+        return found.view_as(given.x)
+    return [x.view_as(like) for x, like in zip(found, (given.x, given.y, given.w), strict=True)]
 
 
 def _dense(given: Product, backward: bool) -> Callable[[], Tensor | tuple[Tensor, ...]]:

@@ -26,7 +26,7 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, entry_sums, graph, maps, nest, nest_tune, work
+from pumice.lower import chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -638,7 +638,7 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
         if wanted and name != wanted:
             continue
         # The interpreter is for tests and only used if requested by name.
-        if name in ("triton", "chained", "entries") and not wanted and device.name == "CPU":
+        if name in ("triton", "chained", "entries", "unrolled") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step.statement, step.bound, step.tensors)
@@ -705,8 +705,10 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
         "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
+        "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "nest": Lowering(nest.refusal, nest.run, work.nest_work),
+        "rowwise": Lowering(rowwise.refusal, rowwise.run, rowwise.work),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }

@@ -53,9 +53,11 @@ from pumice.nn.layers import (
     Tanh,
 )
 from pumice.nn.pruned import PrunedConv2d, PrunedLinear, prune_model
+from pumice.nn.tensor_product import FullyConnectedTensorProduct, Instruction, TensorProduct
 
 __all__ = [
     "ELU",
+    "FullyConnectedTensorProduct",
     "GELU",
     "AvgPool1d",
     "AvgPool2d",
@@ -81,6 +83,7 @@ __all__ = [
     "GroupNorm",
     "Identity",
     "InstanceNorm",
+    "Instruction",
     "InverseConv1d",
     "InverseConv2d",
     "InverseConv3d",
@@ -106,5 +109,6 @@ __all__ = [
     "SumPool4d",
     "SyncBatchNorm",
     "Tanh",
+    "TensorProduct",
     "prune_model",
 ]

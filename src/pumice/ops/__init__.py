@@ -4,6 +4,8 @@ from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
+from pumice.ops.harmonics import clebsch_gordan, spherical_harmonics
+from pumice.ops.irreps import Irrep, Irreps
 from pumice.ops.linear import linear
 from pumice.ops.norm import batch_norm, group_norm
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
@@ -31,6 +33,8 @@ __all__ = [
     "Dataflows",
     "Epilogue",
     "Grouping",
+    "Irrep",
+    "Irreps",
     "MapConsumers",
     "Sparse",
     "SparseTensor",
@@ -38,6 +42,7 @@ __all__ = [
     "batch_norm",
     "broadcast",
     "cat",
+    "clebsch_gordan",
     "coalesce",
     "collate",
     "compile_einsum",
@@ -61,6 +66,7 @@ __all__ = [
     "row_mean",
     "row_sum",
     "sparse",
+    "spherical_harmonics",
     "split",
     "sum_pool",
     "to_dense",

@@ -1,0 +1,12 @@
+"""Products over constant tables are what the reference says, in the kernel and in plain torch, with gradients."""
+
+import pytest
+from kernels.unrolled import GROUPS
+
+CHECKS = [("kernels.unrolled", group, name) for group, checks in GROUPS.items() for name in checks()]
+
+
+@pytest.mark.parametrize(("module", "group", "name"), CHECKS, ids=[name for *_, name in CHECKS])
+def test_interpreted(interpreted, module, group, name):
+    problem = interpreted(module, group, name)
+    assert not problem, problem
