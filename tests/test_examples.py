@@ -13,14 +13,23 @@ import pumice as pm
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-@pytest.fixture(scope="module")
-def robot_loop():
-    spec = importlib.util.spec_from_file_location("robot_loop", EXAMPLES / "robot_loop.py")
+def loaded(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["robot_loop"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["robot_loop"]
+    del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def robot_loop():
+    yield from loaded("robot_loop")
+
+
+@pytest.fixture(scope="module")
+def potential():
+    yield from loaded("potential")
 
 
 def scan(count, seed=0):
@@ -100,3 +109,17 @@ def test_what_cannot_be_asked(robot_loop, capsys):
     with pytest.raises(SystemExit):
         robot_loop.main(["--scans", "0"])
     assert "--scans must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_potential_is_learned(potential, capsys):
+    """Forces of the reference are its slopes too; after some steps those of the network are better than none."""
+    found = potential.main(["--steps", "60", "--channels", "4"])
+    assert found.force < 0.7 * found.spread and found.exact < 1e-6 and found.turned < 1e-10
+    assert "step    0: loss" in capsys.readouterr().out
+    atoms, _, wanted = potential.labelled(2, 5)
+    given = atoms.positions.detach().view(2, 8, 3).double()
+    step = torch.zeros_like(given)
+    step[1, 2, 0] = 1e-4
+    ends = [potential.reference(potential.Atoms.of(given + sign * step))[1] for sign in (1, -1)]
+    assert float((ends[0] - ends[1]) / 2e-4 + wanted.view(2, 8, 3)[1, 2, 0]) == pytest.approx(0, abs=1e-3)

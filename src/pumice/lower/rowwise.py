@@ -4,7 +4,7 @@
     is  M[b,K[q],u] = C[q] * X_S[b,I[q],u] * Y[b,J[q]]  with X_S[b] = X[S[b]],  and then  Z[T[b]] += M[b]
 
 Loop nests read several operands through an index array of one index only (see nest.py). Here the rows of b are copied
-first, and M is a nest.
+first, and M is a nest. That is done for a block of b at a time: a few nests serve all numbers of rows.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import fresh, names_of
-from pumice.language.nodes import Access, Affine, Index, Statement, arrays_of, indices_of
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
 from pumice.lower import nest
 from pumice.lower.unrolled import indexed
 from pumice.lower.work import nest_work
 from pumice.schedule.predict import Work
+
+_MOST = 1 << 14  # Rows of a block
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class Rowwise:
     copied: tuple[tuple[str, str, str], ...]
     target: str
     row: str
+
+    @cached_property
+    def by_row(self) -> frozenset[str]:
+        """The operands of M whose first axis is b, M included."""
+        found = (a for a in accesses_of(self.statement) if a.indices and a.indices[0].bare == self.row)
+        return frozenset(access.name for access in found)
+
+    @cached_property
+    def divides(self) -> bool:
+        """True if M is that of blocks of b."""
+        others = [e for a in accesses_of(self.statement) for e in a.indices[a.name in self.by_row :]]
+        return all(e.bare != self.row and not e.arrays or self.row not in indices_of(Access("", (e,))) for e in others)
 
 
 @lru_cache(maxsize=1024)
@@ -103,13 +117,43 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    form, step = _step(bound, torch.promote_types(dtype, torch.float32), *_shapes(operands))
-    copies = {name: gathered(operands[operand], operands[array]) for operand, array, name in form.copied}
-    found = step({**operands, **copies})
-    if form.target:
-        found = scattered(found, operands[form.target], bound.shape[0])
+    form, wide = _form(bound, *_shapes(operands)), torch.promote_types(dtype, torch.float32)
+    rows, name = bound.extents[form.row], form.statement.target.name
+    first, blocks = 0, _blocks(rows) if form.divides else [rows] * bool(rows)
+    used = {a.name for a in accesses_of(*form.statement.terms, *form.statement.target.indices)}
+    whole = name in form.by_row and not form.target
+    out = torch.empty(bound.shape, dtype=wide) if whole else torch.zeros(bound.shape, dtype=wide)
+    for block in blocks:
+        held = {n: _cut(operands[n], first, block) if n in form.by_row else operands[n] for n in used & operands.keys()}
+        for operand, array, copy in form.copied:
+            held[copy] = gathered(operands[operand], _cut(operands[array], first, block, -1))
+        shape = (block, *bound.shape[1:]) if name in form.by_row else bound.shape
+        found = _step(form, shape, wide, *_shapes(held))(held)
+        if form.target:
+            add_rows(out, found, operands[form.target][first : first + block])
+        elif whole:
+            out[first : first + block] = found[: rows - first]
+        else:
+            out += found
+        first += block
     old = operands[bound.statement.target.name] if bound.statement.accumulate else None
-    return found.to(dtype) if old is None else (old + found).to(dtype)
+    return out.to(dtype) if old is None else (old + out).to(dtype)
+
+
+def _blocks(rows: int) -> list[int]:
+    """Sizes of blocks, few different ones for all numbers of rows, so that few nests are made; the last is padded."""
+    if rows > _MOST:
+        return [_MOST, *_blocks(rows - _MOST)]
+    step = 1 << max(2, rows.bit_length() - 3)
+    rest = -(-(rows % step) // (step // 4)) * (step // 4)
+    return [size for size in (rows // step * step, rest) if size]
+
+
+def _cut(x: Tensor, first: int, count: int, padding: int = 0) -> Tensor:
+    """The next `count` rows, padded where x ends."""
+    part = x[first : first + count]
+    missing = count - len(part)
+    return torch.cat([part, part.new_full((missing, *x.shape[1:]), padding)]) if missing else part
 
 
 def gathered(x: Tensor, rows: Tensor) -> Tensor:
@@ -121,12 +165,12 @@ def gathered(x: Tensor, rows: Tensor) -> Tensor:
     return kept.masked_fill_(~inside.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def scattered(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """y [count, ...] with y[rows[b]] += x[b]; rows that y does not have are left out."""
-    inside = (rows >= 0) & (rows < count)
+def add_rows(out: Tensor, x: Tensor, rows: Tensor) -> None:
+    """out[rows[b]] += x[b]; rows that `out` does not have are left out, and so are rows of x past those of `rows`."""
+    x, inside = x[: len(rows)], (rows >= 0) & (rows < len(out))
     if not inside.all():
         x, rows = x[inside], rows[inside]
-    return x.new_zeros(count, *x.shape[1:]).index_add_(0, rows, x)
+    out.index_add_(0, rows, x)
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -158,12 +202,17 @@ def _chosen(bound: BoundStatement, operands: Mapping[str, Tensor]) -> tuple[Roww
 
 
 @lru_cache(maxsize=1024)
+def _form(bound: BoundStatement, *shapes: tuple[str, tuple[int, ...]]) -> Rowwise:
+    """The form of a statement that `refusal` accepts."""
+    return _chosen(bound, {name: torch.empty(()).expand(shape) for name, shape in shapes})[0]
+
+
+@lru_cache(maxsize=1024)
 def _step(
-    bound: BoundStatement, dtype: torch.dtype, *shapes: tuple[str, tuple[int, ...]]
-) -> tuple[Rowwise, nest.NestStep]:
-    """The form of a statement that `refusal` accepts, and its nest, which keeps what it prepares."""
-    form, held = _chosen(bound, {name: torch.empty(()).expand(shape) for name, shape in shapes})
-    return form, nest.NestStep(_bound(form, bound, *_shapes(held)), dtype)
+    form: Rowwise, shape: tuple[int, ...], dtype: torch.dtype, *shapes: tuple[str, tuple[int, ...]]
+) -> nest.NestStep:
+    """The nest of a block, which keeps what it prepares. shape: of its result."""
+    return nest.NestStep(bind(form.statement, dict(shapes), shape, strict=False), dtype)
 
 
 @lru_cache(maxsize=1024)
