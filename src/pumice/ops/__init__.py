@@ -20,6 +20,7 @@ from pumice.ops.pool import (
 )
 from pumice.ops.prepare import MapConsumers, prepare, prepare_levels
 from pumice.ops.quantize import quantize
+from pumice.ops.scatter import gather, scatter, segment_reduce
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse
 from pumice.ops.tensor import SparseTensor
@@ -48,6 +49,7 @@ __all__ = [
     "devoxelize",
     "einsum",
     "from_dense",
+    "gather",
     "global_avg_pool",
     "global_max_pool",
     "global_sum_pool",
@@ -60,6 +62,8 @@ __all__ = [
     "quantize",
     "row_mean",
     "row_sum",
+    "scatter",
+    "segment_reduce",
     "sparse",
     "split",
     "sum_pool",
