@@ -71,7 +71,8 @@ def test_what_needs_one_input_refuses():
 def test_segments():
     found, _ = made()
     for one in (found, found.transpose()):
-        inputs, segments, sizes, reduced = one.segments()
+        order, inputs, segments, sizes, reduced = one.segments()
+        assert torch.equal(one.pairs().inputs[order], inputs)
         assert (segments.diff() >= 0).all() and torch.equal(torch.bincount(segments), sizes)
         x = torch.randn(one.num_inputs, 5)
         weight = torch.randn(6, TAPS, 5)

@@ -7,7 +7,6 @@ convolutions. Rows, masks and tiles have one input for each output and offset: t
 
 from __future__ import annotations
 
-
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,12 +23,13 @@ _KEYS = 1 << 62  # Products of sizes from which pairs have no int64 key
 
 
 class Segments(NamedTuple):
-    """The pairs of each (output, kernel offset) as one segment, in the order of `pairs()`: a sum over pairs is a sum
-    within segments, then over the map of segments.
+    """The pairs of each (output, kernel offset) as one segment: a sum over pairs is a sum within segments, then over
+    the map of segments.
 
-    inputs int64 [P]: of each pair; segments int64 [P]: its segment, ascending; sizes int64 [S]: pairs of each segment;
-    reduced: the map from segments to outputs, one pair for each segment."""
+    order int64 [P]: places in `pairs()`; inputs int64 [P]: of each pair; segments int64 [P]: its segment, ascending;
+    sizes int64 [S]: pairs of each segment; reduced: the map from segments to outputs, one pair for each segment."""
 
+    order: Tensor
     inputs: Tensor
     segments: Tensor
     sizes: Tensor
@@ -167,17 +167,11 @@ def _grouped(found: KernelMap, group: int) -> PairGroups:
 
 def _segments(found: Any) -> Segments:
     inputs, outputs, _ = found.pairs()
-    taps = found.taps()
-    if found.flipped:
-        # Stored pairs ascend by the other side.
-        order = (taps * found.num_outputs + outputs).argsort(stable=True)
-        inputs, outputs, taps = inputs[order], outputs[order], taps[order]
-    places, segments, sizes = torch.unique_consecutive(
-        taps * found.num_outputs + outputs, return_inverse=True, return_counts=True
-    )
+    keys = found.taps() * found.num_outputs + outputs
+    # Stored pairs ascend by the outputs of the untransposed map.
+    order = keys.argsort(stable=True) if found.flipped else torch.arange(len(keys), device=keys.device)
+    places, segments, sizes = torch.unique_consecutive(keys[order], return_inverse=True, return_counts=True)
     own = torch.arange(len(places), device=places.device)
     table = torch.stack([own, places % max(1, found.num_outputs), places // max(1, found.num_outputs)], 1).int()
     reduced = MultiMap._sorted(table, (len(places), found.num_outputs, found.volume))
-    return Segments(inputs, segments, sizes, reduced)
-
-
+    return Segments(order, inputs[order], segments, sizes, reduced)

@@ -4,6 +4,7 @@ from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
+from pumice.ops.graph import Graph, relational_conv
 from pumice.ops.linear import linear
 from pumice.ops.norm import batch_norm, group_norm
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
@@ -31,6 +32,7 @@ __all__ = [
     "Dataflow",
     "Dataflows",
     "Epilogue",
+    "Graph",
     "Grouping",
     "MapConsumers",
     "Sparse",
@@ -60,6 +62,7 @@ __all__ = [
     "prepare",
     "prune",
     "quantize",
+    "relational_conv",
     "row_mean",
     "row_sum",
     "scatter",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from pumice.ops import autograd
 from pumice.runtime.cache import cached_per_tensor
 
 
+@overload
+def scatter(
+    src: Tensor, index: Tensor, dim: int = -1, *, dim_size: int | None = None, reduce: str = "sum"
+) -> Tensor: ...
+@overload
+def scatter(
+    src: Tensor, index: Tensor, dim: int = -1, *, dim_size: int | None = None, reduce: str, places: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
 def scatter(
     src: Tensor, index: Tensor, dim: int = -1, *, dim_size: int | None = None, reduce: str = "sum", places: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -50,6 +58,27 @@ def scatter(
     return _reduced(_rows_of(src, index, dim, size, False), reduce, places)
 
 
+@overload
+def segment_reduce(
+    src: Tensor,
+    index: Tensor | None = None,
+    *,
+    indptr: Tensor | None = None,
+    dim: int = 0,
+    dim_size: int | None = None,
+    reduce: str = "sum",
+) -> Tensor: ...
+@overload
+def segment_reduce(
+    src: Tensor,
+    index: Tensor | None = None,
+    *,
+    indptr: Tensor | None = None,
+    dim: int = 0,
+    dim_size: int | None = None,
+    reduce: str,
+    places: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def segment_reduce(
     src: Tensor,
     index: Tensor | None = None,
