@@ -87,20 +87,15 @@ class RelationalConv(nn.Module):
             return self._over_types(x, edges, edge_weight)
         sources, targets = x if isinstance(x, tuple) else (x, x)
         graph = edges if isinstance(edges, Graph) else self._graph(sources, targets, edges, edge_type)
-        sources = self._nodes(sources, graph.num_sources, graph.device)
         y = relational_conv(sources, self._weights(), graph, aggr=self.aggr, edge_weight=edge_weight)
         if self.root is not None:
-            targets = self._nodes(targets, graph.num_targets, graph.device)
-            y = y + (targets @ self.root if targets.is_floating_point() else self.root[targets])
+            y = y + _rooted(targets, self.root)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _weights(self) -> Tensor:
         if self.num_bases is None:
             return self.weight
         return (self.comp @ self.weight.flatten(1)).view(self.num_relations, *self.weight.shape[1:])
-
-    def _nodes(self, x: Tensor | None, count: int, device: torch.device) -> Tensor:
-        return torch.arange(count, device=device) if x is None else x
 
     def _graph(
         self, sources: Tensor | None, targets: Tensor | None, edge_index: Any, edge_type: Tensor | None
@@ -122,3 +117,10 @@ class RelationalConv(nn.Module):
         how = f", num_bases={self.num_bases}" if self.num_bases else f", num_blocks={self.num_blocks}"
         how = how if self.num_bases or self.num_blocks else ""
         return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}{how}, aggr={self.aggr!r}"
+
+
+def _rooted(x: Tensor | None, root: Tensor) -> Tensor:
+    """x @ root; of one-hot nodes rows of root."""
+    if x is None:
+        return root
+    return x @ root if x.is_floating_point() else root[x]

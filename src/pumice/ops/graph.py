@@ -115,7 +115,7 @@ def graph_of(edge_index: Tensor, edge_type: Tensor | None, num_nodes: tuple[int,
 
 
 def relational_conv(
-    x: Tensor,
+    x: Tensor | None,
     weight: Tensor,
     graph: Graph,
     *,
@@ -127,7 +127,7 @@ def relational_conv(
 
         y[o, n] = sum over relations k of  (join over edges e = (i -> o) of relation k of v[e] * x[i, c]) * w[k, c, n]
 
-    x: [sources, C_in], or int64 [sources]: the rows of w of one-hot nodes, x[i, c] = 1 for c = x[i]. weight:
+    x: [sources, C_in]; None: one-hot nodes, of which each has its row of w; int64 [sources]: the rows of such. weight:
     [relations, C_in, C_out], or [relations, B, C_in / B, C_out / B] of block-diagonal matrices. aggr: "mean" (over the
     edges of a node and relation), "sum" or "max". edge_weight: v [edges] in the order of the graph's edges, default 1.
     order: a name of ORDERS; default: the cheapest by the cost model.
@@ -137,11 +137,11 @@ def relational_conv(
     Raises OptionError, ShapeError, DtypeError, DeviceError.
     """
     if (dtype := autocast_dtype(weight)) is not None:
-        x, weight = x.to(dtype) if x.is_floating_point() else x, weight.to(dtype)
+        x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
     _check_operands(x, weight, graph, aggr, edge_weight)
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
-    if not x.is_floating_point():
-        return _embedded(x, weight, graph, aggr, scale)
+    if x is None or not x.is_floating_point():
+        return _embedded(weight if x is None else weight.index_select(1, x), graph, aggr, scale)
     able = ["aggregate", *["transform"] * (aggr != "max"), *["direct"] * (aggr == "sum" and scale is None)]
     if order is None:
         order = _cheapest(x, weight, graph, tuple(able))
@@ -163,8 +163,8 @@ def _aggregate_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: 
 def _transform_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
     """One product for each (source, relation), then join the results of each target."""
     found = graph.map.cached("transformed", _transformed)
-    rows, scale = _product(x, weight, found.reduced), _shared(graph, aggr, scale, x.dtype)
-    scale = None if scale is None else scale[found.order]
+    rows = _product(x, weight, found.reduced)
+    scale = _shared(graph, aggr, scale, x.dtype, ("transformed", found.order))
     return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(x.dtype)
 
 
@@ -209,26 +209,51 @@ def _transformed(found: Any) -> _Transformed:
     return _Transformed(turned.reduced.transpose(), turned.order[order], turned.segments[order], targets)
 
 
-def _embedded(nodes: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
+def _embedded(weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
     """One-hot nodes: a product is a row of the weight."""
-    rows, (inputs, targets, _) = weight.reshape(-1, weight.shape[2]), graph.map.pairs()
-    places = graph.map.taps() * weight.shape[1] + nodes[inputs]
+    rows, found = (
+        weight.reshape(-1, weight.shape[2]),
+        graph.map.cached(("rows", aggr == "max"), lambda m: _rows(m, aggr == "max")),
+    )
     if aggr == "max":
-        found = graph.map.segments()
-        rows = _joined(rows, (places, found.segments), len(found.sizes), scale, "max")
-        places, targets, scale = torch.arange(len(rows), device=rows.device), found.reduced.pairs().outputs, None
-    scale, (targets, order) = _shared(graph, aggr, scale, weight.dtype), targets.sort(stable=True)
-    scale = None if scale is None else scale[order]
-    return _joined(rows, (places[order], targets), graph.num_targets, scale).to(weight.dtype)
+        segments = graph.map.segments()
+        rows = _joined(rows, (found.segments, segments.segments), len(segments.sizes), scale, "max")
+        scale = None
+    scale = _shared(graph, aggr, scale, weight.dtype, ("rows", found.order))
+    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(weight.dtype)
 
 
-def _shared(graph: Graph, aggr: str, scale: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The factors of messages, with those of a mean, in float32 at least."""
+class _Rows(NamedTuple):
+    """Edges, or (target, relation) segments, by target. order: their places; rows: those of the weight, or segments;
+    targets: of each; segments: rows of the weight of edges in the order of segments."""
+
+    order: Tensor
+    rows: Tensor
+    targets: Tensor
+    segments: Tensor
+
+
+def _rows(found: Any, by_segment: bool) -> _Rows:
+    inputs, targets, _ = found.pairs()
+    places = found.taps() * found.num_inputs + inputs
+    rows = places
+    if by_segment:
+        targets = found.segments().reduced.pairs().outputs
+        rows = torch.arange(len(targets), device=targets.device)
+    targets, order = targets.sort(stable=True)
+    return _Rows(order, rows[order], targets, places)
+
+
+def _shared(
+    graph: Graph, aggr: str, scale: Tensor | None, dtype: torch.dtype, order: tuple[str, Tensor]
+) -> Tensor | None:
+    """The factors of messages, with those of a mean, in float32 at least. order: (name, pairs)."""
+    (name, pairs), wide = order, torch.promote_types(dtype, torch.float32)
+    own = None if scale is None else scale[pairs]
     if aggr != "mean":
-        return scale
-    share = graph.map.cached("share", _share)
-    share = share.to(torch.promote_types(dtype, torch.float32))
-    return share if scale is None else share * scale
+        return own
+    share = graph.map.cached(("share", name, wide), lambda m: _share(m)[pairs].to(wide))
+    return share if own is None else share * own
 
 
 def _share(found: Any) -> Tensor:
@@ -292,21 +317,21 @@ def _check_types(edges: Tensor, sizes: tuple[int, int], name: EdgeType) -> None:
             raise CoordinateError(f"nodes of {name} are 0 to {size - 1}, found {int(end.min())} to {int(end.max())}")
 
 
-def _check_operands(x: Tensor, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
+def _check_operands(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
     if not isinstance(graph, Graph):
         raise DtypeError(f"graph is a pumice.Graph, found {type(graph).__name__}")
     if aggr not in AGGREGATIONS:
         raise OptionError(f"aggr is one of {', '.join(AGGREGATIONS)}, found {aggr!r}")
-    onehot = not x.is_floating_point()
-    channels = math.prod(weight.shape[1:-1])
+    onehot, channels = x is None or not x.is_floating_point(), math.prod(weight.shape[1:-1])
     if weight.ndim not in ((3,) if onehot else (3, 4)) or weight.shape[0] != graph.num_relations:
         raise ShapeError(f"weight is [{graph.num_relations}, C_in, C_out], found shape {list(weight.shape)}")
+    shape = [channels] if x is None else list(x.shape)
     wanted = [graph.num_sources] if onehot else [graph.num_sources, channels]
-    if list(x.shape) != wanted:
-        raise ShapeError(f"x is {wanted} for this graph and weight, found shape {list(x.shape)}")
-    if onehot and (x.dtype != torch.int64 or (len(x) and (int(x.min()) < 0 or int(x.max()) >= channels))):
+    if shape != wanted:
+        raise ShapeError(f"x is {wanted} for this graph and weight, found shape {shape}")
+    if x is not None and onehot and (x.dtype != torch.int64 or (len(x) and not 0 <= x.min() <= x.max() < channels)):
         raise CoordinateError(f"one-hot nodes are int64, 0 to {channels - 1}")
-    if not onehot and x.dtype != weight.dtype:
+    if x is not None and not onehot and x.dtype != weight.dtype:
         raise DtypeError(f"x is {x.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
     for name, given in (("x", x), ("weight", weight), ("edge_weight", edge_weight)):
         if given is not None and given.device != graph.device:
