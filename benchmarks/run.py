@@ -17,6 +17,7 @@ from benchmarks.scenes.layers import FORWARD, TRAINING
 from benchmarks.scenes.workloads import SPCONV_NET
 from benchmarks.suites import (
     engine_passes,
+    graph,
     layer_ablation,
     layer_accuracy,
     layers,
@@ -89,6 +90,7 @@ _TABLE = (
         "engine",
         {"inference": engine_passes.inference, "equal": equal, "varied": varied, "training": engine_passes.training},
     ),
+    Suite("graph", {"relational": graph.relational, "segment": graph.segment}),
     Suite(
         "maps",
         {

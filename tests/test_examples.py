@@ -123,3 +123,32 @@ def test_a_potential_is_learned(potential, capsys):
     step[1, 2, 0] = 1e-4
     ends = [potential.reference(potential.Atoms.of(given + sign * step))[1] for sign in (1, -1)]
     assert float((ends[0] - ends[1]) / 2e-4 + wanted.view(2, 8, 3)[1, 2, 0]) == pytest.approx(0, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def rgcn():
+    spec = importlib.util.spec_from_file_location("rgcn", EXAMPLES / "rgcn.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rgcn"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["rgcn"]
+
+
+def test_nodes_of_a_generated_graph_are_classified(rgcn, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PUMICE_DATA", str(tmp_path))
+    (found,) = rgcn.main(["aifb", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert found > 0.8 and "a graph is generated" in said and "Graph(600 -> 600 nodes" in said
+
+
+def test_triples_are_read(rgcn, tmp_path):
+    triples = np.array([[0, 0, 1], [2, 1, 1]], np.int32)
+    sides = {
+        f"{side}_{name}": np.array([n], np.int32) for side, n in (("training", 0), ("test", 2)) for name in ("idx", "y")
+    }
+    np.savez(tmp_path / "one.npz", triples=triples, entities=np.zeros(3, np.uint8), **sides)
+    task = rgcn.read(tmp_path / "one.npz")
+    assert (task.graph.num_edges, task.graph.num_relations, task.classes) == (4, 4, 3)
+    inputs, outputs, sizes = task.graph.map.pairs()
+    assert inputs.tolist() == [0, 2, 1, 1] and outputs.tolist() == [1, 1, 0, 2] and sizes.tolist() == [1, 1, 1, 1]

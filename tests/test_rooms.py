@@ -61,6 +61,8 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
             "pumice.ops.conv": {"Flow", "Size", "Target", "convolve", "target_of"},
             "pumice.schedule.dataflow": {"chosen"},
         },
+        # A layer keeps the graph of the edges that it is given.
+        "nn/graph.py": {"pumice.ops.graph": {"AGGREGATIONS", "EdgeType", "graph_of"}},
         # A layer has its statement from construction: it calls what is prepared for that.
         "nn/pruned.py": {"pumice.ops.einsum": {"OneOperandEinsum"}},
         # Padding rows of buffers may be undefined for what works on each row alone.

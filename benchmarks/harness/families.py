@@ -110,6 +110,7 @@ _LAYERS = {**_SPCONV, "the best recorded": Rivals(("best recorded",), RECORDED)}
 _DENSE = {"oneDNN, dense": Rivals(("oneDNN",)), "cuDNN, dense": Rivals(("cuDNN",))}
 _ANY = {"the best peer": Rivals(LIBRARIES)}
 _LAYER = r"(?P<group>[^/]+)/k3/(?P<series>C[\d-]+)"
+_GRAPHS = {"padded bmm": Rivals(("padded bmm",)), "PyG": Rivals(("PyG",))}
 _PRODUCTS = {"e3nn or cuEquivariance": Rivals(("e3nn", "cuEq")), "dense einsum": Rivals(("dense",))}
 _PRODUCT = r"tensor-product/(?P<group>l\d+/C\d+)/(?P<series>[^/]+)"
 
@@ -193,7 +194,30 @@ FAMILIES: tuple[Family, ...] = (
         {"cuEquivariance": Rivals(("cuEq",)), "e3nn": Rivals(("e3nn",))},
         ("memory bound",),
     ),
-    *(Family(suite, "all", r"(?P<group>.+)", _ANY) for suite in ("tensor-product", "graph")),
+    Family("tensor-product", "all", r"(?P<group>.+)", _ANY),
+    *(
+        Family(
+            "graph", f"R-GCN, {name}", rf"relational/(?P<group>[^/]+)/(?P<series>[\d-]+)/{part}/(?P<way>[^/]+)", _GRAPHS
+        )
+        for name, part in (("forward", "fwd"), ("fwd+bwd", r"fwd\+bwd"))
+    ),
+    Family(
+        "graph",
+        "R-GCN, peak memory",
+        r"relational/(?P<group>[^/]+)/(?P<series>.+)/memory",
+        {"RGCNConv": Rivals(("PyG RGCNConv",)), "FastRGCNConv": Rivals(("PyG FastRGCNConv",))},
+        (),
+        "peak memory",
+    ),
+    Family(
+        "graph",
+        "reductions by an index",
+        r"segment/(?P<group>[^/]+/[^/]+)/(?P<series>C\d+)/(?P<way>[^/]+)",
+        {
+            "index_add or scatter_reduce": Rivals(("index_add", "scatter_reduce")),
+            "torch_scatter": Rivals(("torch_scatter",)),
+        },
+    ),
     *(
         Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", _DENSE)
         for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))

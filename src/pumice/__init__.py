@@ -22,6 +22,7 @@ from pumice.engine import (
 )
 from pumice.nn import prune_model
 from pumice.ops import (
+    Graph,
     Sparse,
     SparseTensor,
     cat,
@@ -51,6 +52,7 @@ __all__ = [
     "CapturedStep",
     "Exportable",
     "Geometry",
+    "Graph",
     "KernelMap",
     "PerItemTarget",
     "Program",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap, Pairs
+from pumice.coords import KernelMap, MultiMap, Pairs
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Statement
 from pumice.lower import native_products, reference
@@ -242,7 +242,7 @@ def _pairs(outputs: Tensor, inputs: Tensor, taps: Tensor, extents: tuple[int, in
 def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
     """The arrays of the form "pairs" of a map, with the lists that `run_gathered` derives from them, by C kernels; None
     if these do not run."""
-    if found.device.type != "cpu" or found.buffered is not None:
+    if found.device.type != "cpu" or found.buffered is not None or isinstance(found, MultiMap):
         return None
     if (run := native_products.kernels(torch.float32)) is None:
         return None

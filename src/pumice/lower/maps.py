@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords import KernelMap, SortSpec, read_pending_sizes
+from pumice.coords import KernelMap, MultiMap, SortSpec, read_pending_sizes
 from pumice.coords.chain import LARGE, SMALL, TileRule
 from pumice.coords.chain_build import TiledMap
 from pumice.coords.chain_tiles import GroupedPairs, PieceLists, Tiled
@@ -55,6 +55,11 @@ _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuda": (("compacted",), ("compacted", "compacted_t", "grouped")),
 }
 """Forms passed to the planner by device type: (inference, training)."""
+_FORMS_OF_MULTI: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cpu": (("pairs",), ("pairs",)),
+    "cuda": (("grouped",), ("grouped",)),
+}
+"""The same for a MultiMap, which has no tiles."""
 
 _FEW_TAPS, _SORTED = 8, 1 << 15
 """Rows stay unsorted at up to so many kernel offsets and below so many outputs (2 x 2 x 2, 18k voxels, H200)."""
@@ -180,7 +185,8 @@ def names_of(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
 
 
 def _preferred_forms(found: KernelMap, differentiable: bool) -> tuple[str, ...]:
-    inference, training = _FORMS_OF.get(found.device.type, _FORMS_OF["cpu"])
+    known = _FORMS_OF_MULTI if isinstance(found, MultiMap) else _FORMS_OF
+    inference, training = known.get(found.device.type, known["cpu"])
     return training if differentiable else inference
 
 
@@ -328,7 +334,8 @@ def _missing(found: KernelMap) -> Sequence[int]:
 def build_form(found: KernelMap, name: str) -> tuple[tuple[str, ...], list[Tensor]]:
     """Build (tokens, arrays) of a map in one form."""
     form = FORMS[name]
-    parts = _traced(found, name) if form.axes and torch.compiler.is_compiling() else form.arrays(found)
+    traced = form.axes and torch.compiler.is_compiling() and not isinstance(found, MultiMap)
+    parts = _traced(found, name) if traced else form.arrays(found)
     named = [(f"map@{name}@{number}@{local}", x) for number, part in enumerate(parts) for local, x in part.items()]
     if found.buffered is not None:
         for _, x in named:
@@ -404,10 +411,18 @@ pairs, channels       1024   2048   4096   8192
 
 
 def group_of(found: KernelMap) -> int:
-    """Pairs per group, by the number of pairs (one host synchronisation), or by the capacity of a buffered map."""
+    """Pairs per group, by the number of pairs (one host synchronisation), or by the capacity of a buffered map. Of a
+    MultiMap at most about those of a mean kernel offset: many have few."""
     own = found.transpose() if found.flipped else found
     pairs = sum(read_sizes(found)[0]) if own.buffered is None else pair_capacity(own, own.buffered)
-    return tile_rule().group(pairs)
+    usual = tile_rule().group(pairs)
+    if not isinstance(own, MultiMap):
+        return usual
+    return min(usual, max(_FEWEST, 1 << (pairs // max(1, own.volume)).bit_length()))
+
+
+_FEWEST = 64
+"""Pairs per group at least."""
 
 
 def _tile_sizes(found: KernelMap, splits: int) -> Sizes:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
+from pumice.lower import native_scatter, plan
+from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import has_triton, kernel
 
 _ENTRIES = 512
@@ -128,17 +130,19 @@ def zero_padding_rows_torch(values: Tensor, count: Tensor) -> None:
 # Batch items
 
 
-def sum_items(values: Tensor, items: Tensor, batch: int) -> Tensor:
-    """[B, C]: sums over the rows of each batch item, in a fixed order on a GPU.
+def sum_items(values: Tensor, items: Tensor, batch: int, is_sorted: bool = False) -> Tensor:
+    """[B, C]: sums over the rows of each batch item, in a fixed order.
 
         sums[b, c] = sum of values[n, c] over the rows n with items[n] = b
 
     values: [N, C], integers or floats, which are summed in at least float32; items: int64 [N], -1 for rows that are
     left out. Differentiable, any number of times.
     """
-    if not _over_items(values, batch):
+    if not _sums_by_kernels(values, batch):
         return sum_items_torch(values, items, batch)
-    return _ItemSums.apply(values, items, batch, False) if values.requires_grad else _sums(values, items, batch)
+    if values.requires_grad:
+        return _ItemSums.apply(values, items, batch, False, is_sorted)
+    return _sums(values, items, batch, is_sorted)
 
 
 def sum_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
@@ -150,9 +154,11 @@ def sum_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
 
 def spread_items(values: Tensor, items: Tensor) -> Tensor:
     """[N, C]: values[items], 0 for item -1. values: [B, C]; items: int64 [N]. The gradient is `sum_items`."""
-    if not _over_items(values, len(values)):
+    if not _sums_by_kernels(values, len(values)):
         return spread_items_torch(values, items)
-    return _ItemSums.apply(values, items, len(values), True) if values.requires_grad else _spread_rows(values, items)
+    if values.requires_grad:
+        return _ItemSums.apply(values, items, len(values), True, False)
+    return _spread_rows(values, items)
 
 
 def spread_items_torch(values: Tensor, items: Tensor) -> Tensor:
@@ -160,20 +166,52 @@ def spread_items_torch(values: Tensor, items: Tensor) -> Tensor:
     return torch.cat([values.new_zeros(1, values.shape[1]), values]).index_select(0, items + 1)
 
 
-def max_items(values: Tensor, items: Tensor, batch: int) -> Tensor:
-    """int64 [B, C]: the first row of each batch item that attains its maximum, -1 for an item without rows. A NaN is
-    the maximum. values: [N, C] floats; items: as in `sum_items`."""
-    if not _over_items(values, batch):
-        return max_items_torch(values, items, batch)
+def max_items(values: Tensor, items: Tensor, batch: int, least: bool = False) -> Tensor:
+    """int64 [B, C]: the first row of each batch item that attains its maximum (its minimum if `least`), -1 for an item
+    without rows. A NaN is the maximum, and the minimum. values: [N, C]; items: as in `sum_items`."""
+    if _by_native(values):
+        return native_scatter.extremes(values, items, batch, least)[1].long()
+    if least or batch > _FEW_ITEMS or not values.is_floating_point() or not _over_items(values, batch):
+        return max_items_torch(values, items, batch, least)
     tops = _by_parts("max_items", values, items, batch, (_NO_KEY, torch.int64)).amax(0)
     return torch.where(tops == _NO_KEY, -1, _LAST_ROW - (tops & _LAST_ROW))
 
 
-def max_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
+def extreme_items(
+    values: Tensor, items: Tensor, batch: int, least: bool, places: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """[B, C] each: (maxima or minima over batch items, 0 for none; with `places` their rows as of `max_items`).
+    Differentiable."""
+    if _by_native(values) and not (values.requires_grad and torch.is_grad_enabled()):
+        found, first = native_scatter.extremes(values, items, batch, least, places)
+        return found.to(values.dtype), first if places else None
+    with torch.no_grad():
+        first = max_items(values, items, batch, least)
+    return rows_at(values, first), first
+
+
+def extreme_items_torch(
+    values: Tensor, items: Tensor, batch: int, least: bool, places: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """As extreme_items, in plain torch."""
+    with torch.no_grad():
+        first = max_items_torch(values, items, batch, least)
+    return rows_at(values, first), first
+
+
+def rows_at(values: Tensor, first: Tensor) -> Tensor:
+    """y[b, c] = values[first[b, c], c], 0 for row -1, where a row is that of one b at most."""
+    # Of no rows there is none to read.
+    padded = torch.cat([values, values.new_zeros(1, values.shape[1])]) if len(values) == 0 else values
+    return torch.where(first < 0, 0, padded.gather(0, first.clamp(min=0)))
+
+
+def max_items_torch(values: Tensor, items: Tensor, batch: int, least: bool = False) -> Tensor:
     """As max_items, in plain torch."""
     # No len(): sizes may be symbolic.
     (count, channels), index = values.shape, (items + 1)[:, None].expand(-1, values.shape[1])
-    tops = values.new_full((batch + 1, channels), -torch.inf).scatter_reduce(0, index, values, "amax")
+    tops = values.new_zeros((batch + 1, channels))
+    tops = tops.scatter_reduce(0, index, values, "amin" if least else "amax", include_self=False)
     rows = torch.arange(count, device=values.device)[:, None]
     attaining = torch.where((values == tops.gather(0, index)) | values.isnan(), rows, count)
     first = attaining.new_full(tops.shape, count).scatter_reduce(0, index, attaining, "amin")[1:]
@@ -183,21 +221,36 @@ def max_items_torch(values: Tensor, items: Tensor, batch: int) -> Tensor:
 _ITEM_BLOCK, _ITEM_PROGRAMS, _ITEM_PARTIALS = 4096, 264, 1 << 22
 """Values per iteration of a kernel over items; maximum programs, and maximum partial results."""
 _NO_KEY, _LAST_ROW = -(1 << 63), (1 << 31) - 1
+_FEW_ITEMS = 64
+"""Items up to which programs of a GPU reduce parts of the rows for all items; more are sorted."""
+_SUMS, _SUMS_IN_ORDER = "O[i[p],c] = X[q[p],c] ; i:sorted", "O[i[p],c] = X[p,c] ; i:sorted"
 
 
 class _ItemSums(torch.autograd.Function):
     """sum_items, or spread_items: each is the other's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, items: Tensor, batch: int, spreads: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.batch, ctx.spreads, ctx.dtype = batch, spreads, values.dtype
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, values: Tensor, items: Tensor, batch: int, spreads: bool, is_sorted: bool
+    ) -> Tensor:
+        ctx.batch, ctx.spreads, ctx.dtype, ctx.is_sorted = batch, spreads, values.dtype, is_sorted
         ctx.save_for_backward(items)
-        return _spread_rows(values, items) if spreads else _sums(values, items, batch)
+        return _spread_rows(values, items) if spreads else _sums(values, items, batch, is_sorted)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (items,) = ctx.saved_tensors
-        return _ItemSums.apply(grad, items, ctx.batch, not ctx.spreads).to(ctx.dtype), None, None, None
+        found = _ItemSums.apply(grad, items, ctx.batch, not ctx.spreads, ctx.is_sorted)
+        return found.to(ctx.dtype), None, None, None, None
+
+
+def _sums_by_kernels(values: Tensor, batch: int) -> bool:
+    """True if kernels for sums over items, or for rows of items, run on these values."""
+    return _over_items(values, batch) or (_by_native(values) and values.numel() > 0)
+
+
+def _by_native(values: Tensor) -> bool:
+    return not has_triton(values) and native_scatter.runs(values)
 
 
 def _over_items(values: Tensor, batch: int) -> bool:
@@ -205,11 +258,30 @@ def _over_items(values: Tensor, batch: int) -> bool:
     return _by_kernels(values) and values.numel() > 0 and batch > 0
 
 
-def _sums(values: Tensor, items: Tensor, batch: int) -> Tensor:
-    return _by_parts("sum_items", values, items, batch, (0, _sum_dtype(values))).sum(0)
+def _sums(values: Tensor, items: Tensor, batch: int, is_sorted: bool) -> Tensor:
+    if _by_native(values):
+        return native_scatter.sums(values, items, batch)
+    if batch <= _FEW_ITEMS:
+        return _by_parts("sum_items", values, items, batch, (0, _sum_dtype(values))).sum(0)
+    if not values.is_floating_point():
+        return sum_items_torch(values, items, batch)
+    wide, shape = values.to(_sum_dtype(values)), (batch, values.shape[1])
+    if is_sorted:
+        return plan.execute([wide, items], "X|i", _SUMS_IN_ORDER, shape, "")
+    found, order = _in_order(items)
+    return plan.execute([wide, found, order], "X|i|q", _SUMS, shape, "")
+
+
+@cached_per_tensor
+def _in_order(items: Tensor) -> tuple[Tensor, Tensor]:
+    """The items in order, and their rows."""
+    found, order = items.sort(stable=True)
+    return found, order
 
 
 def _spread_rows(values: Tensor, items: Tensor) -> Tensor:
+    if not _by_kernels(values):
+        return spread_items_torch(values, items)
     found = values.new_empty(len(items), values.shape[1])
     shape, tensors = _shape(values.shape[1], _ITEM_BLOCK), (values.contiguous(), items, found)
     kernel("row_kernels.spread_items", "lower")(_programs(len(items), shape), tensors, (len(items), len(values)), shape)

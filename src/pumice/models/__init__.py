@@ -2,5 +2,6 @@
 
 from pumice.models.centerpoint import CenterPointBackbone
 from pumice.models.minkunet import MinkUNet
+from pumice.models.rgcn import RGCN
 
-__all__ = ["CenterPointBackbone", "MinkUNet"]
+__all__ = ["RGCN", "CenterPointBackbone", "MinkUNet"]

@@ -19,6 +19,7 @@ from pumice.nn.conv import (
     InverseConv3d,
     InverseConv4d,
 )
+from pumice.nn.graph import RelationalConv
 from pumice.nn.layers import (
     ELU,
     GELU,
@@ -98,6 +99,7 @@ __all__ = [
     "PrunedConv2d",
     "PrunedLinear",
     "ReLU",
+    "RelationalConv",
     "ResidualBlock",
     "Sequential",
     "SiLU",
