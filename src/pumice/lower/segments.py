@@ -12,7 +12,7 @@ from torch import Tensor
 from pumice.coords.segments import WHOLE, Pieces, bounds_of, cached_pieces, segments_by_length, split_runs
 from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 
-_LONG_ARRAY = 1 << 17
+_LONG_ARRAY = 1 << 15
 """Minimum array length to look for outliers: below, the host synchronisation costs more than it saves."""
 
 _FAR = 4
