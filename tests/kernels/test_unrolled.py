@@ -1,6 +1,7 @@
 """Products over constant tables are what the reference says, in the kernel and in plain torch, with gradients."""
 
 import pytest
+from kernels.cross import TARGETS
 from kernels.unrolled import GROUPS
 
 CHECKS = [("kernels.unrolled", group, name) for group, checks in GROUPS.items() for name in checks()]
@@ -10,3 +11,12 @@ CHECKS = [("kernels.unrolled", group, name) for group, checks in GROUPS.items() 
 def test_interpreted(interpreted, module, group, name):
     problem = interpreted(module, group, name)
     assert not problem, problem
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiled(compiler, target):
+    """A message and its three gradients spill nothing, and only sums over lanes need shared memory."""
+    found = compiler.ask("kernels.unrolled_targets", target)
+    assert set(found) == {"Z", "dX", "dY", "dW"}
+    assert {name for name, facts in found.items() if facts["spilled"]} == set()
+    assert {name for name, facts in found.items() if facts["shared"]} <= {"dY"}

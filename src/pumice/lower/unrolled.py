@@ -88,6 +88,8 @@ def form_of(statement: Statement) -> Form | None:
             target = _view(statement.target, entry, row, lane)
             found = [view for view in views if view is not None]
             if target is not None and target.rows and len(found) == len(views):
+                # Sorted: gradients of all orders that differ in the order of factors are one kernel.
+                found.sort(key=lambda view: (view.table, view.rows, view.lanes))
                 return Form(entry, row, lane, tuple(values), tuple(found), target)
     return None
 
@@ -143,7 +145,7 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
     memory = 4 * math.prod(bound.shape) + sum(operands[view.name].nbytes for view in form.factors)
     rows = bound.extents[form.row]
     cache = sum(rows * operands[view.name].nbytes / max(1, len(operands[view.name])) for view in form.gathered)
-    return Work(flops, memory, cache, 2 if form.summed else 1)
+    return Work(flops, memory, cache)
 
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -176,7 +176,7 @@ class TensorProduct(nn.Module):
 
     def _split(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """[B, components, mul] of the irreps with `mul` channels; without the last axis for one channel."""
-        if all(each.mul == mul for each in irreps) and (self.layout == "ir_mul" or mul == 1):
+        if self._in_place(irreps):
             return x if mul == 1 else x.unflatten(1, (-1, mul))
         pieces = []
         for each, place in zip(irreps, irreps.slices(), strict=True):
@@ -187,8 +187,15 @@ class TensorProduct(nn.Module):
         whole = torch.cat(pieces, 1)
         return whole.squeeze(2) if mul == 1 else whole
 
+    def _in_place(self, irreps: Irreps) -> bool:
+        """True if flat features are [B, components, mul]."""
+        muls = {each.mul for each in irreps}
+        return len(muls) == 1 and (self.layout == "ir_mul" or muls == {1})
+
     def _joined(self, found: dict[int, Tensor], none: Tensor) -> Tensor:
         """The flat result of results [B, components, mul] by mul. none: [B, 0]."""
+        if self._in_place(self.irreps_out) and len(found) == 1:
+            return next(iter(found.values())).flatten(1)
         pieces, begin = [none], dict.fromkeys(found, 0)
         for each in self.irreps_out:
             if each.mul not in found:

@@ -1,0 +1,65 @@
+"""Compile unrolled tables for GPUs that are not there: a channelwise product along edges, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from kernels.cross import spilled
+from kernels.kept import Facts, facts_of
+
+import pumice as pm
+from pumice.lower import kernel as lowered
+from pumice.lower import unrolled
+
+NODES, EDGES, CHANNELS = 4, 6, 128
+
+
+def answer(target: str) -> dict[str, Facts]:
+    """By the array of the result that a kernel computes: spilled bytes, and shared memory."""
+    return {name: facts_of(source, target, {"num_warps": 4}, _read) for name, source in _sources()}
+
+
+def _read(compiled: Any, log: str) -> Facts:
+    return {"spilled": spilled(compiled.asm, log), "shared": compiled.metadata.shared}
+
+
+def _sources() -> Iterator[tuple[str, Any]]:
+    from triton.compiler import ASTSource
+
+    for bound, form, table, operands, _ in _launches():
+        kinds = {"f": "*fp32", "a": "*i64", "o": "*i32", "s": "*i32"}
+        names = [name for name in unrolled._pointers(form)]
+        signature = {name: "*fp32" if name == "out" else kinds[name[0]] for name in names}
+        signature |= {f"n{n}": "i64" for n, _ in enumerate(form.gathered)}
+        sizes = [operands[view.name].shape[bool(view.rows)] if view.table else 1 for view in form.factors]
+        made, _ = unrolled._kernel(form, table, (*sizes, bound.shape[1]), CHANNELS, False)
+        aligned = {(place,): [["tt.divisibility", 16]] for place, _ in enumerate(names)}
+        yield (
+            bound.statement.target.name,
+            ASTSource(fn=made._kernel.function, signature=signature, constexprs={}, attrs=aligned),
+        )
+
+
+def _launches() -> list[tuple[Any, ...]]:
+    """What would be launched for a message and its gradients."""
+    x, y = "128x0e+128x1o", pm.ops.Irreps.harmonics(2)
+    made = pm.nn.TensorProduct(x, y, f"{x}+128x2e", "uvu", shared_weights=False, layout="ir_mul")
+    shapes = (NODES, made.irreps_in1.dim), (EDGES, y.dim), (EDGES, made.weight_numel)
+    given = [torch.randn(shape).requires_grad_() for shape in shapes]
+    edges, found = torch.zeros(2, EDGES, dtype=torch.int64), list[tuple[Any, ...]]()
+
+    def run(*launch: Any) -> torch.Tensor:
+        found.append(launch)
+        return unrolled.run_torch(*launch)
+
+    # As if on a GPU, where this is the cheapest lowering.
+    with patch.object(unrolled, "_launched", run), patch.object(lowered, "interpreted", lambda: True):
+        part = made._parts[0]
+        operands = {"X": given[0].view(NODES, -1, CHANNELS), "Y": given[1], "W": part.weight(given[2])}
+        ends = {"S": edges[0], "T": edges[1], "N": NODES}
+        z = pm.einsum(part.along_edges, CG=made._tables[0], **operands, **ends, lowering="unrolled")
+        torch.autograd.grad(z.sum(), given)
+    return found
