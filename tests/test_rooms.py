@@ -61,8 +61,9 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
             "pumice.ops.conv": {"Flow", "Size", "Target", "convolve", "target_of"},
             "pumice.schedule.dataflow": {"chosen"},
         },
-        # A layer keeps the graph of the edges that it is given.
+        # Layers keep the graph, and the ends, of the edges that they are given.
         "nn/graph.py": {"pumice.ops.graph": {"AGGREGATIONS", "EdgeType", "graph_of"}},
+        "nn/tensor_product.py": {"pumice.ops.graph": {"ends_of"}},
         # A layer has its statement from construction: it calls what is prepared for that.
         "nn/pruned.py": {"pumice.ops.einsum": {"OneOperandEinsum"}},
         # Padding rows of buffers may be undefined for what works on each row alone.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pumice.errors import OptionError, ShapeError
 from pumice.ops import Irreps, Sparse, clebsch_gordan, einsum, sparse
+from pumice.ops.graph import ends_of
 
 MODES = {
     "uvw": ("u", "v", "w", "uvw"),
@@ -143,7 +144,8 @@ class TensorProduct(nn.Module):
         if x1.dim() != 2 or x2.dim() != 2 or edges.shape != (2, len(x2)):
             found = f"{list(x1.shape)}, {list(x2.shape)}, {list(edges.shape)}"
             raise ShapeError(f"along edges, x1 is [N, C], x2 [E, D] and edges [2, E], found {found}")
-        given = {"S": edges[0], "T": edges[1], "N": len(x1) if num_nodes is None else num_nodes}
+        source, target = ends_of(edges)
+        given = {"S": source, "T": target, "N": len(x1) if num_nodes is None else num_nodes}
         return self._product(x1, x2, weight, given)
 
     def _weight(self, weight: Tensor | None) -> Tensor:

@@ -109,6 +109,12 @@ class Graph:
 
 
 @cached_per_tensor
+def ends_of(edge_index: Tensor) -> tuple[Tensor, Tensor]:
+    """The sources and the targets of edges: the same tensors in every call, for what is cached with them."""
+    return edge_index[0].clone(), edge_index[1].clone()
+
+
+@cached_per_tensor
 def graph_of(edge_index: Tensor, edge_type: Tensor | None, num_nodes: tuple[int, int], num_relations: int) -> Graph:
     """The graph of these tensors, cached until one is written or freed."""
     return Graph(edge_index, edge_type, num_nodes=num_nodes, num_relations=num_relations)
