@@ -108,9 +108,14 @@ class Graph:
         return f"Graph({nodes}, {self.num_edges} edges, {self.num_relations} relations)"
 
 
-@cached_per_tensor
 def ends_of(edge_index: Tensor) -> tuple[Tensor, Tensor]:
-    """The sources and the targets of edges: the same tensors in every call, for what is cached with them."""
+    """The sources and the targets of edges: outside torch.compile the same tensors in every call, for what is cached
+    with them."""
+    return (edge_index[0], edge_index[1]) if torch.compiler.is_compiling() else _ends(edge_index)
+
+
+@cached_per_tensor
+def _ends(edge_index: Tensor) -> tuple[Tensor, Tensor]:
     return edge_index[0].clone(), edge_index[1].clone()
 
 
