@@ -73,7 +73,7 @@ def _orders(setup: Setup, case: str, density: float) -> Iterator[Row]:
     calls = [
         partial(pm.compile_einsum(_CORRELATION, lowering=f"nest/order {order}"), **operands) for order in ("i k", "k i")
     ]
-    if (wrong := max(error(call(), truth) for call in calls)) > 1e-5:
+    if not (wrong := max(error(call(), truth) for call in calls)) < 1e-5:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
     times = [found.p20 for found in on_cpu(calls, 3 if setup.quick else _RUNS)]
@@ -103,7 +103,7 @@ def _windows(setup: Setup, case: str, extent: int) -> Iterator[Row]:
         setup.say(f"{case} is left out: {why}")
         return
     searched, skipped = (partial(iterate.run, product, torch.float32) for product in products)
-    if (wrong := error(searched(), skipped())) > 1e-5:
+    if not (wrong := error(searched(), skipped())) < 1e-5:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
     on, off = on_cpu([searched, skipped], 3 if setup.quick else _RUNS)
@@ -151,7 +151,7 @@ def _images(setup: Setup, case: str, sizes: tuple[int, int], density: float) -> 
         "sparse": lambda: statement(I=ready_image, F=weight),
         "converted": lambda: statement(I=pm.sparse(image, _IMAGE), F=weight),
     }
-    if (wrong := max(error(call().permute(0, 3, 1, 2), conv(x)) for call in ways.values())) > 1e-5:
+    if not (wrong := max(error(call().permute(0, 3, 1, 2), conv(x)) for call in ways.values())) < 1e-5:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
     found = on_cpu([*ways.values(), *dense_ways(conv, x)], 3 if setup.quick else _RUNS)
@@ -170,7 +170,7 @@ def _dual(setup: Setup, case: str, density: float, zeros: float) -> Iterator[Row
     statement = pm.compile_einsum(f"O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s] ; p:{size}, q:{size}")
     calls = [partial(statement, **given) for given in (sparse, sparse | {"F": weight}, sparse | {"I": image})]
     truth = functional.conv2d(image.double(), weight.double(), padding=1)
-    if (wrong := max(error(call(), truth) for call in calls)) > 1e-5:
+    if not (wrong := max(error(call(), truth) for call in calls)) < 1e-5:
         setup.failed(f"{case}: error {wrong:.1e}")
         return
     dual, *single = (times.p20 for times in on_cpu(calls, 3 if setup.quick else _RUNS))

@@ -33,7 +33,7 @@ _LANES = 8
 # Of a product: in vectors, one by one over entries, and one by one over levels (measured, in that of a full vector)
 _VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 2.2, 1.7, 7.0
 _COLUMNS = 64  # Of a tile of vectors
-_CACHED = 8192  # Values that the first-level cache holds
+_CACHED = ((8192, 0.4), (32768, 0.4))  # Values that a level of caches holds, and the cost of reading a vector behind it
 _SHARED = 16  # Points of a loop that are enough to share them among threads
 
 
@@ -477,26 +477,26 @@ class _Planner:
         for factor in self.factors:
             used = factor.used
             if not factor.levels and self.vector in used and index not in used and names - bound <= used:
-                columns = min(_COLUMNS, self.extent(self.vector))
-                if columns * math.prod(map(self.extent, names - bound)) > _CACHED:
-                    total += 0.4 * self.vectors * self.reached(names)[1]
+                values = min(_COLUMNS, self.extent(self.vector)) * math.prod(map(self.extent, names - bound))
+                each = sum(cost for held, cost in _CACHED if values > held)
+                total += each * self.vectors * self.reached(names)[1]
         return total
 
 
 def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[frozenset[str], str], float]) -> list[str]:
-    """The order of the indices not in `start` with the least sum of costs."""
-    best: dict[frozenset[str], tuple[float, tuple[str, ...]]] = {start: (0.0, ())}
+    """The order of the indices not in `start` with the least sum of costs; of equal ones, that of the names: loops over
+    axes that are stored next to each other are the inner ones."""
+    best: dict[frozenset[str], tuple[float, tuple[int, ...]]] = {start: (0.0, ())}
     for _ in range(len(names) - len(start)):
-        found: dict[frozenset[str], tuple[float, tuple[str, ...]]] = {}
+        found: dict[frozenset[str], tuple[float, tuple[int, ...]]] = {}
         for bound, (spent, order) in best.items():
-            for name in names:
+            for place, name in enumerate(names):
                 if name not in bound:
-                    total, after = spent + cost(bound, name), bound | {name}
-                    if after not in found or total < found[after][0]:
-                        found[after] = total, (*order, name)
+                    total, after = float(f"{spent + cost(bound, name):.9g}"), bound | {name}
+                    found[after] = min(found.get(after, (math.inf, ())), (total, (*order, place)))
         best = found
     ((_, order),) = best.values()
-    return [*order]
+    return [names[place] for place in order]
 
 
 def _pairs(expression: Affine) -> list[tuple[int, str]]:
