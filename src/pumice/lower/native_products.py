@@ -30,7 +30,7 @@ typedef int vi __attribute__((vector_size({ints} * 4), aligned(4), may_alias));
 /* Arrays [rows, groups, channels]: x has c, y has n channels per group. */
 typedef struct {{
     const real *x, *w; real *y; const int *gather, *scatter; const i64 *starts;
-    i64 rows, chunks, taps, groups, c, n, next;
+    i64 rows, chunks, taps, groups, c, n, parts, next;
 }} job;
 /* Blocks of columns of nearly equal width, in vectors. */
 static i64 blocks_of(i64 n) {{ return (n + {columns} - 1) / {columns}; }}
@@ -93,20 +93,25 @@ _TAIL = """static void work_products(void *data) {{
         }}
     }}
 }}
-/* The rows of a block of pairs are copied first: far apart in memory, they would evict each other from the cache. */
+/* dw of all pairs of a chunk of outputs, whose rows stay in the cache, before those of the next chunk. A part takes
+   each `parts`-th slab of dw, in the order of chunks. The rows of a block of pairs are copied first: far apart in
+   memory, they would evict each other from the cache. */
 static void work_gradients(void *data) {{
     job *j = data;
     real a[{block} * {slab}], b[{block} * {columns}];
     const i64 n = j->n, c = j->c, slabs = slabs_of(c), each = slab_of(c), width = width_of(n), y_row = j->taps * n;
-    const i64 x_row = j->groups * c, w_row = j->groups * n;
-    for (i64 q; (q = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->taps * j->groups * slabs;) {{
+    const i64 x_row = j->groups * c, w_row = j->groups * n, units = j->taps * j->groups * slabs;
+    for (i64 part; (part = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->parts;)
+    for (i64 chunk = 0; chunk < j->chunks; chunk++) for (i64 q = part; q < units; q += j->parts) {{
         const i64 k = q / slabs / j->groups, group = q / slabs % j->groups, first = q % slabs * each;
-        const i64 rows = c - first < each ? c - first : each, *s = j->starts + k * (j->chunks + 1);
+        const i64 rows = c - first < each ? c - first : each, *s = j->starts + k * (j->chunks + 1) + chunk;
         const real *x = j->x + group * c + first, *w = j->w + group * n;
         real *dw = j->y + (group * c + first) * y_row + k * n;
-        for (i64 r = 0; r < rows; r++) for (i64 e = 0; e < n; e++) dw[r * y_row + e] = 0;
-        for (i64 p = s[0]; p < s[j->chunks]; p += {block}) {{
-            const i64 count = s[j->chunks] - p < {block} ? s[j->chunks] - p : {block};
+        if (!chunk) for (i64 r = 0; r < rows; r++) for (i64 e = 0; e < n; e++) dw[r * y_row + e] = 0;
+        const i64 all = s[1] - s[0], blocks = (all + {block} - 1) / {block};
+        const i64 size = all ? (all + blocks - 1) / blocks : 1;
+        for (i64 p = s[0]; p < s[1]; p += size) {{
+            const i64 count = s[1] - p < size ? s[1] - p : size;
             for (i64 i = 0; i < count; i++)
                 __builtin_memcpy(a + i * {slab}, x + j->gather[p + i] * x_row, rows * sizeof(real));
             for (i64 at = 0; at < n; at += width * {lanes}) {{
@@ -209,14 +214,16 @@ void pack(region parallel, int threads, const real *w, real *to, i64 taps, i64 g
 }}
 void products(region parallel, int threads, const real *x, const real *w, real *y, const int *gather,
     const int *scatter, const i64 *starts, i64 rows, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
-    job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, groups, c, n, 0}};
+    job j = {{x, w, y, gather, scatter, starts, rows, chunks, taps, groups, c, n, 0, 0}};
     start(parallel, threads, chunks * groups * blocks_of(n), work_products, &j);
 }}
 /* dw [groups, c, taps, n] of x and w; gather: rows of x. */
 void gradients(region parallel, int threads, const real *x, const real *w, real *dw, const int *gather,
     const int *scatter, const i64 *starts, i64 chunks, i64 taps, i64 groups, i64 c, i64 n) {{
-    job j = {{x, w, dw, gather, scatter, starts, 0, chunks, taps, groups, c, n, 0}};
-    start(parallel, threads, taps * groups * slabs_of(c), work_gradients, &j);
+    const i64 units = taps * groups * slabs_of(c), most = threads > 1 ? 2 * threads : 1;
+    const i64 parts = units < most ? units : most;
+    job j = {{x, w, dw, gather, scatter, starts, 0, chunks, taps, groups, c, n, parts, 0}};
+    start(parallel, threads, parts, work_gradients, &j);
 }}
 """
 
