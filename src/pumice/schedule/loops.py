@@ -169,7 +169,8 @@ class Image(NamedTuple):
 
     names, sizes: indices and outputs along them; steps: their coefficients in the factor's axes; spans: of 0 and the
     entries' parts there; bare: the last axis is one of the factor's as it is; values: of the factor and of the target;
-    cut: the factor is part of an operand; most: values of an image in lanes; channel: the coordinate before the image, or "".
+    cut: the factor is part of an operand; most: values of an image in lanes; channel: the coordinate before the image,
+    or "".
     """
 
     factor: str
