@@ -20,7 +20,7 @@ def test_the_oracle_agrees(first):
 def test_gradients_are_differences():
     cases = [case for case in map(random_sparse_case, range(1000, 1024)) if differentiable(case)]
     right = [case for case in cases if check(case) == "right"]
-    assert len(right) > 3
+    assert len(right) > 2
     for case in right[:3]:
         check_gradients(case)
 
