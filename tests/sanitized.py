@@ -42,6 +42,7 @@ def sanitize() -> None:
     found = native.Compiler.find()
     made = replace(found, command=(*found.command, *FLAGS))
     native.Compiler.find = staticmethod(lambda: made)  # type: ignore[method-assign]
+    native._FLAGS = tuple("-O0" if flag == "-O2" else flag for flag in native._FLAGS)  # Compiles in less time
     assert native.compiler() is made, native.compiler()
 
 
