@@ -73,7 +73,7 @@ def convolutions(count: int) -> None:
     rng = random.Random(0)
     for seed in range(count):
         torch.manual_seed(seed)
-        groups, size = rng.choice((1, 1, 2)), (rng.randint(4, 19), rng.randint(4, 23))
+        groups, size = rng.choice((1, 1, 2)), (rng.randint(5, 19), rng.randint(5, 23))
         channels = [groups * rng.randint(1, 20) for _ in range(2)]
         options: dict[str, Any] = {
             "stride": rng.choice((1, 2)),
