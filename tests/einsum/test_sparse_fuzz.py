@@ -18,8 +18,8 @@ def test_the_oracle_agrees(first):
 
 
 def test_gradients_are_differences():
-    cases = [case for case in map(random_sparse_case, range(1000, 1024)) if differentiable(case)]
-    right = [case for case in cases if check(case) == "right"]
+    cases = [case for case in map(random_sparse_case, range(1000, 1060)) if differentiable(case)]
+    right = [case for case in cases[:8] if check(case) == "right"]
     assert len(right) > 2
     for case in right[:3]:
         check_gradients(case)
