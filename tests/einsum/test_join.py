@@ -11,7 +11,7 @@ import torch
 from einsum_oracle import evaluate
 
 import pumice as pm
-from pumice.errors import OptionError, ShapeError, StatementError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import cpu
@@ -204,6 +204,43 @@ def test_a_join_that_is_too_large_is_refused(monkeypatch):
     a, b = pm.sparse(torch.eye(20).requires_grad_(), "COO"), pm.sparse(torch.ones(20, 1), "COO")
     with pytest.raises(OptionError, match=r"[AB]\[.*\] meets .* in 20 combinations of entries, expected at most 10"):
         pm.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
+
+
+def test_rows_with_many_columns_are_refused_earlier(monkeypatch):
+    """Entries of each of many operands are a column: a chain of them would take all memory."""
+    monkeypatch.setattr(join, "MOST_NUMBERS", 1 << 10)
+    text = " * ".join(f"A{n}[i{n},i{n + 1}]" for n in range(20))
+    chain = {f"A{n}": pm.sparse(torch.ones(2, 2), "CSR") for n in range(20)}
+    with pytest.raises(OptionError, match="in 128 combinations of entries, expected at most 85"):
+        pm.einsum(f"O = {text}", **chain)
+
+
+def test_loops_of_endless_ranges_are_refused():
+    a, b = pm.sparse(torch.eye(6), "CSR"), pm.sparse(torch.eye(6), "COO")
+    text = f"O[x,j] = A[x,k+z] * B[k+y,j] ; k:{1 << 40}, y:{1 << 40}, z:{1 << 30}"
+    with pytest.raises(OptionError, match="combinations of entries, expected at most"):
+        pm.einsum(text, A=a, B=b)
+    assert "its loops have some" in pm.compile_einsum(text).explain(A=a, B=b)
+
+
+def test_what_meets_has_coordinates_and_as_many_axes_as_are_read():
+    a, b = pm.sparse(torch.eye(6), "CSR"), pm.sparse(torch.ones(6, 6, 2), "(a b c):C")
+    with pytest.raises(DeviceError, match="entries meet by their coordinates: A is on the device meta"):
+        pm.einsum("O[i,j] = A[i,k] * B[k,j]", A=a.to("meta"), B=a.to("meta"))
+    with pytest.raises(ShapeError, match=r"B\[k,j\] has 2 indices, the operand B has 3 axes \(shape \[6, 6, 2\]\)"):
+        pm.einsum("O[i,j] = A[i,k] * B[k,j]", A=a, B=b)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.bool])
+def test_integers_stay_integers(kind):
+    """Exact beyond 2^24, as where all operands are dense; their means would not be."""
+    big = (1 << 24) + 1 if kind != torch.bool else 1
+    eye = torch.eye(6, dtype=torch.int64)
+    a, b = pm.sparse((eye * big).to(kind), "CSR"), pm.sparse(eye.to(kind), "CSR")
+    got = pm.einsum("O[i,j] = A[i,k] * B[k,j]", A=a, B=b)
+    assert got.dtype == torch.int64 and got.equal(big * eye)
+    with pytest.raises(DtypeError, match="is a mean: expected floating-point values, found integers"):
+        pm.einsum("O[i] mean= A[i,k] * B[k]", A=a, B=torch.ones(6).to(kind))
 
 
 # Groups of indices

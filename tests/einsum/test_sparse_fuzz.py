@@ -4,7 +4,7 @@ under sanitizers."""
 import pytest
 import sanitized
 import torch
-from einsum_sparse_fuzz import check, check_gradients, random_sparse_case
+from einsum_sparse_fuzz import check, check_gradients, differentiable, random_sparse_case
 
 import pumice as pm
 
@@ -18,9 +18,9 @@ def test_the_oracle_agrees(first):
 
 
 def test_gradients_are_differences():
-    cases = [case for case in map(random_sparse_case, range(1000, 1012)) if case.kind != "joined"]
-    right = [case for case in cases if check(case) == "right"]
-    assert len(right) > 3
+    cases = [case for case in map(random_sparse_case, range(1000, 1060)) if differentiable(case)]
+    right = [case for case in cases[:8] if check(case) == "right"]
+    assert len(right) > 2
     for case in right[:3]:
         check_gradients(case)
 

@@ -29,6 +29,7 @@ from pumice.language.nodes import Access, Affine, indices_of
 DENSE, COMPRESSED, HASHED = "multiply", "search", "hash"  # How a level locates, see formats.KINDS
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
 _MOST_INDICES = 10
+_MOST_POINTS = 1 << 36  # Of the loops, as estimated: declared ranges may be any
 _LANES = 8
 # Of a product: in vectors, one by one over entries, and one by one over levels (measured, in that of a full vector)
 _VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 2.2, 1.7, 7.0
@@ -272,6 +273,8 @@ def refused(product: LevelProduct) -> str | None:
         return f"it has {len(names)} indices, expected 1 to {_MOST_INDICES}"
     if any(e.arrays for e in (*target.indices, *(e for f in factors for e in f.access.indices))):
         return "it has index arrays"
+    if (points := _products(product)) > _MOST_POINTS:
+        return f"its loops have some {points:.0e} points, at most {_MOST_POINTS} are taken"
     return None if any(f.levels for f in factors) else "no factor is sparse"
 
 

@@ -106,8 +106,10 @@ def refusal(product: SparseProduct) -> str | None:
     statement = product.bound.statement
     if statement.reduction != "sum" or not all(isinstance(f, Access) for f in statement.terms[0].factors):
         return "it is not a sum of products of operands"
-    tensors = [x if isinstance(x, Tensor) else x.coordinates[0][1] for x in product.factors]
-    tensors += [x.values for x in product.sparse if x.values is not None]
+    values = [x if isinstance(x, Tensor) else x.values for x in product.factors]
+    if not any(x is not None and x.is_floating_point() for x in values):
+        return "no factor is of a floating-point dtype"
+    tensors = [x.coordinates[0][1] for x in product.sparse] + [x for x in values if x is not None]
     if any(t.device.type != "cpu" for t in tensors):
         return "the operands are not on a CPU"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

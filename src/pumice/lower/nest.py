@@ -755,7 +755,7 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
     names = tuple(axis.bare or "" for axis in target.axes[-axes:])
     sizes = tuple(extents.get(name, 1) for name in names)
     found = _image_views(form, names)
-    if len(names) < axes or "" in names or not found or (axes == 2 and sizes[0] == 1):
+    if len({*names} - {""}) < axes or not found or not _reads_image(target, names) or (axes == 2 and sizes[0] == 1):
         return None
     number, view, own = found[0], form.views[found[0]], values[found[0]][-axes:]
     images = math.prod([*padded_sizes(view, extents)][:-axes]) * count

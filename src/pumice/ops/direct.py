@@ -84,8 +84,7 @@ def _product(
 
 def _dtype(product: SparseProduct) -> torch.dtype:
     tensors = [x if isinstance(x, Tensor) else x.values for x in product.factors]
-    kinds = [t.dtype for t in tensors if t is not None and t.dtype.is_floating_point]
-    return kinds[0] if kinds else torch.get_default_dtype()
+    return next(t.dtype for t in tensors if t is not None and t.dtype.is_floating_point)
 
 
 def stored(x: Sparse) -> StoredOperand:

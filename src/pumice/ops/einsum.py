@@ -67,9 +67,9 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     text: target, an operator (= += max= min= mean=), a sum of products, and declarations after ";". Indices that are
         not in the target are reduced, as are several writes to one entry. A term does not contribute where an index
         array holds -1 or an index is out of range. See docs/einsum.md for nested reductions, positions and groups.
-    operands: by name. Tensors of one floating dtype (integer and bool values are converted to it), index arrays of
-        int32 or int64, `pm.sparse` operands, Python floats (scalars) and ints (scalars, or constants in indices).
-        `+=` adds to the operand of the target's name, which is not modified.
+    operands: by name. Tensors of one floating dtype (integer and bool values are converted to it, to int64 if all are
+        such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
+        ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
     lowering: "triton", "chained", "entries", "unrolled", "gathered", "nest", "rowwise", "graph" or "reference";
         default: the cheapest by the cost model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the

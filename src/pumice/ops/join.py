@@ -32,6 +32,8 @@ from pumice.runtime.cache import cached_per_tensor
 
 MOST_ROWS = 1 << 26
 """Rows of a join at which it is refused: half a GiB for each index."""
+MOST_NUMBERS = 1 << 29
+"""Values of indices and positions of entries in all rows, at which it is refused, too."""
 
 _NOWHERE = -(1 << 62)  # a position outside every operand
 
@@ -139,10 +141,10 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     points = rows.count * math.prod(len(ranges[name]) for name in tried)
     found = _matches(rows, side) if side.solvable(rows.indices) else None
     if found is None or (tried and points < found.total):
-        _check_rows(points, side)
+        _check_rows(points, rows, side)
         rows = rows.with_points(tried, ranges)
         found = _matches(rows, side)
-    _check_rows(found.total, side)
+    _check_rows(found.total, rows, side)
     numbers = torch.arange(rows.count, device=rows.device).repeat_interleave(found.counts)
     rank = torch.arange(found.total, device=rows.device) - (found.counts.cumsum(0) - found.counts)[numbers]
     made = rows.taken(numbers)
@@ -150,11 +152,12 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     return _solved(made, side, rows.indices, ranges)
 
 
-def _check_rows(count: int, side: Side) -> None:
-    if count > MOST_ROWS:
+def _check_rows(count: int, rows: Rows, side: Side) -> None:
+    most = min(MOST_ROWS, MOST_NUMBERS // (1 + len(rows.indices) + len(rows.entries)))
+    if count > most:
         raise OptionError(
             f"{side.access} meets the other sparse operands in {count} combinations of entries, expected at most "
-            f"{MOST_ROWS}: too few of its coordinates are known from them; pass one of the operands dense"
+            f"{most}: too few of its coordinates are known from them; pass one of the operands dense"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.errors import OptionError, ShapeError
+from pumice.errors import DeviceError, OptionError, ShapeError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
@@ -97,6 +97,8 @@ class JoinedStatement:
         lowering: str,
         shape: tuple[int, ...] | None = None,
     ) -> None:
+        if meta := [name for name, x in operands.items() if isinstance(x, Sparse) and x.device.type == "meta"]:
+            raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")
         operands, self.terms = stored(operands), list[_Plain | _Term]()
         self.positions = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None

@@ -41,12 +41,19 @@ def validate_operands(
     for name, x in operands.items():
         found[name] = _operand(x, formats.get(name))
     _check_devices(found)
+    for access in accesses_of(*statement.terms):
+        if isinstance(x := found[access.name], Sparse) and len(access.indices) != x.ndim:
+            have = f"{len(access.indices)} indices, the operand {access.name} has {x.ndim} axes"
+            raise ShapeError(f"{access} has {have} (shape {list(x.shape)})")
     for name in dict.fromkeys(array.name for array in arrays_of(*statement.terms, statement.target)):
         _check_index_array(name, found[name])
     values = {name for name in value_names_of(statement) if name in found}
     compared = {name for name in named - values if isinstance(found[name], int | float)}
     device = next((x.device for x in found.values() if isinstance(x, Tensor | Sparse)), None)
-    return {**one_dtype(found, values), **{name: torch.tensor(found[name], device=device) for name in compared}}
+    ready = one_dtype(found, values)
+    if statement.reduction == "mean" and any(ready[name].dtype == torch.int64 for name in values):
+        raise DtypeError(f"`{statement.text or statement}` is a mean: expected floating-point values, found integers")
+    return {**ready, **{name: torch.tensor(found[name], device=device) for name in compared}}
 
 
 def problem_of(operands: Mapping[str, Any]) -> str:

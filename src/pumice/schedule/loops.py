@@ -167,9 +167,10 @@ def _check_distinct(word: str, found: Sequence[Any]) -> None:
 class Image(NamedTuple):
     """An image whose lanes can be blocks: the last one or two axes of the target and of a factor.
 
-    names, sizes: indices and outputs along them; steps: their coefficients in the factor's axes; spans: of the entries'
-    parts there; bare: the last axis is one of the factor's as it is; values: of the factor and of the target; cut: the
-    factor is part of an operand; most: values of an image in lanes; channel: the coordinate before the image, or "".
+    names, sizes: indices and outputs along them; steps: their coefficients in the factor's axes; spans: of 0 and the
+    entries' parts there; bare: the last axis is one of the factor's as it is; values: of the factor and of the target;
+    cut: the factor is part of an operand; most: values of an image in lanes; channel: the coordinate before the image,
+    or "".
     """
 
     factor: str
