@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pumice.coords import MultiMap
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.lower import maps
 from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype, conv_features
 from pumice.runtime.cache import cached_per_tensor
@@ -96,6 +97,15 @@ class Graph:
     @property
     def device(self) -> torch.device:
         return self.map.device
+
+    def prepare(self) -> Graph:
+        """Build now what layers otherwise build in their first call: for torch.compile with fullgraph, and before the
+        capture of a CUDA graph. Returns the graph."""
+        segments, turned = self.map.segments().reduced, self.map.cached("transformed", _transformed).reduced
+        for by_segment in (False, True):
+            self.map.cached(("rows", by_segment), lambda m, by_segment=by_segment: _rows(m, by_segment))
+        maps.materialize([(found, maps.names_of(found, True)) for found in (self.map, segments, turned)])
+        return self
 
     def to(self, device: torch.device | str) -> Graph:
         """The graph on another device."""
