@@ -26,7 +26,7 @@ from pumice.schedule.predict import DEVICES, Work, seconds
 EdgeType = tuple[str, str, str]
 AGGREGATIONS = ("mean", "sum", "max")
 _JOINED = "H[s[e],c] {} X[i[e],c]{} ; s:sorted"
-_JOINS = {"sum": "=", "mean": "mean=", "max": "max="}
+_JOINS = {"sum": "=", "max": "max="}  # A mean is a sum with weights: kernels on a GPU compute sums
 
 
 class Graph:
@@ -177,7 +177,9 @@ def relational_conv(
 def _aggregate_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
     """Join the inputs of each (target, relation), then one product for each."""
     found = graph.map.segments()
-    joined = _joined(x, (found.inputs, found.segments), len(found.sizes), scale, aggr)
+    if aggr != "max":
+        scale = _shared(graph, aggr, scale, x.dtype, ("pairs", found.order))
+    joined = _joined(x, (found.inputs, found.segments), len(found.sizes), scale, "max" if aggr == "max" else "sum")
     return _product(joined, weight, found.reduced)
 
 
@@ -186,7 +188,7 @@ def _transform_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: 
     found = graph.map.cached("transformed", _transformed)
     rows = _product(x, weight, found.reduced)
     scale = _shared(graph, aggr, scale, x.dtype, ("transformed", found.order))
-    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(x.dtype)
+    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale)
 
 
 def _direct(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
@@ -241,7 +243,7 @@ def _embedded(weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> 
         rows = _joined(rows, (found.segments, segments.segments), len(segments.sizes), scale, "max")
         scale = None
     scale = _shared(graph, aggr, scale, weight.dtype, ("rows", found.order))
-    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(weight.dtype)
+    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale)
 
 
 class _Rows(NamedTuple):
@@ -268,12 +270,12 @@ def _rows(found: Any, by_segment: bool) -> _Rows:
 def _shared(
     graph: Graph, aggr: str, scale: Tensor | None, dtype: torch.dtype, order: tuple[str, Tensor]
 ) -> Tensor | None:
-    """The factors of messages, with those of a mean, in float32 at least. order: (name, pairs)."""
-    (name, pairs), wide = order, torch.promote_types(dtype, torch.float32)
+    """The factors of messages, with those of a mean. order: (name, pairs)."""
+    name, pairs = order
     own = None if scale is None else scale[pairs]
     if aggr != "mean":
         return own
-    share = graph.map.cached(("share", name, wide), lambda m: _share(m)[pairs].to(wide))
+    share = graph.map.cached(("share", name, dtype), lambda m: _share(m)[pairs].to(dtype))
     return share if own is None else share * own
 
 
