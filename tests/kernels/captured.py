@@ -299,6 +299,7 @@ def check_items() -> None:
             (40, 3, 50, torch.float32),
             (20_000, 1, 1, torch.float32),
             (0, 3, 2, torch.float32),
+            (600, 5, 100, torch.float32),
         )
     ):
         generator = torch.Generator().manual_seed(number)

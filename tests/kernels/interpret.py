@@ -20,7 +20,7 @@ from einsum_oracle import evaluate
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
 
-from pumice.coords import KernelMap, Relation, kernel_map
+from pumice.coords import KernelMap, MultiMap, Relation, kernel_map
 from pumice.errors import OptionError
 from pumice.language.bind import bind
 from pumice.language.contraction import ContractionRoles, contraction_roles, stacked
@@ -371,7 +371,21 @@ def flow_checks() -> Checks:
     found = {f"dataflow {name}": partial(check_flow, flow, 1) for name, flow in kernels.items()}
     for name in ("fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"):
         found[f"dataflow {name} in groups"] = partial(check_flow, kernels[name], 2)
+    for name in ("fetch-on-demand", "fetch-on-demand-deterministic"):
+        found[f"dataflow {name} over a graph"] = partial(check_graph_flow, kernels[name])
     return {**found, "programs share segments in split-k": check_split_k}
+
+
+def check_graph_flow(flow: Dataflow) -> None:
+    """All three passes over a map with several inputs of an output at one offset, groups of 16 pairs."""
+    chance = torch.Generator().manual_seed(5)
+    ends = [torch.randint(0, n, (200,), generator=chance) for n in (40, 30, 4)]
+    found, _ = MultiMap.of((ends[0], ends[1]), ends[2], (40, 30, 4))
+    x, w, y = (torch.randn(shape, generator=chance) for shape in ((40, 8), (10, 4, 8), (30, 10)))
+    plain = DATAFLOWS["gather-gemm-scatter-vectorised-separate"]
+    with patch.object(maps, "group_of", lambda outputs: 16):
+        for name, given in (("forward", (x, w)), ("dgrad", (y, w)), ("wgrad", (x, y))):
+            near(Pass(name, flow, found, 1)(given), Pass(name, plain, found, 1)(given).double(), 2e-5)
 
 
 def check_flow(flow: Dataflow, groups: int) -> None:

@@ -206,6 +206,21 @@ def test_the_graph_of_edges_is_made_once():
     assert not torch.equal(layer(x, edges, kinds), first)
 
 
+@pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
+@pytest.mark.parametrize("onehot", [False, True])
+def test_compiled(aggr, onehot):
+    edges, kinds = made()
+    layer = RelationalConv(NODES, 4, RELATIONS, aggr=aggr)
+    x = None if onehot else normal(NODES, NODES, dtype=torch.float32)
+    graph = pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS).prepare()
+    got = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, graph)
+    wanted = layer(x, edges, kinds)
+    torch.testing.assert_close(got, wanted)
+    leaves = [*layer.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (got, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_no_edges():
     graph = pm.Graph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=3, num_relations=2)
     for aggr in ("mean", "sum", "max"):

@@ -9,7 +9,7 @@ from pumice.coords.geometry import Geometry, same_geometry
 from pumice.coords.grid import ROUNDINGS, GridSpec, VoxelFrame
 from pumice.coords.kernel_map import KernelMap, Pairs, read_pending_sizes
 from pumice.coords.lookup import MapSchedule, lookup_of, mask_words
-from pumice.coords.multi_map import MultiMap, Segments
+from pumice.coords.multi_map import MultiMap, PairSegments
 from pumice.coords.outputs import make_outputs
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.tiles import PairGroups, SortSpec, TileList
@@ -30,9 +30,9 @@ __all__ = [
     "MapSchedule",
     "MultiMap",
     "PairGroups",
+    "PairSegments",
     "Pairs",
     "Relation",
-    "Segments",
     "SortSpec",
     "TileList",
     "VoxelFrame",

@@ -22,7 +22,7 @@ from pumice.errors import OptionError
 _KEYS = 1 << 62  # Products of sizes from which pairs have no int64 key
 
 
-class Segments(NamedTuple):
+class PairSegments(NamedTuple):
     """The pairs of each (output, kernel offset) as one segment: a sum over pairs is a sum within segments, then over
     the map of segments.
 
@@ -97,8 +97,8 @@ class MultiMap(KernelMap):
         taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: _grouped(m, group))
         return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
-    def segments(self) -> Segments:
-        """The pairs of each (output, kernel offset); see Segments."""
+    def segments(self) -> PairSegments:
+        """The pairs of each (output, kernel offset); see PairSegments."""
         return self.cached("segments", _segments)
 
     def without_storages(self, table: Tensor | None = None) -> MultiMap:
@@ -165,7 +165,7 @@ def _grouped(found: KernelMap, group: int) -> PairGroups:
     return PairGroups(taps, inputs.view(count, group), outputs.view(count, group))
 
 
-def _segments(found: Any) -> Segments:
+def _segments(found: Any) -> PairSegments:
     inputs, outputs, _ = found.pairs()
     keys = found.taps() * found.num_outputs + outputs
     # Stored pairs ascend by the outputs of the untransposed map.
@@ -174,4 +174,4 @@ def _segments(found: Any) -> Segments:
     own = torch.arange(len(places), device=places.device)
     table = torch.stack([own, places % max(1, found.num_outputs), places // max(1, found.num_outputs)], 1).int()
     reduced = MultiMap._sorted(table, (len(places), found.num_outputs, found.volume))
-    return Segments(order, inputs[order], segments, sizes, reduced)
+    return PairSegments(order, inputs[order], segments, sizes, reduced)

@@ -172,7 +172,7 @@ def max_items(values: Tensor, items: Tensor, batch: int, least: bool = False) ->
     if _by_native(values):
         return native_scatter.extremes(values, items, batch, least)[1].long()
     if least or batch > _FEW_ITEMS or not values.is_floating_point() or not _over_items(values, batch):
-        return max_items_torch(values, items, batch, least)
+        return max_items_torch(values, torch.where(items < batch, items, -1), batch, least)
     tops = _by_parts("max_items", values, items, batch, (_NO_KEY, torch.int64)).amax(0)
     return torch.where(tops == _NO_KEY, -1, _LAST_ROW - (tops & _LAST_ROW))
 
@@ -264,12 +264,12 @@ def _sums(values: Tensor, items: Tensor, batch: int, is_sorted: bool) -> Tensor:
     if batch <= _FEW_ITEMS:
         return _by_parts("sum_items", values, items, batch, (0, _sum_dtype(values))).sum(0)
     if not values.is_floating_point():
-        return sum_items_torch(values, items, batch)
+        return sum_items_torch(values, torch.where(items < batch, items, -1), batch)
     wide, shape = values.to(_sum_dtype(values)), (batch, values.shape[1])
     if is_sorted:
-        return plan.execute([wide, items], "X|i", _SUMS_IN_ORDER, shape, "")
+        return plan.execute([wide, items], "X|i", _SUMS_IN_ORDER, shape, "triton")
     found, order = _in_order(items)
-    return plan.execute([wide, found, order], "X|i|q", _SUMS, shape, "")
+    return plan.execute([wide, found, order], "X|i|q", _SUMS, shape, "triton")
 
 
 @cached_per_tensor

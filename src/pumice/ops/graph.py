@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pumice.coords import MultiMap
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.lower import maps
 from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype, conv_features
 from pumice.runtime.cache import cached_per_tensor
@@ -25,7 +26,7 @@ from pumice.schedule.predict import DEVICES, Work, seconds
 EdgeType = tuple[str, str, str]
 AGGREGATIONS = ("mean", "sum", "max")
 _JOINED = "H[s[e],c] {} X[i[e],c]{} ; s:sorted"
-_JOINS = {"sum": "=", "mean": "mean=", "max": "max="}
+_JOINS = {"sum": "=", "max": "max="}  # A mean is a sum with weights: kernels on a GPU compute sums
 
 
 class Graph:
@@ -97,6 +98,15 @@ class Graph:
     def device(self) -> torch.device:
         return self.map.device
 
+    def prepare(self) -> Graph:
+        """Build now what layers otherwise build in their first call: for torch.compile with fullgraph, and before the
+        capture of a CUDA graph. Returns the graph."""
+        segments, turned = self.map.segments().reduced, self.map.cached("transformed", _transformed).reduced
+        for by_segment in (False, True):
+            self.map.cached(("rows", by_segment), lambda m, by_segment=by_segment: _rows(m, by_segment))
+        maps.materialize([(found, maps.names_of(found, True)) for found in (self.map, segments, turned)])
+        return self
+
     def to(self, device: torch.device | str) -> Graph:
         """The graph on another device."""
         found = object.__new__(Graph)
@@ -167,7 +177,9 @@ def relational_conv(
 def _aggregate_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
     """Join the inputs of each (target, relation), then one product for each."""
     found = graph.map.segments()
-    joined = _joined(x, (found.inputs, found.segments), len(found.sizes), scale, aggr)
+    if aggr != "max":
+        scale = _shared(graph, aggr, scale, x.dtype, ("pairs", found.order))
+    joined = _joined(x, (found.inputs, found.segments), len(found.sizes), scale, "max" if aggr == "max" else "sum")
     return _product(joined, weight, found.reduced)
 
 
@@ -176,7 +188,7 @@ def _transform_first(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: 
     found = graph.map.cached("transformed", _transformed)
     rows = _product(x, weight, found.reduced)
     scale = _shared(graph, aggr, scale, x.dtype, ("transformed", found.order))
-    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(x.dtype)
+    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale)
 
 
 def _direct(x: Tensor, weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> Tensor:
@@ -231,7 +243,7 @@ def _embedded(weight: Tensor, graph: Graph, aggr: str, scale: Tensor | None) -> 
         rows = _joined(rows, (found.segments, segments.segments), len(segments.sizes), scale, "max")
         scale = None
     scale = _shared(graph, aggr, scale, weight.dtype, ("rows", found.order))
-    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale).to(weight.dtype)
+    return _joined(rows, (found.rows, found.targets), graph.num_targets, scale)
 
 
 class _Rows(NamedTuple):
@@ -258,12 +270,12 @@ def _rows(found: Any, by_segment: bool) -> _Rows:
 def _shared(
     graph: Graph, aggr: str, scale: Tensor | None, dtype: torch.dtype, order: tuple[str, Tensor]
 ) -> Tensor | None:
-    """The factors of messages, with those of a mean, in float32 at least. order: (name, pairs)."""
-    (name, pairs), wide = order, torch.promote_types(dtype, torch.float32)
+    """The factors of messages, with those of a mean. order: (name, pairs)."""
+    name, pairs = order
     own = None if scale is None else scale[pairs]
     if aggr != "mean":
         return own
-    share = graph.map.cached(("share", name, wide), lambda m: _share(m)[pairs].to(wide))
+    share = graph.map.cached(("share", name, dtype), lambda m: _share(m)[pairs].to(dtype))
     return share if own is None else share * own
 
 

@@ -140,7 +140,7 @@ def gather(src: Tensor, index: Tensor | None = None, *, indptr: Tensor | None = 
     return found.reshape(len(found), *front.shape[1:]).movedim(0, dim)
 
 
-class _Rows(NamedTuple):
+class _Folded(NamedTuple):
     """src as rows [R, C]. index: int64 [R], -1 for rows that are left out; count: of results, reshaped to `shape`;
     axis: (size of the reduced axis, size of the axes after it that are not channels)."""
 
@@ -166,7 +166,7 @@ class _Rows(NamedTuple):
         return self.values.to(torch.promote_types(self.values.dtype, torch.float32))
 
 
-def _rows_of(src: Tensor, index: Tensor, dim: int, size: int, is_sorted: bool) -> _Rows:
+def _rows_of(src: Tensor, index: Tensor, dim: int, size: int, is_sorted: bool) -> _Folded:
     before, after, entries = src.shape[:dim], src.shape[dim + 1 :], src.shape[dim]
     whole = index.reshape(*[1] * (dim if index.ndim == 1 else 0), *index.shape)
     whole = whole.reshape(*whole.shape, *[1] * (src.ndim - whole.ndim))
@@ -180,7 +180,7 @@ def _rows_of(src: Tensor, index: Tensor, dim: int, size: int, is_sorted: bool) -
         wanted = *before, entries, *(after if varies else [1] * len(after))
         flat = _folded(whole.expand(wanted).reshape(lead, entries, tail), size)
     values = src.reshape(lead * entries * tail, channels)
-    return _Rows(values, flat, lead * size * tail, (*before, size, *after), src, (entries, tail), is_sorted)
+    return _Folded(values, flat, lead * size * tail, (*before, size, *after), src, (entries, tail), is_sorted)
 
 
 def _folded(index: Tensor, size: int) -> Tensor:
@@ -194,7 +194,7 @@ def _folded(index: Tensor, size: int) -> Tensor:
 # Reductions
 
 
-def _reduced(rows: _Rows, reduce: str, places: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _reduced(rows: _Folded, reduce: str, places: bool) -> Tensor | tuple[Tensor, Tensor]:
     if places:
         values, first = _extreme(rows, reduce == "min", True)
         assert first is not None
@@ -203,29 +203,29 @@ def _reduced(rows: _Rows, reduce: str, places: bool) -> Tensor | tuple[Tensor, T
     return found.reshape(rows.of.shape if "softmax" in reduce else rows.shape)
 
 
-def _sum(rows: _Rows) -> Tensor:
+def _sum(rows: _Folded) -> Tensor:
     return rows.sums(rows.values)
 
 
-def _mean(rows: _Rows) -> Tensor:
+def _mean(rows: _Folded) -> Tensor:
     counts, total = _counts(rows.index, rows.count)[:, None], rows.sums(rows.values)
     return total.div_(counts) if total.is_floating_point() else total.div(counts, rounding_mode="floor")
 
 
-def _extreme(rows: _Rows, least: bool, places: bool) -> tuple[Tensor, Tensor | None]:
+def _extreme(rows: _Folded, least: bool, places: bool) -> tuple[Tensor, Tensor | None]:
     """(values, their first rows)."""
     run = lowered.extreme_items if _kernels_run(rows.values) else lowered.extreme_items_torch
     return run(rows.values, rows.index, rows.count, least, places)
 
 
-def _place(rows: _Rows, first: Tensor) -> Tensor:
+def _place(rows: _Folded, first: Tensor) -> Tensor:
     """Position along the reduced axis of a row, its size for row -1."""
     (entries, tail), first = rows.axis, first.long()
     place = first if len(rows.values) == entries else first // tail % max(1, entries)
     return torch.where(first < 0, entries, place)
 
 
-def _softmax(rows: _Rows, log: bool) -> Tensor:
+def _softmax(rows: _Folded, log: bool) -> Tensor:
     wide = rows.wide
     top, _ = _extreme(rows._replace(values=wide.detach()), False, False)
     apart = wide - rows.spread(top)
@@ -234,7 +234,7 @@ def _softmax(rows: _Rows, log: bool) -> Tensor:
     return apart - rows.spread(total.log()) if log else grown / rows.spread(total)
 
 
-REDUCTIONS: Mapping[str, Callable[[_Rows], Tensor]] = {
+REDUCTIONS: Mapping[str, Callable[[_Folded], Tensor]] = {
     "sum": _sum,
     "mean": _mean,
     "max": lambda rows: _extreme(rows, False, False)[0],
