@@ -21,13 +21,14 @@ from pumice.errors import OptionError, PumiceError
 
 LEDGER = Path(__file__).parents[2] / "bench" / "results.jsonl"
 CPU = torch.device("cpu")
-FAST = ("structured", "conv", "tensor-product", "figure7", "ablation")
+FAST = ("structured", "conv", "tensor-product", "messages", "figure7", "ablation")
 # What must be among the ends of the cases of each study.
 EXPECTED = {
     "structured": {"BlockGroupCOO", "BCSR"},
     "unstructured": {"GroupCOO", "COO", "CSR", "buckets"},
     "conv": {"planned", "pairs", "grouped", "compacted", "to-grouped", "to-compacted"},
-    "tensor-product": {"COO", "grouped by path"},
+    "tensor-product": {"COO", "grouped by path", "module"},
+    "messages": {"module"},
     "figure7": {"g1", "g8"},
     "table3": {"random_400"},
     "ablation": {"COO", "+ group", "+ block", "+ lazy broadcasting"},
@@ -134,6 +135,14 @@ def test_a_thorough_run_has_every_size_of_the_tensor_product():
     assert (
         some < every and {highest for highest, _ in some} == {1, 2, 3} and {width for _, width in some} == {16, 32, 64}
     )
+
+
+@pytest.mark.parametrize("highest, paths, nnz", [(1, 4, 10), (2, 11, 83), (3, 23, 353)])
+def test_the_coefficients_are_the_known_ones(highest, paths, nnz):
+    found = bench_tensor_product.coefficients(highest, 1)
+    assert found.shape[3] == paths and found.count_nonzero() == nnz
+    # Results of inputs of unit variance have unit variance.
+    torch.testing.assert_close(found.square().sum((1, 2, 3)), torch.ones(len(found), dtype=torch.float64))
 
 
 def test_an_unknown_study_lists_the_known():

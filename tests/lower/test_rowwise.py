@@ -58,6 +58,13 @@ def test_blocks_cover_all_rows_with_few_sizes():
     assert len({block for rows in range(1, 5000) for block in rowwise._blocks(rows)}) < 90
 
 
+def test_declared_rows():
+    """A declared number of rows is that of all blocks."""
+    text, given = f"{STATEMENTS['messages']}, b:21", operands(STATEMENTS["messages"], 21)
+    got, want = (pm.einsum(text, **given, lowering=way) for way in ("rowwise", "reference"))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-12)
+
+
 def test_it_is_chosen_for_messages():
     given = operands(STATEMENTS["messages"], 200)
     made = pm.compile_einsum(STATEMENTS["messages"], {"CG": "(k i j p):C"})

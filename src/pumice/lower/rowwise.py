@@ -184,7 +184,8 @@ def _ways(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Iterator[tup
     """Every form with its operands; copies are uninitialised and take no memory."""
     for form in rowwise(bound.statement):
         arrays = [array for _, array, _ in form.copied] + [form.target] * bool(form.target)
-        if bound.ranges[form.row].start or any(len(operands[name]) != bound.extents[form.row] for name in arrays):
+        by_row = [*arrays, *(form.by_row & operands.keys() - {form.statement.target.name})]
+        if bound.ranges[form.row].start or any(len(operands[name]) != bound.extents[form.row] for name in by_row):
             continue
         copies = dict[str, Tensor]()
         for operand, array, name in form.copied:
@@ -212,7 +213,8 @@ def _step(
     form: Rowwise, shape: tuple[int, ...], dtype: torch.dtype, *shapes: tuple[str, tuple[int, ...]]
 ) -> nest.NestStep:
     """The nest of a block, which keeps what it prepares. shape: of its result."""
-    return nest.NestStep(bind(form.statement, dict(shapes), shape, strict=False), dtype)
+    ranges = tuple((name, extent) for name, extent in form.statement.ranges if name != form.row)
+    return nest.NestStep(bind(replace(form.statement, ranges=ranges), dict(shapes), shape, strict=False), dtype)
 
 
 @lru_cache(maxsize=1024)
