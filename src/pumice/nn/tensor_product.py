@@ -311,7 +311,7 @@ class _Part:
 
     def table(self, device: torch.device, dtype: torch.dtype) -> Sparse:
         given = torch.from_numpy(self.coords), torch.from_numpy(self.values)
-        whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=False)
+        whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
 
     def weight(self, flat: Tensor) -> Tensor:
