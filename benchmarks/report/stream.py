@@ -107,8 +107,22 @@ def streams(rows: Sequence[Row]) -> Iterator[Chart]:
         yield Chart(name, "Streams of scenes never seen", note, told(every), panels)
 
 
+def _newest_cpus(found: Sequence[Cell]) -> list[Cell]:
+    """The cells; of CPUs the newest of each network, mode and number of threads, by the wall clock if there is one."""
+    newest: dict[tuple[str, ...], Cell] = {}
+    for cell in found:
+        threads = re.search(r"\d+ threads", cell.device)
+        key = (cell.net, cell.mode, threads[0]) if threads else (cell.net, cell.mode, cell.device, cell.clock)
+        newest[key] = max(newest.get(key, cell), cell, key=_age)
+    return list(newest.values())
+
+
+def _age(cell: Cell) -> tuple[str, bool]:
+    return max(row.date for row in cell.rows), cell.clock == "wall"
+
+
 def stream_table(rows: Sequence[Row]) -> str:
-    """Markdown table with a line for each network, mode, device and clock; "" without rows."""
+    """Markdown table with a line for each network, mode, device and clock, see _newest_cpus; "" without rows."""
     head = (
         "network, mode, device, clock",
         *(f"{way}, ms" for way in (_SPCONV, *_WAYS)),
@@ -117,7 +131,7 @@ def stream_table(rows: Sequence[Row]) -> str:
     )
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     found = cells(rows)
-    for cell in found:
+    for cell in _newest_cpus(found):
         columns = (
             ", ".join((cell.net, MODES.get(cell.mode, cell.mode), cell.device, cell.clock)),
             *(cell.times(way) for way in (_SPCONV, *_WAYS)),
