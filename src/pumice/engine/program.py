@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
-from pumice.engine.trace import CallStep, Graph, Product, Snapshot, Step, map_requests, nodes_in, own_ways, trace
+from pumice.engine.trace import CallStep, Product, Snapshot, Step, TracedModule, map_requests, nodes_in, own_ways, trace
 from pumice.engine.train_stretch import TrainStretch, train_stretches
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution, InverseConv
@@ -310,7 +310,7 @@ def _with_maps(run: Callable[[Env], None]) -> Callable[[Env], Callable[[], None]
     return partial(partial, run)
 
 
-def _items(graph: Graph, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
+def _items(graph: TracedModule, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
     """The items that run a graph. how: (INFERENCE or TRAINING, bytes of a feature on a GPU; None on a CPU)."""
     made: list[_Item] = []
     way, size = how
@@ -380,7 +380,7 @@ class _Pyramid:
             self.maps.prepare(geometry, meanwhile)
 
 
-def _pyramid_of(graph: Graph) -> _Pyramid | None:
+def _pyramid_of(graph: TracedModule) -> _Pyramid | None:
     """Maps from the first sparse argument down: per level, submanifold windows and the first strided relation."""
     node = next((n for n in graph.placeholders if n.args[0] == "sparse"), None)
     if node is None:

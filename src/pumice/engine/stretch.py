@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from pumice.coords import Geometry, KernelMap, Relation, kernel_map
-from pumice.engine.trace import CallStep, Graph, Product, Step, nodes_in, reads_of
+from pumice.engine.trace import CallStep, Product, Step, TracedModule, nodes_in, reads_of
 from pumice.errors import GeometryError
 from pumice.lower import kernel as kernels
 from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
@@ -620,7 +620,7 @@ class _Run:
 # Stretches of a graph
 
 
-def stretches(graph: Graph, size: int) -> list[Step | Stretch]:
+def stretches(graph: TracedModule, size: int) -> list[Step | Stretch]:
     """The steps of a graph, with runs of products joined to stretches. size: bytes per feature."""
     groups: list[list[Step]] = [[]]
     result, sliced, readers = {*nodes_in(graph.result)}, set[Node](), _readers(graph)
@@ -644,7 +644,7 @@ def _made(group: Sequence[Step], outside: set[Node]) -> Sequence[Step | Stretch]
 
 
 def grouped(
-    graph: Graph, groups: Sequence[Sequence[Step]], make: Callable[[Sequence[Step], set[Node]], Sequence[Any]]
+    graph: TracedModule, groups: Sequence[Sequence[Step]], make: Callable[[Sequence[Step], set[Node]], Sequence[Any]]
 ) -> Iterator[Any]:
     """Yield make(group, its nodes that are read outside the group) of each group of steps."""
     result, readers = {*nodes_in(graph.result)}, _readers(graph)
@@ -656,7 +656,7 @@ def grouped(
             )
 
 
-def _readers(graph: Graph) -> dict[Node, list[Step]]:
+def _readers(graph: TracedModule) -> dict[Node, list[Step]]:
     """The steps that read each node."""
     readers: dict[Node, list[Step]] = {}
     for step in graph.steps:

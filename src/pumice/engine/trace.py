@@ -392,7 +392,7 @@ class _Link(NamedTuple):
 
 
 @dataclass(eq=False)
-class Graph:
+class TracedModule:
     """A traced module. modules: called modules by node; through, reasons: see _Tracer; placeholders: nodes of the
     tensor arguments; result: the returned structure of nodes; levels: by node, see _level."""
 
@@ -406,7 +406,7 @@ class Graph:
     steps: list[Step] = field(default_factory=list)
 
 
-def _norm(step: Product, link: _Link, graph: Graph) -> Product | None:
+def _norm(step: Product, link: _Link, graph: TracedModule) -> Product | None:
     module = graph.modules.get(link.operation)
     if module is None or link.operation in graph.reasons:
         return None
@@ -415,7 +415,7 @@ def _norm(step: Product, link: _Link, graph: Graph) -> Product | None:
     return replace(step, norm=module) if type(module) is kind else None
 
 
-def _residual(step: Product, link: _Link, graph: Graph) -> Product | None:
+def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None:
     node = link.operation
     if node.target is not operator.add or len(node.args) != 2:
         return None
@@ -429,7 +429,7 @@ def _residual(step: Product, link: _Link, graph: Graph) -> Product | None:
     return None if waits and order[other] > order[step.node] else replace(step, residual=other)
 
 
-def _activation(step: Product, link: _Link, graph: Graph) -> Product | None:
+def _activation(step: Product, link: _Link, graph: TracedModule) -> Product | None:
     node, module = link.operation, graph.modules.get(link.operation)
     if module is not None and node not in graph.reasons:
         name = ACTIVATIONS.get(type(module), "")
@@ -441,7 +441,7 @@ def _activation(step: Product, link: _Link, graph: Graph) -> Product | None:
 
 _FUNCTIONS: Mapping[Any, str] = {torch.relu: "relu", functional.relu: "relu", functional.silu: "silu", "relu": "relu"}
 
-PATTERN: tuple[Callable[[Product, _Link, Graph], Product | None], ...] = (_norm, _residual, _activation)
+PATTERN: tuple[Callable[[Product, _Link, TracedModule], Product | None], ...] = (_norm, _residual, _activation)
 """Functions that fuse the operation after a product into its step, or return None; applied in order, once each."""
 
 
@@ -450,7 +450,7 @@ _TRACING = threading.RLock()
 
 def trace(
     net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], refused: Mapping[nn.Module, str]
-) -> Graph | str:
+) -> TracedModule | str:
     """Trace net(*args, **kwargs) into steps, which hold for any tensors in place of those given; or return the reason
     why net cannot be traced. refused: modules not to be traced, with reasons."""
     placeholders: list[Node] = []
@@ -480,7 +480,7 @@ def trace(
     whole = next((reason for n, reason in reasons.items() if modules[n] is net), None)
     if whole is not None:
         return whole
-    graph = Graph((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
+    graph = TracedModule((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
     for node in reversed(traced.nodes):
         # Dead code without side effects.
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
@@ -491,7 +491,7 @@ def trace(
     return graph
 
 
-def _steps(graph: Graph) -> list[Step]:
+def _steps(graph: TracedModule) -> list[Step]:
     """Products with the operations fused into them, and calls of all other nodes."""
     alone = _norms_apart(graph)
     changing = [place for place, n in enumerate(graph.nodes) if not is_pure(n, graph) and n not in alone]
@@ -507,7 +507,7 @@ def _steps(graph: Graph) -> list[Step]:
     return steps
 
 
-def _norms_apart(graph: Graph) -> set[Node]:
+def _norms_apart(graph: TracedModule) -> set[Node]:
     """Calls of batch norms whose running statistics no other node reads or writes."""
     called = Counter(graph.modules.values())
     read = tuple(str(n.target).rpartition(".")[0] for n in graph.nodes if n.op == "get_attr")
@@ -521,7 +521,7 @@ def _norms_apart(graph: Graph) -> set[Node]:
     }
 
 
-def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product], set[Node]]:
+def _products(graph: TracedModule, changing: Sequence[int]) -> tuple[dict[Node, Product], set[Node]]:
     """Products by result node, and all other nodes fused into them. changing: positions of nodes with side effects."""
     order = {n: place for place, n in enumerate(graph.nodes)}
     found: dict[Node, Product] = {}
@@ -549,7 +549,7 @@ def _products(graph: Graph, changing: Sequence[int]) -> tuple[dict[Node, Product
     return found, within
 
 
-def _product(node: Node, graph: Graph) -> Product | None:
+def _product(node: Node, graph: TracedModule) -> Product | None:
     layer = graph.modules.get(node)
     if layer is None or node in graph.reasons or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -583,7 +583,7 @@ def _feats_of(node: Node) -> list[Node]:
     return [n for n in node.users if n.target is getattr and n.args[1] == "feats"]
 
 
-def is_pure(node: Node, graph: Graph) -> bool:
+def is_pure(node: Node, graph: TracedModule) -> bool:
     """True if a node is known to have no side effects and to draw no random numbers."""
     if node.op == "call_module":
         module = graph.modules[node]
@@ -597,7 +597,7 @@ def is_pure(node: Node, graph: Graph) -> bool:
     return node.op in ("placeholder", "get_attr") or (node.op == "call_method" and node.target in _SAME_ROWS)
 
 
-def _level(node: Node, product: Product | None, graph: Graph) -> Any:
+def _level(node: Node, product: Product | None, graph: TracedModule) -> Any:
     """Key of the geometry of a node's value: nodes with equal keys share one Geometry object."""
     levels, first, module = graph.levels, node.args[0] if node.args else None, graph.modules.get(node)
     if product is not None:
@@ -616,7 +616,7 @@ def _level(node: Node, product: Product | None, graph: Graph) -> Any:
     return own if kept or (node.op == "call_method" and node.target in _SAME_ROWS) else node
 
 
-def _level_of_product(product: Product, graph: Graph) -> Any:
+def _level_of_product(product: Product, graph: TracedModule) -> Any:
     own, layer = graph.levels[product.x], product.layer
     if not isinstance(layer, Convolution):
         return own
@@ -632,7 +632,7 @@ def _level_over(level: Any, relation: Relation) -> Any:
     return level if relation.policy == "same" else (level, relation)
 
 
-def map_requests(graph: Graph) -> Iterator[tuple[Any, Relation, Convolution | None]]:
+def map_requests(graph: TracedModule) -> Iterator[tuple[Any, Relation, Convolution | None]]:
     """(level of the inputs, relation, convolution or None for a pool) of each kernel map that a step reads, except on
     given coordinates."""
     for step in graph.steps:
@@ -644,7 +644,7 @@ def map_requests(graph: Graph) -> Iterator[tuple[Any, Relation, Convolution | No
             yield graph.levels[x], step.module.relation(), None
 
 
-def _name_of(node: Node, graph: Graph) -> str:
+def _name_of(node: Node, graph: TracedModule) -> str:
     target = node.target
     if node in graph.modules:
         return str(target).removeprefix("net").removeprefix(".") or "net"

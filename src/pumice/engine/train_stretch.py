@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from pumice.coords import Geometry, KernelMap, kernel_map
 from pumice.engine.stretch import Env, grouped, is_one_kernel, parts_of, run_product
-from pumice.engine.trace import CallStep, Graph, Product, Step, is_pure, nodes_in, reads_of
+from pumice.engine.trace import CallStep, Product, Step, TracedModule, is_pure, nodes_in, reads_of
 from pumice.engine.train_layers import NONE, Joined, Layer, Planner, TrainPlan, WiredStep, tensors_of
 from pumice.engine.train_pass import Started, StepCall
 from pumice.lower import kernel as kernels
@@ -242,7 +242,7 @@ def _map(layer: Layer, inputs: Geometry, target: Geometry | None) -> tuple[Kerne
     return kernel_map(inputs, *step.layer.map_request(target))
 
 
-def train_stretches(graph: Graph) -> list[Step | TrainStretch]:
+def train_stretches(graph: TracedModule) -> list[Step | TrainStretch]:
     """The steps of a graph, with runs of products joined to stretches."""
     groups: list[list[Step]] = [[]]
     live = _live(graph)
@@ -260,7 +260,7 @@ def train_stretches(graph: Graph) -> list[Step | TrainStretch]:
     return [*grouped(graph, groups, made)]
 
 
-def _live(graph: Graph) -> set[Node]:
+def _live(graph: TracedModule) -> set[Node]:
     """The nodes that the result or any side effect may depend on."""
     live = {*nodes_in(graph.result)}
     for node in reversed(graph.nodes):

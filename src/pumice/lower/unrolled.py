@@ -48,7 +48,7 @@ class RowView(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class TableForm:
     """A statement over a table. entry, row, lane: its indices; values: the factors of the table's entries."""
 
     entry: str
@@ -70,7 +70,7 @@ class Form:
 
 
 @lru_cache(maxsize=1024)
-def form_of(statement: Statement) -> Form | None:
+def form_of(statement: Statement) -> TableForm | None:
     """The form of a statement, None for other statements."""
     names = indices_of(statement)
     if len(statement.terms) != 1 or statement.reduction != "sum" or len(names) != 3:
@@ -90,7 +90,7 @@ def form_of(statement: Statement) -> Form | None:
             if target is not None and target.rows and len(found) == len(views):
                 # Sorted: gradients of all orders that differ in the order of factors are one kernel.
                 found.sort(key=lambda view: (view.table, view.rows, view.lanes))
-                return Form(entry, row, lane, tuple(values), tuple(found), target)
+                return TableForm(entry, row, lane, tuple(values), tuple(found), target)
     return None
 
 
@@ -159,7 +159,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
     return operands[statement.target.name] + result if statement.accumulate else result
 
 
-def _table_names(form: Form) -> list[str]:
+def _table_names(form: TableForm) -> list[str]:
     return [*form.values, *(view.table for view in (*form.factors, form.target) if view.table)]
 
 
@@ -171,7 +171,7 @@ class EntryTable(NamedTuple):
 
 
 @cached_per_tensor
-def table_of(first: Tensor, form: Form, coefficient: float, *others: Tensor) -> EntryTable:
+def table_of(first: Tensor, form: TableForm, coefficient: float, *others: Tensor) -> EntryTable:
     """The table of a form, read from the values and index arrays that `_table_names` lists. Synchronises the host."""
     held = dict(zip(_table_names(form), [x.tolist() for x in (first, *others)], strict=True))
     count = len(first)
@@ -200,7 +200,7 @@ def rows_by_target(array: Tensor, count: int) -> RowsByTarget:
 
 
 def _launched(
-    bound: BoundStatement, form: Form, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
+    bound: BoundStatement, form: TableForm, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     factors = [operands[view.name].contiguous() for view in form.factors]
     out = torch.empty(bound.shape, dtype=dtype, device=factors[0].device)
@@ -219,7 +219,7 @@ def _launched(
 
 
 def run_torch(
-    bound: BoundStatement, form: Form, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
+    bound: BoundStatement, form: TableForm, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """As the kernel, in plain torch: one entry at a time."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -249,7 +249,7 @@ def run_torch(
 
 @lru_cache(maxsize=256)
 def _kernel(
-    form: Form, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool
+    form: TableForm, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool
 ) -> tuple[KernelLauncher, int]:
     """(the kernel, the lanes of a program)."""
     block = 1 << (lanes - 1).bit_length()
@@ -262,12 +262,12 @@ def _kernel(
     return KernelLauncher(TritonKernel((name, f"<{name}>", "unrolled"), text, code, parameters)), block
 
 
-def _pointers(form: Form) -> list[str]:
+def _pointers(form: TableForm) -> list[str]:
     arrays = [f"a{n}" for n, _ in enumerate(form.gathered)]
     return [*(f"f{n}" for n, _ in enumerate(form.factors)), *arrays, "out", *(["order", "starts"] * form.summed)]
 
 
-def source(form: Form, table: EntryTable, sizes: Sequence[int], lanes: tuple[int, int], double: bool) -> str:
+def source(form: TableForm, table: EntryTable, sizes: Sequence[int], lanes: tuple[int, int], double: bool) -> str:
     """The Triton source of a form. sizes: components of each factor and of the target; lanes: all, of a program."""
     every, block = lanes
     numbers = [f"n{n}" for n, _ in enumerate(form.gathered)]
@@ -298,7 +298,7 @@ def source(form: Form, table: EntryTable, sizes: Sequence[int], lanes: tuple[int
 class _UnrolledWriter:
     """Lines of a kernel. Component i of factor n is the variable fn_i, component k of the target ok."""
 
-    form: Form
+    form: TableForm
     table: EntryTable
     sizes: tuple[int, ...]
     lanes: int
