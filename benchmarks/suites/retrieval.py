@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import pumice as pm
 from benchmarks.harness.results import geomean
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
-from benchmarks.harness.timing import Times, cpu_clock, on_cpu, on_threads, together
+from benchmarks.harness.timing import Times, clocks, cpu_clock, on_cpu, on_threads, together
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.clouds import Voxels, published, scenes
 from benchmarks.suites import map_work, maps
@@ -46,22 +46,24 @@ _TEXT = (
 def retrieval(setup: Setup) -> Iterator[Row]:
     """UCF's voxel sets (generated scenes, if quick): the statement over the kernels of coords, and over spconv."""
     goals = GOALS if setup.device.type == "cpu" else {torch.get_num_threads(): GPU_GOAL}
-    ratios: dict[int, list[float]] = {threads: [] for threads in goals}
+    ratios: dict[tuple[int, str], list[float]] = {}
     for name, load in chain(published(setup), scenes(setup) if setup.quick else ()):
         for threads, row in (
             _rows(setup, f"retrieval/{name}", load(), goals) if setup.wants(f"retrieval/{name}") else ()
         ):
-            ratios[threads] += [row.ratio] if row.peer == "spconv" else []
+            if row.peer == "spconv":
+                ratios.setdefault((threads, row.clock), []).append(row.ratio)
             yield row
-    for threads, goal in goals.items():
+    for (threads, clock), found in ratios.items():
         with on_threads(threads):
-            yield from over_spconv(setup, "retrieval", ratios[threads], goal)
+            yield from over_spconv(setup, "retrieval", found, goals[threads], clock)
 
 
-def over_spconv(setup: Setup, case: str, ratios: Sequence[float], goal: float) -> Iterator[Row]:
-    """The geometric mean of times as fast as spconv beside its goal; nothing if spconv is not installed."""
+def over_spconv(setup: Setup, case: str, ratios: Sequence[float], goal: float, clock: str = "") -> Iterator[Row]:
+    """The geometric mean of times as fast as spconv beside its goal; nothing if spconv is not installed. clock: default
+    the CPU's."""
     if ratios:
-        mean, clock = geomean(ratios), "wall" if setup.device.type == "cuda" else cpu_clock()
+        mean, clock = geomean(ratios), clock or cpu_clock()
         setup.say(f"{case}: {mean:.2f} times as fast as spconv, {torch.get_num_threads()} threads, goal {goal:g}")
         yield setup.row(case, mean, clock, Peer("goal", goal, "goal"), "over spconv", "times", "int32")
 
@@ -69,13 +71,17 @@ def over_spconv(setup: Setup, case: str, ratios: Sequence[float], goal: float) -
 def _rows(setup: Setup, case: str, voxels: Voxels, goals: Iterable[int]) -> Iterator[tuple[int, Row]]:
     """(threads, row) of one set of voxels."""
     truth = map_work.truth_of(voxels, WINDOW)
-    ways: Mapping[str, Callable[[Voxels], Mapping[str, Tensor]]] = {"statement": _statement, "coords": _coords}
-    works = [Work(n, partial(way, voxels), partial(_wrong, truth=truth), False) for n, way in ways.items()]
+    columns = [x.clone(memory_format=torch.contiguous_format) for x in voxels.coords.unbind(1)]
+    ways = {"statement": partial(_statement, voxels, columns), "coords": partial(_coords, voxels)}
+    works = [Work(n, way, partial(_wrong, truth=truth), False) for n, way in ways.items()]
     done = [*maps.ready(setup, case, works), *maps.spconv_ready(setup, case, voxels, int((truth.rows >= 0).sum()))]
-    for threads in goals if any(one.name == "statement" for one in done) else ():
+    if not any(one.name == "statement" for one in done):
+        return
+    for threads, clock in product(goals, clocks(setup.device) if setup.device.type == "cuda" else ("",)):
         with on_threads(threads):
-            times = dict(zip((one.name for one in done), _times(setup, [one.call for one in done]), strict=True))
-            ours, clock = times.pop("statement"), cpu_clock() if setup.device.type == "cpu" else "wall"
+            every = _times(setup, [one.call for one in done], clock)
+            times, clock = dict(zip((one.name for one in done), every, strict=True)), clock or cpu_clock()
+            ours = times.pop("statement")
             for name, spent in times.items():
                 peer = Peer(name, spent.p20, package=spconv_peer.package() if name == "spconv" else "")
                 told = f"{ours.p20:.3f} ms, {name} {peer.value:.3f}, {peer.value / ours.p20:.2f}"
@@ -84,25 +90,18 @@ def _rows(setup: Setup, case: str, voxels: Voxels, goals: Iterable[int]) -> Iter
                 yield threads, setup.row(case, Times(ours.p20, ours.p20, ours.p80), clock, peer, dtype="int32")
 
 
-def _times(setup: Setup, calls: Sequence[Callable[[], Any]]) -> list[Times]:
+def _times(setup: Setup, calls: Sequence[Callable[[], Any]], clock: str) -> list[Times]:
     if setup.device.type == "cpu":
         return on_cpu(calls, 3 if setup.quick else _RUNS)
-    return together(calls, setup.device, "wall", setup.seconds)
+    return together(calls, setup.device, clock, setup.seconds)
 
 
-def _operand(voxels: Voxels, axes: str) -> Sparse:
-    """The voxels as a pattern, in tensors that nothing is kept for yet."""
+def _statement(voxels: Voxels, columns: Sequence[Tensor]) -> Mapping[str, Tensor]:
+    """columns: of the coordinates; the operands have tensors of their own over these, for which nothing is kept yet."""
     shape = (voxels.bounds.batch, *(high + 1 for high in voxels.bounds.high))
-    coords = dict(
-        zip(
-            axes.split(), (x.clone(memory_format=torch.contiguous_format) for x in voxels.coords.unbind(1)), strict=True
-        )
-    )
-    return Sparse(parse_format(f"({axes}):C"), shape, (FormatBucket(coords, None),), len(voxels))
-
-
-def _statement(voxels: Voxels) -> Mapping[str, Tensor]:
-    operands: dict[str, Any] = {name: _operand(voxels, "n x y z") for name in "AB"}
+    coords = dict(zip("nxyz", (x.detach() for x in columns), strict=True))
+    pattern = Sparse(parse_format("(n x y z):C"), shape, (FormatBucket(coords, None),), len(voxels))
+    operands: dict[str, Any] = {"A": pattern, "B": pattern}
     text = _TEXT.format(x=", ".join(f"{axis}:{high + 1}" for axis, high in zip("xyz", voxels.bounds.high, strict=True)))
     return pm.einsum(text, **operands, W=torch.ones(3, 3, 3, device=voxels.coords.device)).parts[0].coords
 

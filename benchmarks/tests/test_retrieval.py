@@ -23,8 +23,8 @@ def test_rows():
 def test_pairs_that_are_not_those_of_the_map_are_told_and_not_timed(monkeypatch):
     statement = retrieval._statement
 
-    def wrong(voxels):
-        found = dict(statement(voxels))
+    def wrong(voxels, columns):
+        found = dict(statement(voxels, columns))
         return found | {"j": torch.roll(found["j"], 1)}
 
     monkeypatch.setattr(retrieval, "_statement", wrong)

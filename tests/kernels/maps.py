@@ -798,6 +798,7 @@ def storages(found: KernelMap) -> dict[str, Any]:
         inputs, outputs, sizes = m.pairs()
         parts = {"rows": m.rows(), "masks": m.masks(), "counts": m.counts(), "taps": m.taps(), "tally": m.pair_counts()}
         parts |= {"pairs": (inputs, outputs, sizes), "compacted": m.compacted(32), "grouped": m.grouped(8)}
+        parts["listed"] = m.listed()
         if 1 < m.volume < 64:
             parts |= {f"part {n} of 2": part for n, part in enumerate(m.split(16, 2, 16))}
         held |= {side + name: part for name, part in parts.items()}

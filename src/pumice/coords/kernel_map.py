@@ -17,7 +17,7 @@ from pumice.coords.capacity import BufferedMapState
 from pumice.coords.lookup import Neighbours, mask_words
 from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS, RUNS_PER_STEP, register_and_split, segments_by_length
-from pumice.coords.tiles import PairGroups, SortSpec, TileList, Tiling
+from pumice.coords.tiles import PairGroups, PairList, SortSpec, TileList, Tiling
 from pumice.errors import OptionError, ShapeError
 from pumice.runtime.launch import compiling_launches, has_triton, outside_inference_mode
 from pumice.runtime.streams import is_capturing
@@ -116,6 +116,11 @@ class KernelMap:
     def taps(self) -> Tensor:
         """int64 [P]: index of the kernel offset of each pair, in the order of `pairs()`."""
         return self._found.cached("taps", _taps)
+
+    def listed(self) -> PairList:
+        """`pairs()` and `taps()` as int32."""
+        inputs, outputs, taps = self._found.cached("listed", _listed)
+        return PairList(outputs, inputs, taps) if self.flipped else PairList(inputs, outputs, taps)
 
     def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
         """Tiles of `block` outputs with the kernel offsets that occur in each; see TileList.
@@ -297,14 +302,23 @@ def _pairs(found: KernelMap) -> Pairs:
         met = found.table.t().contiguous()
         hits = met >= 0
         return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
+    inputs, outputs, _ = found.listed()
+    return Pairs(inputs.long(), outputs.long(), torch.tensor(_totals(found)))
+
+
+def _listed(found: KernelMap) -> PairList:
+    """PairList of an untransposed map."""
+    if found.device.type == "cpu" or torch.compiler.is_compiling():
+        inputs, outputs, _ = found.pairs()
+        return PairList(inputs.int(), outputs.int(), found.taps().int())
     if found.buffered is not None:
         raise OptionError("pairs() has a data-dependent length and is not available in a captured network")
-    totals = _totals(found)
-    inputs, outputs = tiles.list_pairs(found.rows(), found.valid_count(), found.pair_counts(), sum(totals))
-    return Pairs(inputs.long(), outputs.long(), torch.tensor(totals))
+    return tiles.list_pairs(found.rows(), found.valid_count(), found.pair_counts(), sum(_totals(found)))
 
 
 def _taps(found: KernelMap) -> Tensor:
+    if found.has("listed"):
+        return found.listed().taps.long()
     pairs = found.pairs()
     sizes = pairs.sizes.to(found.device, non_blocking=True)
     taps = torch.arange(len(sizes), device=sizes.device)

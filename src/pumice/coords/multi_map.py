@@ -16,7 +16,7 @@ from torch import Tensor
 from pumice.coords.buffer import with_own_storage
 from pumice.coords.kernel_map import KernelMap, Pairs
 from pumice.coords.relation import Relation
-from pumice.coords.tiles import PairGroups
+from pumice.coords.tiles import PairGroups, PairList
 from pumice.errors import OptionError
 
 _KEYS = 1 << 62  # Products of sizes from which pairs have no int64 key
@@ -87,6 +87,11 @@ class MultiMap(KernelMap):
         """Pair lists per kernel offset, each in the order of the untransposed map's outputs, then inputs."""
         inputs, outputs, sizes = self._found.cached("pairs", _pairs)
         return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
+
+    def listed(self) -> PairList:
+        """`pairs()` and `taps()` as int32."""
+        inputs, outputs, taps = self._found.cached("listed", lambda m: m.table.t().contiguous())
+        return PairList(outputs, inputs, taps) if self.flipped else PairList(inputs, outputs, taps)
 
     def counts(self) -> Tensor:
         """int64 [num_outputs]: number of pairs of each output."""

@@ -83,7 +83,7 @@ def rank_groups(
 
 @triton.jit
 def _list(
-    rows, live, r, block, ends, ranks, inputs, outputs, status, group, capacity, blocks, volume,
+    rows, live, r, block, ends, ranks, inputs, outputs, taps, status, group, capacity, blocks, volume,
     LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """list_pairs for the rows r [1, ROWS] of one block."""
@@ -111,19 +111,21 @@ def _list(
             tl.atomic_or(status, OVERFLOW)
         tl.store(inputs + at, met, mask=on)
         tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
+        if not RANKED:
+            tl.store(taps + at, (k + tl.zeros_like(at)).to(tl.int32), mask=on)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def list_pairs(
-    rows, count, ends, ranks, inputs, outputs, status, group: "i64", capacity: "i64", blocks: "i64",
+    rows, count, ends, ranks, inputs, outputs, taps, status, group: "i64", capacity: "i64", blocks: "i64",
     K: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
-    """Write pairs by kernel offset, then by output; if RANKED in groups of `group` pairs, each at its rank's position.
-    capacity: in pairs, or groups if RANKED; what exceeds it sets OVERFLOW."""
+    """Write pairs and their offsets (taps) by kernel offset, then by output; if RANKED in groups of `group` pairs, each
+    at its rank's position, and no offsets. capacity: in pairs, or groups if RANKED; what exceeds it sets OVERFLOW."""
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[None, :]
     live = r < tl.load(count)
     _list(
-        rows, live, r, tl.program_id(0), ends, ranks, inputs, outputs, status, group, capacity, blocks, K,
+        rows, live, r, tl.program_id(0), ends, ranks, inputs, outputs, taps, status, group, capacity, blocks, K,
         LANES, RANKED,
     )  # fmt: skip
 
@@ -186,6 +188,6 @@ def list_all(
     r = (block * ROWS + tl.arange(0, ROWS))[None, :]
     _list(
         tables + _fact(plan, TABLE, m), r < rows, r, block, ends + _fact(plan, ENDS, m),
-        ranks + _fact(plan, GROUPS_BEFORE, m), inputs + first, outputs + first, status, _fact(plan, GROUP, m),
+        ranks + _fact(plan, GROUPS_BEFORE, m), inputs + first, outputs + first, ranks, status, _fact(plan, GROUP, m),
         _fact(plan, COUNT, m), tl.cdiv(rows, ROWS), _fact(plan, VOLUME, m).to(tl.int32), LANES, True,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.box import INT32_MAX
-from pumice.coords.buffer import OVERFLOW, new_status
+from pumice.coords.buffer import OVERFLOW
 from pumice.coords.lookup import WORD, lanes_of
 from pumice.coords.relation import Relation
 from pumice.coords.segments import RUNS
@@ -45,6 +45,14 @@ class TileList(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self)
+
+
+class PairList(NamedTuple):
+    """Pairs by kernel offset (tap), then output; int32 [P] each."""
+
+    inputs: Tensor
+    outputs: Tensor
+    taps: Tensor
 
 
 class PairGroups(NamedTuple):
@@ -276,14 +284,12 @@ def fill_tiles_torch(rows: Tensor, tiling: Tiling, found: TileList, status: Tens
     found.inputs[: len(tile)] = torch.where(slots >= 0, met, -1)
 
 
-def list_pairs(
-    rows: Tensor, count: Tensor, ends: Tensor, capacity: int, status: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(inputs, outputs) int32 [capacity]: pairs by offset, then output, padded with -1. Others: see group_pairs."""
-    inputs, outputs = (_padding((capacity,), dtype=torch.int32, device=rows.device) for _ in range(2))
-    overflow = new_status(rows.device) if status is None else status
-    _list((rows, count, ends, ends, inputs, outputs, overflow), (1, capacity), ranked=False)
-    return inputs, outputs
+def list_pairs(rows: Tensor, count: Tensor, ends: Tensor, capacity: int, status: Tensor | None = None) -> PairList:
+    """The pairs by offset, then output, padded with -1 to `capacity`. Others: see group_pairs."""
+    made = PairList(*_padding((3, capacity), dtype=torch.int32, device=rows.device))
+    overflow = rows.new_empty(1) if status is None else status
+    _list((rows, count, ends, ends, *made, overflow), (1, capacity), ranked=False)
+    return made
 
 
 def group_pairs(
@@ -291,10 +297,10 @@ def group_pairs(
 ) -> PairGroups:
     """Pair groups of a neighbour table. ends: from pair_counts. shape: (G, Q), a capacity. status: see fill_tiles."""
     groups, size = shape
-    inputs, outputs = (_padding(shape, dtype=torch.int32, device=rows.device) for _ in range(2))
-    overflow = new_status(rows.device) if status is None else status
+    inputs, outputs = _padding((2, *shape), dtype=torch.int32, device=rows.device)
+    overflow = rows.new_empty(1) if status is None else status
     taps, ranks = group_ranks(ends, groups, size)
-    _list((rows, count, ends, ranks, inputs, outputs, overflow), (size, groups), ranked=True)
+    _list((rows, count, ends, ranks, inputs, outputs, taps, overflow), (size, groups), ranked=True)
     return PairGroups(taps, inputs, outputs)
 
 
@@ -329,7 +335,8 @@ def group_ranks_torch(ends: Tensor, size: int, found: tuple[Tensor, Tensor]) -> 
 
 
 def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    """tensors: rows, count, ends, ranks; to fill: inputs, outputs, status. shape: (pairs per group, groups)."""
+    """tensors: rows, count, ends, ranks; to fill: inputs, outputs, taps unless ranked, status. shape: (pairs per group,
+    groups)."""
     rows, _, ends, *_ = tensors
     if not has_triton(rows):
         return _list_torch(tensors, shape, ranked)
@@ -339,7 +346,7 @@ def _list(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> No
 
 
 def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool) -> None:
-    rows, count, ends, ranks, inputs, outputs, status = tensors
+    rows, count, ends, ranks, inputs, outputs, kernel_offsets, status = tensors
     (size, groups), totals = shape, ends[:, -1].long()
     met = torch.where(_valid_rows(rows, count)[:, None], rows, -1).t()
     taps, at = (met >= 0).nonzero().unbind(1)
@@ -353,6 +360,8 @@ def _list_torch(tensors: Sequence[Tensor], shape: tuple[int, int], ranked: bool)
         kept = group < groups
     place = (group * size + nth % size)[kept]
     inputs.view(-1)[place], outputs.view(-1)[place] = met[taps, at][kept], at[kept].int()
+    if not ranked:
+        kernel_offsets[place] = taps[kept].int()
 
 
 def _groups_of(ends: Tensor, size: int) -> Tensor:

@@ -101,8 +101,8 @@ def _stored(text: str, parts: int = 1) -> StorageForm:
 def _pairs(found: KernelMap) -> Sequence[Arrays]:
     if not torch.compiler.is_compiling() and (listed := cpu.listed(found)) is not None:
         return [listed]
-    inputs, outputs, _ = found.pairs()
-    return [{"o": outputs, "k": found.taps(), "i": inputs}]
+    inputs, outputs, taps = found.listed()
+    return [{"o": outputs, "k": taps, "i": inputs}]
 
 
 def _tiles(found: KernelMap, splits: int) -> Sequence[Arrays]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -245,17 +246,31 @@ def _kernel_map(*coordinates: Tensor, window: Window, extents: tuple[tuple[int, 
     base, other = coordinates[: len(extents[0])], coordinates[len(extents[0]) :]
     own, others = zip(*window.columns, strict=True)
     inputs = outputs = _geometry(*other, axes=others, extents=extents[1])
-    same = all(torch.equal(base[n], other[m]) for n, m in window.columns if n >= 0)
+    same = _equal([(base[n], other[m]) for n, m in window.columns if n >= 0])
     if not same:
         outputs = _geometry(*base, axes=own, extents=extents[0])
     if outputs is None or inputs is None:
         return None
     policy, target = ("same", None) if same and {*window.stride} == {1} else ("given", outputs)
-    relation = Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy)
+    relation = _relation(window, policy)
     found, _ = kernel_map(inputs, relation, target)
     # The inputs would keep it, and the outputs, for longer than the outputs' coordinates are there.
     inputs.maps.pop((relation, target), None)
     return found
+
+
+@lru_cache(maxsize=256)
+def _relation(window: Window, policy: str) -> Relation:
+    return Relation.of_offsets(len(window.stride), window.offsets, stride=window.stride, policy=policy).shared()
+
+
+def _equal(lists: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """True if both lists of each pair are equal; at most one host synchronisation."""
+    if any(a.shape != b.shape for a, b in lists):
+        return False
+    # The same memory is equal without being read.
+    read = [(a, b) for a, b in lists if a.data_ptr() != b.data_ptr() or a.stride() != b.stride() or a.dtype != b.dtype]
+    return not read or bool(torch.stack([(a == b).all() for a, b in read]).all())
 
 
 def pairs_of(found: KernelMap, turned: bool = False) -> dict[str, Tensor]:
