@@ -3,9 +3,11 @@ new in every call, from their lists to the lists of the pairs.
 
 statement   the einsum of positions, Map[i,j,k] = A[n,x,y,z] * B[n,x+r-1,y+s-1,z+t-1] * W[r,s,t]
 coords      the kernel map and its pairs, without the einsum
-spconv      its pairs, where it is installed
+table       on a GPU: the kernel map without its pairs, a table padded with -1
+spconv      its pairs, where it is installed; on a GPU a table, too, padded with -1, whose length no one waits for
 
-On a CPU with one thread, by the time of that thread, and with two, by the minimum of the wall-clock time.
+On a CPU with one thread, by the time of that thread, and with two, by the minimum of the wall-clock time. On a GPU by
+the wall clock and by the time that the GPU is busy.
 Cf. "Unified Convolution Framework", 4.2.2 and 6.
 """
 
@@ -23,7 +25,7 @@ import pumice as pm
 from benchmarks.harness.results import geomean
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
-from benchmarks.harness.timing import Times, clocks, cpu_clock, on_cpu, on_threads, together
+from benchmarks.harness.timing import Times, busy, clocks, cpu_clock, on_cpu, on_threads, together
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.clouds import Voxels, published, scenes
 from benchmarks.suites import map_work, maps
@@ -46,17 +48,19 @@ _TEXT = (
 def retrieval(setup: Setup) -> Iterator[Row]:
     """UCF's voxel sets (generated scenes, if quick): the statement over the kernels of coords, and over spconv."""
     goals = GOALS if setup.device.type == "cpu" else {torch.get_num_threads(): GPU_GOAL}
-    ratios: dict[tuple[int, str], list[float]] = {}
+    ratios: dict[tuple[int, str, str], list[float]] = {}
     for name, load in chain(published(setup), scenes(setup) if setup.quick else ()):
         for threads, row in (
             _rows(setup, f"retrieval/{name}", load(), goals) if setup.wants(f"retrieval/{name}") else ()
         ):
             if row.peer == "spconv":
-                ratios.setdefault((threads, row.clock), []).append(row.ratio)
+                ratios.setdefault((threads, row.clock, row.case.removeprefix(f"retrieval/{name}")), []).append(
+                    row.ratio
+                )
             yield row
-    for (threads, clock), found in ratios.items():
+    for (threads, clock, way), found in ratios.items():
         with on_threads(threads):
-            yield from over_spconv(setup, "retrieval", found, goals[threads], clock)
+            yield from over_spconv(setup, f"retrieval{way}", found, goals[threads], clock)
 
 
 def over_spconv(setup: Setup, case: str, ratios: Sequence[float], goal: float, clock: str = "") -> Iterator[Row]:
@@ -74,6 +78,10 @@ def _rows(setup: Setup, case: str, voxels: Voxels, goals: Iterable[int]) -> Iter
     columns = [x.clone(memory_format=torch.contiguous_format) for x in voxels.coords.unbind(1)]
     ways = {"statement": partial(_statement, voxels, columns), "coords": partial(_coords, voxels)}
     works = [Work(n, way, partial(_wrong, truth=truth), False) for n, way in ways.items()]
+    if setup.device.type == "cuda":
+        works.append(
+            Work("table", partial(map_work.submanifold, voxels, None), partial(map_work.wrong_map, truth=truth))
+        )
     done = [*maps.ready(setup, case, works), *maps.spconv_ready(setup, case, voxels, int((truth.rows >= 0).sum()))]
     if not any(one.name == "statement" for one in done):
         return
@@ -81,19 +89,24 @@ def _rows(setup: Setup, case: str, voxels: Voxels, goals: Iterable[int]) -> Iter
         with on_threads(threads):
             every = _times(setup, [one.call for one in done], clock)
             times, clock = dict(zip((one.name for one in done), every, strict=True)), clock or cpu_clock()
-            ours = times.pop("statement")
-            for name, spent in times.items():
-                peer = Peer(name, spent.p20, package=spconv_peer.package() if name == "spconv" else "")
-                told = f"{ours.p20:.3f} ms, {name} {peer.value:.3f}, {peer.value / ours.p20:.2f}"
-                setup.say(f"{case}, {clock}: {len(voxels)} voxels, {told}")
-                # The 20 % quantile is the value: what is above it is mostly other processes.
-                yield threads, setup.row(case, Times(ours.p20, ours.p20, ours.p80), clock, peer, dtype="int32")
+            for ours, name in product(("statement", "table"), times):
+                if ours in times and name != ours and (name == "spconv" or ours == "statement"):
+                    label = case if ours == "statement" else f"{case}/{ours}"
+                    yield threads, _row(setup, label, times[ours], clock, (name, times[name]))
+
+
+def _row(setup: Setup, case: str, ours: Times, clock: str, other: tuple[str, Times]) -> Row:
+    """The 20 % quantiles are the values: what is above them is mostly other processes."""
+    peer = Peer(other[0], other[1].p20, package=spconv_peer.package() if other[0] == "spconv" else "")
+    setup.say(f"{case}, {clock}: {ours.p20:.3f} ms, {peer.name} {peer.value:.3f}, {peer.value / ours.p20:.2f}")
+    return setup.row(case, Times(ours.p20, ours.p20, ours.p80), clock, peer, dtype="int32")
 
 
 def _times(setup: Setup, calls: Sequence[Callable[[], Any]], clock: str) -> list[Times]:
     if setup.device.type == "cpu":
         return on_cpu(calls, 3 if setup.quick else _RUNS)
-    return together(calls, setup.device, clock, setup.seconds)
+    # The lists wait for their length.
+    return [busy(call) for call in calls] if clock == "gpu" else together(calls, setup.device, clock, setup.seconds)
 
 
 def _statement(voxels: Voxels, columns: Sequence[Tensor]) -> Mapping[str, Tensor]:
