@@ -556,7 +556,8 @@ def _ways(step: plan.PlacedStep, device: Device, schedule: nest.Wanted | None) -
         lines.append(f"  {name:10} {why if cost == math.inf else f'{1e6 * cost:.1f} us'}")
     lines += ["", _work(step.statement, step.bound), *_contraction(step.statement, step.bound), ""]
     if source := kernels.source_of(step.bound, step.tensors):
-        lines += [f"kernel, tile {kernels.tile_of(step.bound, step.tensors)}", source, ""]
+        where = "kernel" if any(x.is_cuda for x in step.tensors.values()) else "kernel on a GPU"
+        lines += [f"{where}, tile {kernels.tile_of(step.bound, step.tensors)}", source, ""]
     if nest.refusal(step.statement, step.bound, step.tensors) is None:
         lines += ["loop nest", nest.source_of(step.bound, step.tensors, torch.float32, schedule), ""]
     return lines
