@@ -27,6 +27,15 @@ ZIG = (sys.executable, "-m", "ziglang", "cc", "-target", "aarch64-linux-musl")
 FLAGS = ("-O2", "-ffp-contract=fast", "-fno-math-errno", "-ffreestanding", "-fno-stack-protector", "-fno-sanitize=all")
 LINKED = ("-nostdlib", "-static", "-fno-pie", "-Wl,--entry=0", "-Wl,--no-gc-sections", "-mno-outline-atomics")
 PAGE, SPACE, STACK = 4096, 1 << 24, 1 << 20
+_MEMORY = """__attribute__((no_builtin)) void *memcpy(void *to, const void *from, unsigned long n) {
+    for (unsigned long k = 0; k < n; k++) ((char *)to)[k] = ((const char *)from)[k];
+    return to;
+}
+__attribute__((no_builtin)) void *memset(void *to, int value, unsigned long n) {
+    for (unsigned long k = 0; k < n; k++) ((char *)to)[k] = value;
+    return to;
+}
+"""
 FIRST = 1 << 33  # Address of the first library; nothing of the host lies there
 RETURN = FIRST - PAGE
 _X = [getattr(arm, f"UC_ARM64_REG_X{n}") for n in range(31)]
@@ -138,7 +147,7 @@ class Compiler(native.Compiler):
         base = machine().room()
         with tempfile.TemporaryDirectory() as folder:
             text, made = Path(folder, "source.c"), Path(folder, "made")
-            text.write_text(native._PREAMBLE + source, encoding="utf-8")
+            text.write_text(native._PREAMBLE + _MEMORY + source, encoding="utf-8")
             command = [*ZIG, *FLAGS, *LINKED, f"-Wl,--image-base={base:#x}", "-o", str(made), str(text)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
@@ -164,4 +173,11 @@ if __name__ == "__main__":
     if sys.argv[1] == "pytest":
         import pytest
 
-        raise SystemExit(pytest.main(["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", *sys.argv[2:]]))
+        options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        raise SystemExit(pytest.main([*options, *sys.argv[2:]]))
+    import sanitized
+
+    wanted = int(sys.argv[1])
+    sanitized.statements(wanted)
+    sanitized.convolutions(wanted // 4)
+    print(f"{wanted} statements and {wanted // 4} layers of both kinds")
