@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.ops.graph import ORDERS
+from pumice.ops.relational import ORDERS
 from pumice.ops.scatter import REDUCTIONS
 
 pytestmark = pytest.mark.gpu

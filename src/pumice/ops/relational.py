@@ -1,0 +1,284 @@
+"""The relational graph convolution over a graph with typed edges.
+
+    y[o, n] = sum over relations k of  (join over edges i -> o of relation k of x[i, c]) * w[k, c, n]
+
+Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks", ESWC 2018, equation 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords import MultiMap
+from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.lower import joins
+from pumice.lower.call import add_product
+from pumice.lower.joins import Joins
+from pumice.ops import autograd
+from pumice.ops.conv import autocast_dtype, conv_features
+from pumice.ops.graph import JOINS, Graph, joins_of, share_of, transformed
+from pumice.runtime.cache import cached_per_tensor
+from pumice.schedule.predict import DEVICES, Work, seconds
+
+AGGREGATIONS = ("mean", "sum", "max")
+_JOINED = "H[s[e],c] {} X[i[e],c]{} ; s:sorted"
+_OPERATORS = {"sum": "=", "max": "max="}  # A mean is a sum with factors: kernels on a GPU compute sums
+
+
+def relational_conv(
+    x: Tensor | None,
+    weight: Tensor,
+    graph: Graph,
+    *,
+    aggr: str = "mean",
+    edge_weight: Tensor | None = None,
+    order: str | None = None,
+) -> Tensor:
+    """Relational graph convolution.
+
+        y[o, n] = sum over relations k of  (join over edges e = (i -> o) of relation k of v[e] * x[i, c]) * w[k, c, n]
+
+    x: [sources, C_in]; None: one-hot nodes, of which each has its row of w; int64 [sources]: the rows of such. weight:
+    [relations, C_in, C_out], or [relations, B, C_in / B, C_out / B] of block-diagonal matrices. aggr: "mean" (over the
+    edges of a node and relation), "sum" or "max". edge_weight: v [edges] in the order of the graph's edges, default 1.
+    order: a name of ORDERS; default: the cheapest by the cost model.
+
+    Returns [targets, C_out] in the dtype of x (of one-hot nodes: of weight). Differentiable any number of times in x,
+    weight and edge_weight; sums are in float32 at least. The gradient of a maximum is shared by those that attain it.
+    Raises OptionError, ShapeError, DtypeError, DeviceError.
+    """
+    return convolved(x, weight, graph, (aggr, edge_weight, order), lambda: None)
+
+
+def convolved(
+    x: Tensor | None,
+    weight: Tensor,
+    graph: Graph,
+    how: tuple[str, Tensor | None, str | None],
+    own: Callable[[], Tensor | None],
+) -> Tensor:
+    """`relational_conv` plus own() [targets, C_out], a new tensor, which the sum may overwrite. how: (aggr,
+    edge_weight, order)."""
+    aggr, edge_weight, order = how
+    if (dtype := autocast_dtype(weight)) is not None:
+        x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
+    _check_once(x, weight, graph, aggr, edge_weight)
+    scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
+    layer, base = Layer(graph.map, aggr, scale), own()
+    if x is None or not x.is_floating_point():
+        return _plus(_embedded(weight if x is None else weight.index_select(1, x), layer), base)
+    able = orders_of(aggr, scale is not None)
+    if order is None:
+        order = _cheapest(x, weight, graph.map, able)
+    if order not in able:
+        raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
+    return ORDERS[order](x, weight, layer, base)
+
+
+def orders_of(aggr: str, weighted: bool) -> tuple[str, ...]:
+    """The orders that compute this aggregation, with or without weights of edges."""
+    if aggr == "max":
+        return ("aggregate",)
+    return ("aggregate", "transform") if aggr == "mean" or weighted else ("aggregate", "transform", "direct")
+
+
+class Layer(NamedTuple):
+    """found: the map of a graph; aggr: aggregation; scale: [E] of pairs, or None."""
+
+    found: MultiMap
+    aggr: str
+    scale: Tensor | None
+
+
+# Orders of aggregation and transformation
+
+
+def _aggregate_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+    """Join the inputs of each (target, relation), then one product for each."""
+    return _product(_joined(x, layer, "pairs"), weight, layer.found.segments().reduced, base)
+
+
+def _transform_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+    """One product for each (source, relation), then join the results of each target."""
+    rows = _product(x, weight, transformed(layer.found).reduced, None)
+    return _plus(_joined(rows, layer, "transformed"), base)
+
+
+def _direct(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+    """A product for each edge, gathered and scattered within one kernel."""
+    return _product(x, weight, layer.found, base)
+
+
+ORDERS = {"aggregate": _aggregate_first, "transform": _transform_first, "direct": _direct}
+"""Orders of the steps of `relational_conv`."""
+
+
+def _embedded(weight: Tensor, layer: Layer) -> Tensor:
+    """One-hot nodes: a product is a row of the weight."""
+    rows = weight.reshape(-1, weight.shape[2])
+    if layer.aggr != "max":
+        return _joined(rows, layer, "rows")
+    return _joined(_joined(rows, layer, "rows by segment"), layer._replace(aggr="sum", scale=None), "segments")
+
+
+def _product(x: Tensor, weight: Tensor, found: MultiMap, base: Tensor | None) -> Tensor:
+    """base + the sum over pairs (i, o) of offset k of x[i] * weight[k]."""
+    if weight.ndim == 4:
+        relations, groups, inner, outer = weight.shape
+        filters = weight.permute(1, 3, 0, 2).reshape(groups * outer, relations, inner)
+        return _plus(conv_features(x, filters, found, found.num_outputs, groups), base)
+    filters = weight.permute(2, 0, 1)
+    if base is not None and autograd.is_plain_call((x, filters, base)) and add_product((x, filters), found, base):
+        return base
+    return _plus(conv_features(x, filters, found, found.num_outputs), base)
+
+
+def _plus(y: Tensor, base: Tensor | None) -> Tensor:
+    """y + base; in the memory of y unless autograd or a transform is active."""
+    if base is None:
+        return y
+    return y.add_(base) if autograd.is_plain_call((y, base)) else y + base
+
+
+# Joins of rows
+
+
+def _joined(x: Tensor, layer: Layer, name: str) -> Tensor:
+    """[results, C]: the join of the rows of one of JOINS, in the aggregation of the layer."""
+    found, aggr, scale = layer
+    how = "max" if aggr == "max" else "sum"
+    if scale is None and _by_kernels(x):
+        return _join(x, joins_of(found, name, aggr == "mean"), how)
+    order, inputs, outputs, sizes = JOINS[name](found)
+    factors = None if scale is None else scale[order]
+    if aggr == "mean":
+        share = share_of(found, (name, order), x.dtype)
+        factors = share if factors is None else share * factors
+    more = [] if factors is None else [factors]
+    text = _JOINED.format(_OPERATORS[how], " * V[e]" * len(more))
+    return autograd.einsum([x, inputs, outputs, *more], "X|i|s" + "|V" * len(more), text, (sizes[1], x.shape[1]))
+
+
+def _by_kernels(x: Tensor) -> bool:
+    """True if the kernels of lower.joins apply: other devices have loop nests in C, and tracing sees statements."""
+    return not torch.compiler.is_compiling() and joins.runs(x) and autograd.only_reverse_mode_active((x,))
+
+
+def _join(x: Tensor, found: Joins, how: str) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Join.apply(x, found, how)
+    return joins.join(x, found, how)[0]
+
+
+class _Join(torch.autograd.Function):
+    """joins.join; of sums each is the other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, found: Joins, how: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.found, ctx.how = found, how
+        y, ties = joins.join(x, found, how, how == "max")
+        if ties is not None:
+            ctx.save_for_backward(x, y, ties)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.how == "sum":
+            return _join(grad, ctx.found.transposed, "sum"), None, None
+        x, y, ties = ctx.saved_tensors
+        shares = grad.to(ties.dtype) / ties.clamp(min=1)
+        recorded = torch.is_grad_enabled() and grad.requires_grad
+        run = joins.of_maxima_torch if recorded else joins.of_maxima
+        return run(shares, x, y, ctx.found.transposed), None, None
+
+
+# The cost model
+
+
+def _cheapest(x: Tensor, weight: Tensor, found: MultiMap, able: tuple[str, ...]) -> str:
+    """The order of least estimated time."""
+    if len(able) == 1:
+        return able[0]
+    shape, size = tuple(weight.shape), x.element_size()
+    costs = found.cached(("costs", shape, size), lambda m: _costs(m, shape, size))
+    best, *others = able
+    # torch.compile knows no min() by a key.
+    for name in others:
+        best = name if costs[name] < costs[best] else best
+    return best
+
+
+def _costs(found: Any, shape: tuple[int, ...], size: int) -> Mapping[str, float]:
+    """Estimated seconds of each order. shape: of the weight; size: bytes of a value."""
+    inner, outer, groups = shape[-2], shape[-1], 1 if len(shape) == 3 else shape[1]
+    edges, targets, device = len(found.table), found.num_outputs, DEVICES.get(found.device.type, DEVICES["cpu"])
+    segments, turned = len(found.segments().sizes), len(found.transpose().segments().sizes)
+
+    def product(rows: int, adds: int) -> float:
+        flops, moved = 2.0 * rows * inner * outer * groups, size * groups * (rows * inner + (1 + adds) * rows * outer)
+        return seconds(Work(flops, moved, matrix=found.device.type == "cuda"), device)
+
+    def join(rows: int, channels: int) -> float:
+        return seconds(Work(2.0 * edges * channels, size * channels * (edges + rows)), device)
+
+    return {
+        "aggregate": join(segments, inner * groups) + product(segments, 1),
+        "transform": product(turned, 0) + join(targets, outer * groups),
+        "direct": product(edges, 1),
+    }
+
+
+# Checks
+
+
+def _check_once(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
+    """Check the operands, of equal calls over one graph the first time only."""
+    if torch.compiler.is_compiling() or not isinstance(graph, Graph):
+        return _check_operands(x, weight, graph, aggr, edge_weight)
+    given = [(t.shape, t.dtype, t.device) if t is not None else None for t in (x, weight, edge_weight)]
+    key, seen = (aggr, *given), graph.map.cached("checked", lambda _: set[Hashable]())
+    if key not in seen:
+        _check_operands(x, weight, graph, aggr, edge_weight)
+        seen.add(key)
+    if x is not None and not x.is_floating_point():
+        lowest, highest = _extent(x)
+        if lowest < 0 or highest >= weight.shape[1]:
+            raise CoordinateError(f"one-hot nodes are 0 to {weight.shape[1] - 1}, found {lowest} to {highest}")
+
+
+@cached_per_tensor
+def _extent(nodes: Tensor) -> tuple[int, int]:
+    """(lowest, highest); read once."""
+    return (int(nodes.min()), int(nodes.max())) if len(nodes) else (0, -1)
+
+
+def _check_operands(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
+    if not isinstance(graph, Graph):
+        raise DtypeError(f"graph is a pumice.Graph, found {type(graph).__name__}")
+    if aggr not in AGGREGATIONS:
+        raise OptionError(f"aggr is one of {', '.join(AGGREGATIONS)}, found {aggr!r}")
+    onehot, channels = x is None or not x.is_floating_point(), math.prod(weight.shape[1:-1])
+    if weight.ndim not in ((3,) if onehot else (3, 4)) or weight.shape[0] != graph.num_relations:
+        raise ShapeError(f"weight is [{graph.num_relations}, C_in, C_out], found shape {list(weight.shape)}")
+    shape = [channels] if x is None else list(x.shape)
+    wanted = [graph.num_sources] if onehot else [graph.num_sources, channels]
+    if shape != wanted:
+        raise ShapeError(f"x is {wanted} for this graph and weight, found shape {shape}")
+    if x is not None and onehot and x.dtype != torch.int64:
+        raise DtypeError(f"x is floating point, or int64 of one-hot nodes, found {x.dtype}")
+    if x is not None and not onehot and x.dtype != weight.dtype:
+        raise DtypeError(f"x is {x.dtype}, weight is {weight.dtype}; convert one, or use torch.autocast")
+    for name, given in (("x", x), ("weight", weight), ("edge_weight", edge_weight)):
+        if given is not None and given.device != graph.device:
+            raise DeviceError(f"{name} is on {given.device}, the graph is on {graph.device}")
+    if edge_weight is not None and (
+        list(edge_weight.shape) != [graph.num_edges] or not edge_weight.is_floating_point()
+    ):
+        raise ShapeError(
+            f"edge_weight is floats [{graph.num_edges}], found {edge_weight.dtype} {list(edge_weight.shape)}"
+        )
