@@ -1,6 +1,7 @@
-"""Networks over graphs under pm.compile, pm.capture, pm.capture_step and pm.tune; on a CPU calls run without a graph."""
+"""Networks over graphs under pm.compile, pm.capture, pm.capture_step and pm.tune; a CPU records no CUDA graphs."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 from torch.nn import functional
 
 import pumice as pm
+from pumice.engine import graph_tuning
 from pumice.errors import DtypeError, OptionError, ShapeError
+from pumice.schedule import tuned_orders
 
 NODES, RELATIONS, EDGES = 30, 4, 120
 
@@ -18,6 +21,11 @@ def made(seed=0, nodes=NODES, edges=EDGES):
     index = torch.randint(0, max(1, nodes - 1), (2, edges), generator=chance)
     kinds = torch.randint(0, RELATIONS - 1, (edges,), generator=chance)
     return pm.Graph(index, kinds, num_nodes=nodes, num_relations=RELATIONS)
+
+
+@dataclass
+class Timing:
+    total: float
 
 
 class Mixed(nn.Module):
@@ -123,3 +131,39 @@ def test_a_captured_step():
         pm.capture_step(net, lambda y, _: y, mine, (None, graph), labels)((None, graph), labels)
     with pytest.raises(OptionError, match="clip"):
         pm.capture_step(net, functional.cross_entropy, mine, (None, graph), labels, clip=1.0)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_orders_are_tuned_and_kept(mode, monkeypatch, tmp_path):
+    store = tuned_orders.Store(tmp_path / "orders.json", tuned_orders.ORDERS)
+    monkeypatch.setattr(graph_tuning, "orders", lambda: store)
+    times = {"aggregate": 3.0, "transform": 1.0, None: 2.0}
+    net, graph = Mixed(), made()
+    monkeypatch.setattr(
+        graph_tuning.Meter, "measure", lambda *_: Timing(times[net.first.order] + times[net.second.order])
+    )
+    found = pm.tune(net, [(torch.randn(NODES, 6), graph)], mode)
+    assert found.orders == {"first": "transform", "second": "transform"} and net.first.order == "transform"
+    assert (found.before, found.after, found.reused) == (4.0, 2.0, False) and "transform" in str(found)
+    other = Mixed()
+    assert pm.tune(other, [(torch.randn(NODES, 6), made(3))], mode).reused and other.second.order == "transform"
+    found.remove(other)
+    assert other.first.order is None
+    assert not net.first._forward_pre_hooks
+
+
+def test_what_tuning_over_graphs_refuses():
+    net, graph, x = Mixed(), made(), torch.randn(NODES, 6)
+    onehot = pm.models.RGCN(NODES, 8, 3, RELATIONS)
+    for error, call in (
+        (OptionError, lambda: pm.tune(nn.Linear(6, 5), [(x, graph)])),
+        (OptionError, lambda: pm.tune(net, [(x, graph)], "both")),
+        (OptionError, lambda: pm.tune(net, [(x, graph)], bind="all")),
+        (OptionError, lambda: pm.tune(net, [(x, graph)], budget=0)),
+        (DtypeError, lambda: pm.tune(net, [(x, graph), x])),
+        (OptionError, lambda: pm.engine.GraphTuning("inference", "cpu", {"third": None}, 1, 1).apply(net)),
+    ):
+        with pytest.raises(error):
+            call()
+    # A layer of one-hot nodes has no order to choose.
+    assert set(pm.tune(onehot, [(None, graph)], budget=0.5, save=False).orders) <= {"conv2"}

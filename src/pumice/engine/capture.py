@@ -100,7 +100,7 @@ def capture(
         voxels = (max_voxels, None), (level_capacity, None), (batch, None), (dtype, None), (buckets, 1.5), (margin, 1.5)
         names = "max_voxels", "level_capacity", "batch", "dtype", "buckets", "margin"
         check_options(dict(zip(names, voxels, strict=True)))
-        return CapturedGraphNet(model, tuple(example))
+        return CapturedGraphNet(model, example)
     example = check_example(example)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
     margins = CapacityMargins(margin, level_capacity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ _WARM = 2
 """Passes before a recording: the first builds what the graph keeps, the second runs as the recorded one."""
 
 
-def takes_graph(example: Any) -> bool:
+def takes_graph(example: Any) -> TypeGuard[tuple[Any, ...]]:
     """True for arguments among which is a Graph."""
     return isinstance(example, tuple) and any(isinstance(leaf, Graph) for leaf in tree_flatten(example)[0])
 

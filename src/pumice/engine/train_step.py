@@ -132,8 +132,8 @@ def capture_step(
         voxels = (max_voxels, None), (level_capacity, None), (buckets, 1.5), (margin, 1.5), (scaler, None), (clip, None)
         names = "max_voxels", "level_capacity", "buckets", "margin", "scaler", "clip"
         check_options(dict(zip(names, voxels, strict=True)))
-        device = Arguments.of(tuple(example)).device
-        return CapturedGraphStep(model, loss, CapturedOptimizerStep(optimizer, device), tuple(example), targets)
+        device = Arguments.of(example).device
+        return CapturedGraphStep(model, loss, CapturedOptimizerStep(optimizer, device), example, targets)
     example = check_example(example)
     _check_targets(example, targets)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)

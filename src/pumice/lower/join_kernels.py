@@ -11,9 +11,9 @@ def join(
     C: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, LANES: tl.constexpr, HOW: tl.constexpr,
     TIES: tl.constexpr, INDEXED: tl.constexpr, SCALED: tl.constexpr, FOLDS: tl.constexpr
 ):  # fmt: skip
-    """y[s, c] = sum or max over p of x[inputs[p], c] * factors[p] (HOW "sum", "max"; "min"), or the sum of those p for which
-    own[s, c] * factors[p] = like[inputs[p], c] (HOW "share"), s the owner of a piece; parts instead where there is a
-    slot. TIES: the number of entries that attain a maximum, too. FOLDS: the entries are parts, `inputs` their ties."""
+    """y[s, c] = sum, max or min over p of x[inputs[p], c] * factors[p], s the owner of a piece; HOW "share": the sum of
+    those p for which own[s, c] * factors[p] = like[inputs[p], c]. A piece with a slot is stored in `parts` instead.
+    TIES: also the number of entries that attain an extreme. FOLDS: entries are parts, and `inputs` their ties."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     number = tl.program_id(0)
     n = (number // sides) * ROWS + tl.arange(0, ROWS)
@@ -34,10 +34,9 @@ def join(
         for k in tl.static_range(STEP):
             p = start + (first + k)
             live = p < stop
+            i = p.to(tl.int64)[:, None]
             if INDEXED:
                 i = tl.load(inputs + p, mask=live, other=0).to(tl.int64)[:, None]
-            else:
-                i = p.to(tl.int64)[:, None]
             there = live[:, None] & (c < C)
             value = tl.load(x + i * C + c, mask=there, other=0).to(tl.float32)
             if SCALED:

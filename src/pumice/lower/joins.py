@@ -137,14 +137,20 @@ def _run(x: Tensor, found: Joins, out: tuple[Tensor, Tensor], how: dict[str, Any
     given = (x, x if inputs is None else inputs, x if factors is None else factors, own, known[1] if known else own)
     count = len(found.pieces.owners)
     launch(
-        -(-count // shape["ROWS"]) * sides, (*given, *found.pieces, *out, parts, part_ties), (count,), shape | how | facts
+        -(-count // shape["ROWS"]) * sides,
+        (*given, *found.pieces, *out, parts, part_ties),
+        (count,),
+        shape | how | facts,
     )
     if found.parts:
         count, facts = len(found.rest.owners), {"INDEXED": False, "SCALED": False, "FOLDS": True}
         how = how | {"HOW": "sum" if how["HOW"] == "share" else how["HOW"]}
         given = (parts, part_ties, parts, parts, parts)
         launch(
-            -(-count // shape["ROWS"]) * sides, (*given, *found.rest, *out, parts, part_ties), (count,), shape | how | facts
+            -(-count // shape["ROWS"]) * sides,
+            (*given, *found.rest, *out, parts, part_ties),
+            (count,),
+            shape | how | facts,
         )
 
 

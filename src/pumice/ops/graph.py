@@ -19,6 +19,7 @@ from pumice.runtime.cache import cached_per_tensor
 
 EdgeType = tuple[str, str, str]
 
+
 class Graph:
     """Edges src -> dst of relations, checked and sorted once for the layers of graph networks.
 
@@ -89,8 +90,8 @@ class Graph:
         return self.map.device
 
     def prepare(self) -> Graph:
-        """Build now what layers otherwise build in their first call: for torch.compile with fullgraph, and before the
-        capture of a CUDA graph. Returns the graph."""
+        """Build now what layers otherwise build in their first call, for torch.compile with fullgraph. Returns the
+        graph."""
         segments, turned = self.map.segments().reduced, transformed(self.map).reduced
         for by_segment in (False, True):
             weight_rows(self.map, by_segment)
