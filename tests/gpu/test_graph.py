@@ -46,6 +46,25 @@ def test_results_and_gradients(aggr, order, dtype, channels):
         close(ours, theirs.detach(), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("order", ["aggregate", "transform"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_known_launches(dtype, order, bias):
+    """Later calls of a layer are launches of the first, for other values, strided and unaligned nodes."""
+    graph = made()
+    layer = pm.nn.RelationalConv(16, 32, RELATIONS, bias=bias)
+    layer.order = order
+    mine, over = copy.deepcopy(layer).cuda().to(dtype), graph.to("cuda")
+    with torch.no_grad():
+        for n, cut in enumerate((slice(16), slice(16), slice(1, 17), slice(0, 32, 2))):
+            x = torch.randn(NODES, 32, generator=torch.Generator().manual_seed(n))[:, cut].to(dtype)
+            given = torch.randn(NODES, 32, device="cuda", dtype=dtype)[:, cut].copy_(x) if n > 1 else x.cuda()
+            close(mine(given, over), layer.double()(x.double(), graph), dtype)
+        assert [*over.map.get_cached("launches").values()][0] is not None
+        flat = torch.empty(NODES * 16 + 1, device="cuda", dtype=dtype)[1:].view(NODES, 16).copy_(x)
+        close(mine(flat, over), layer(x.double(), graph), dtype)
+
+
 @pytest.mark.parametrize("onehot", [False, True])
 def test_within_a_cuda_graph(onehot):
     graph = made().to("cuda").prepare()

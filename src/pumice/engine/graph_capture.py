@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pumice.engine.buckets import forbid_synchronisation
 from pumice.engine.static import Autocast
 from pumice.engine.subject import undisturbed
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, PumiceError, ShapeError
@@ -22,8 +23,6 @@ from pumice.runtime.streams import is_capturing
 
 _KEPT = 8
 """CUDA graphs kept, of the last graphs and shapes."""
-_WARM = 2
-"""Passes before a recording: the first builds what the graph keeps, the second runs as the recorded one."""
 
 
 def takes_graph(example: Any) -> TypeGuard[tuple[Any, ...]]:
@@ -155,8 +154,8 @@ class _Recorder:
         stream.wait_stream(torch.cuda.current_stream(args.device))
         with torch.cuda.device(args.device), undisturbed(self.model, self.model.training):
             with torch.cuda.stream(stream):
-                for _ in range(_WARM):
-                    work()
+                # This pass builds what the graph keeps; the next runs as the recorded one.
+                work()
             found.graph, found.results, constants = self._captured(work, stream)
         found.kept += constants
         torch.cuda.current_stream(args.device).wait_stream(stream)
@@ -164,6 +163,9 @@ class _Recorder:
 
     def _captured(self, work: Callable[[], Any], stream: torch.cuda.Stream) -> Any:
         try:
+            # A host read within a recording would break the generator of random numbers, too.
+            with torch.cuda.stream(stream), forbid_synchronisation():
+                work()
             return record_graph(work, stream, self._pool)
         except PumiceError:
             raise

@@ -9,11 +9,12 @@ import triton.language as tl
 def join(
     x, inputs, factors, own, like, owners, slots, starts, stops, y, ties, parts, part_ties, pieces: "i64",
     C: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr, LANES: tl.constexpr, HOW: tl.constexpr,
-    TIES: tl.constexpr, INDEXED: tl.constexpr, SCALED: tl.constexpr, FOLDS: tl.constexpr
+    TIES: tl.constexpr, ADDS: tl.constexpr, INDEXED: tl.constexpr, SCALED: tl.constexpr, FOLDS: tl.constexpr
 ):  # fmt: skip
     """y[s, c] = sum, max or min over p of x[inputs[p], c] * factors[p], s the owner of a piece; HOW "share": the sum of
     those p for which own[s, c] * factors[p] = like[inputs[p], c]. A piece with a slot is stored in `parts` instead.
-    TIES: also the number of entries that attain an extreme. FOLDS: entries are parts, and `inputs` their ties."""
+    TIES: also the number of entries that attain an extreme. ADDS: to what is in y. FOLDS: entries are parts, and
+    `inputs` their ties."""
     sides: tl.constexpr = (C + LANES - 1) // LANES
     number = tl.program_id(0)
     n = (number // sides) * ROWS + tl.arange(0, ROWS)
@@ -79,6 +80,8 @@ def join(
         tl.store(parts + slot * C + c, found, mask=here & (slot >= 0))
         if TIES:
             tl.store(part_ties + slot * C + c, met, mask=here & (slot >= 0))
+    if ADDS:
+        found += tl.load(y + owner * C + c, mask=whole, other=0).to(tl.float32)
     tl.store(y + owner * C + c, found, mask=whole)
     if TIES:
         tl.store(ties + owner * C + c, met, mask=whole)

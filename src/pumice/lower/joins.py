@@ -9,6 +9,7 @@ Nothing is added by atomics: results are the same in every run. `join_torch` is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords.segments import bounds_of
-from pumice.runtime.launch import has_triton, kernel
+from pumice.runtime.launch import CompiledKernel, KernelLauncher, has_triton, kernel
 
 _SHORT = 64
 """Entries up to which a segment is never cut."""
@@ -107,9 +108,17 @@ def join(
     if not runs(x):
         return join_torch(x, found, how, ties, dtype)
     y = x.new_empty((found.count, x.shape[1]), dtype=dtype or x.dtype)
-    met = torch.empty(y.shape if ties else (1,), dtype=torch.float32, device=x.device)
-    _run(x.contiguous(), found, (y, met), {"HOW": how, "TIES": ties})
+    met = torch.empty(y.shape, dtype=torch.float32, device=x.device) if ties else y
+    _run(x.contiguous(), found, (y, met), _How(how, ties))
     return y, met if ties else None
+
+
+def add_join(x: Tensor, found: Joins, y: Tensor) -> None:
+    """y += the sums of x, in place; y contiguous."""
+    if runs(x):
+        _run(x.contiguous(), found, (y, y), _How("sum", adds=True))
+    else:
+        y += join_torch(x, found, "sum")[0]
 
 
 def of_maxima(grad: Tensor, x: Tensor, y: Tensor, found: Joins) -> Tensor:
@@ -118,40 +127,103 @@ def of_maxima(grad: Tensor, x: Tensor, y: Tensor, found: Joins) -> Tensor:
     if not runs(x):
         return of_maxima_torch(grad, x, y, found)
     dx = torch.empty_like(x)
-    _run(grad, found, (dx, grad), {"HOW": "share", "TIES": False}, (x, y))
+    _run(grad, found, (dx, dx), _How("share"), (x, y))
     return dx
 
 
-def _run(x: Tensor, found: Joins, out: tuple[Tensor, Tensor], how: dict[str, Any], known: Any = None) -> None:
+class _How(NamedTuple):
+    """What the kernel computes; see join_kernels.join."""
+
+    how: str
+    ties: bool = False
+    adds: bool = False
+
+
+def _run(x: Tensor, found: Joins, out: tuple[Tensor, Tensor], how: _How, known: Any = None) -> None:
     """Join into `out`, (rows, ties). known: (x, y) of a maximum, whose gradient is computed."""
-    channels, own = x.shape[1], x if known is None else known[0]
+    parts = part_ties = out[0]
+    if found.parts:
+        parts = torch.empty((found.parts, x.shape[1]), dtype=torch.float32, device=x.device)
+        part_ties = torch.empty_like(parts) if how.ties else parts
+    for step in _steps(x.shape[1], found, how):
+        first = (parts, part_ties, parts, parts, parts) if step.folds else (x, *step.arrays(x), *(known or (x, x)))
+        step.launch(step.programs, (*first, *step.cuts, *out, parts, part_ties), (step.count,), step.constants)
+
+
+class _Step(NamedTuple):
+    """A launch. given: inputs and factors, or None."""
+
+    launch: KernelLauncher
+    programs: int
+    count: int
+    cuts: Cuts
+    given: tuple[Tensor | None, Tensor | None]
+    constants: dict[str, Any]
+    folds: bool
+
+    def arrays(self, x: Tensor) -> Iterator[Tensor]:
+        return (x if array is None else array for array in self.given)
+
+
+def _steps(channels: int, found: Joins, how: _How) -> Iterator[_Step]:
+    """The launch over pieces, and that over parts if segments were cut."""
     lanes = min(_LANES, max(1, 1 << (channels - 1).bit_length()))
-    shape = {"C": channels, "ROWS": max(1, _VALUES // lanes), "STEP": _STEP, "LANES": lanes}
-    launch, sides = kernel("join_kernels.join", "lower"), -(-channels // lanes)
-    parts, part_ties = out
-    if found.parts:
-        parts = torch.empty((2, found.parts, channels), dtype=torch.float32, device=x.device)
-        parts, part_ties = parts.unbind()
-    inputs, factors = found.inputs, found.factors
-    facts = {"INDEXED": inputs is not None, "SCALED": factors is not None, "FOLDS": False}
-    given = (x, x if inputs is None else inputs, x if factors is None else factors, own, known[1] if known else own)
-    count = len(found.pieces.owners)
-    launch(
-        -(-count // shape["ROWS"]) * sides,
-        (*given, *found.pieces, *out, parts, part_ties),
-        (count,),
-        shape | how | facts,
-    )
-    if found.parts:
-        count, facts = len(found.rest.owners), {"INDEXED": False, "SCALED": False, "FOLDS": True}
-        how = how | {"HOW": "sum" if how["HOW"] == "share" else how["HOW"]}
-        given = (parts, part_ties, parts, parts, parts)
-        launch(
-            -(-count // shape["ROWS"]) * sides,
-            (*given, *found.rest, *out, parts, part_ties),
-            (count,),
-            shape | how | facts,
-        )
+    rows, launch = max(1, _VALUES // lanes), kernel("join_kernels.join", "lower")
+    shape = {"C": channels, "ROWS": rows, "STEP": _STEP, "LANES": lanes}
+    fold = "sum" if how.how == "share" else how.how
+    every = (found.pieces, (found.inputs, found.factors), how.how, False), (found.rest, (None, None), fold, True)
+    for cuts, given, name, folds in every[: 1 + bool(found.parts)]:
+        count = len(cuts.owners)
+        indexed, scaled = (array is not None for array in given)
+        facts = {"HOW": name, "TIES": how.ties, "ADDS": how.adds}
+        facts |= {"INDEXED": indexed, "SCALED": scaled, "FOLDS": folds}
+        yield _Step(launch, -(-count // rows) * -(-channels // lanes), count, cuts, given, shape | facts, folds)
+
+
+class BoundJoin(NamedTuple):
+    """The launches of joins of one kind, with all arguments but the addresses of rows, results and parts. steps:
+    (compiled kernel, programs, arguments, places of the rows' address, of the results', of the parts'); parts: shape of
+    these, or None. `found` keeps the arrays."""
+
+    steps: tuple[tuple[CompiledKernel, int, list[Any], tuple[tuple[int, ...], ...]], ...]
+    parts: tuple[int, int] | None
+    found: Joins
+    device: int
+
+    @staticmethod
+    def of(x: Tensor, y: Tensor, found: Joins, how: str, adds: bool) -> BoundJoin | None:
+        """For rows and results like x and y. None until such a join has run, and where kernels are interpreted."""
+        steps, parts = [], (found.parts, x.shape[1]) if found.parts else None
+        like = y if parts is None else torch.empty(1, device=x.device)
+        for step in _steps(x.shape[1], found, _How(how, False, adds)):
+            if not step.programs:
+                continue
+            first = (like,) * 5 if step.folds else (x, *step.arrays(x), x, x)
+            tensors = (*first, *step.cuts, y, y, like, like)
+            bound = step.launch.bound(tensors, step.constants)
+            compiled = bound.compiled(x.get_device(), [t.data_ptr() % 16 for t in tensors])
+            if compiled is None or any(t.data_ptr() % 16 for t in tensors):
+                return None
+            places = [tuple(n for n, t in enumerate(tensors) if t is own) for own in (x, y, like)]
+            values = [*(t.data_ptr() for t in tensors), step.count, *bound.constants]
+            steps.append((compiled, step.programs, values, tuple(places)))
+        return BoundJoin(tuple(steps), parts, found, x.get_device())
+
+    def __call__(self, x: Tensor, y: Tensor) -> bool:
+        """Join the rows of x into y, on the current device; False, with y unchanged, if one is not 16-byte aligned."""
+        own = x.data_ptr(), y.data_ptr()
+        if (own[0] | own[1]) & 15:
+            return False
+        # Keeps the memory until the launch.
+        kept = None if self.parts is None else x.new_empty(self.parts, dtype=torch.float32)
+        addresses = (*own, own[1] if kept is None else kept.data_ptr())
+        for run, programs, values, places in self.steps:
+            values = values.copy()
+            for address, at in zip(addresses, places, strict=True):
+                for place in at:
+                    values[place] = address
+            run(programs, values, self.device)
+        return True
 
 
 # In plain torch

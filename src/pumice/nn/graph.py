@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from pumice.errors import OptionError, ShapeError
 from pumice.ops import Graph
 from pumice.ops.graph import EdgeType, graph_of
-from pumice.ops.relational import AGGREGATIONS, convolved
+from pumice.ops.relational import AGGREGATIONS, Own, convolved
 
 Nodes = Tensor | None | tuple[Tensor | None, Tensor | None]
 
@@ -93,9 +92,10 @@ class RelationalConv(nn.Module):
             return self._over_types(x, edges, edge_weight)
         sources, targets = x if isinstance(x, tuple) else (x, x)
         graph = edges if isinstance(edges, Graph) else self._graph(sources, targets, edges, edge_type)
-        how, own = (self.aggr, edge_weight, self.order), partial(_own, targets, self.root, self.bias)
-        y = convolved(sources, self._weights(), graph, how, own)
-        return y if self.bias is None or self.root is not None else y + self.bias.to(y.dtype)
+        bias, root = self.bias, self.root
+        own = None if root is None else Own(targets, root, bias)
+        y = convolved(sources, self._weights(), graph, (self.aggr, edge_weight, self.order), own)
+        return y if bias is None or root is not None else y + bias.to(y.dtype)
 
     def _weights(self) -> Tensor:
         if self.num_bases is None:
@@ -122,13 +122,3 @@ class RelationalConv(nn.Module):
         how = f", num_bases={self.num_bases}" if self.num_bases else f", num_blocks={self.num_blocks}"
         how = how if self.num_bases or self.num_blocks else ""
         return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}{how}, aggr={self.aggr!r}"
-
-
-def _own(x: Tensor | None, root: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """x @ root + bias, of one-hot nodes rows of root, in new memory; None without root."""
-    if root is None:
-        return None
-    if x is not None and x.is_floating_point():
-        return x @ root if bias is None else torch.addmm(bias, x, root)
-    rows = root if x is None else root[x]
-    return rows.clone() if bias is None else rows + bias

@@ -8,7 +8,7 @@ Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +17,14 @@ from torch import Tensor
 from pumice.coords import MultiMap
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import joins
-from pumice.lower.call import add_product
+from pumice.lower.call import add_product, call_signature
 from pumice.lower.joins import Joins
+from pumice.lower.relational_call import RelationalCall
 from pumice.ops import autograd
 from pumice.ops.conv import autocast_dtype, conv_features
 from pumice.ops.graph import JOINS, Graph, joins_of, share_of, transformed
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.cache import BoundedCache, cached_per_tensor
+from pumice.runtime.streams import is_capturing
 from pumice.schedule.predict import DEVICES, Work, seconds
 
 AGGREGATIONS = ("mean", "sum", "max")
@@ -52,7 +54,7 @@ def relational_conv(
     weight and edge_weight; sums are in float32 at least. The gradient of a maximum is shared by those that attain it.
     Raises OptionError, ShapeError, DtypeError, DeviceError.
     """
-    return convolved(x, weight, graph, (aggr, edge_weight, order), lambda: None)
+    return convolved(x, weight, graph, (aggr, edge_weight, order))
 
 
 def convolved(
@@ -60,16 +62,17 @@ def convolved(
     weight: Tensor,
     graph: Graph,
     how: tuple[str, Tensor | None, str | None],
-    own: Callable[[], Tensor | None],
+    own: Own | None = None,
 ) -> Tensor:
-    """`relational_conv` plus own() [targets, C_out], a new tensor, which the sum may overwrite. how: (aggr,
-    edge_weight, order)."""
+    """`relational_conv` plus what nodes add to their own results. how: (aggr, edge_weight, order)."""
     aggr, edge_weight, order = how
+    if own is not None and (y := _by_known_launches(x, weight, graph, how, own)) is not None:
+        return y
     if (dtype := autocast_dtype(weight)) is not None:
         x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
     _check_once(x, weight, graph, aggr, edge_weight)
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
-    layer, base = Layer(graph.map, aggr, scale), own()
+    layer, base = Layer(graph.map, aggr, scale), None if own is None else own.rows()
     if x is None or not x.is_floating_point():
         return _plus(_embedded(weight if x is None else weight.index_select(1, x), layer), base)
     able = orders_of(aggr, scale is not None)
@@ -77,7 +80,70 @@ def convolved(
         order = _cheapest(x, weight, graph.map, able)
     if order not in able:
         raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
-    return ORDERS[order](x, weight, layer, base)
+    y = ORDERS[order](x, weight, layer, base)
+    if base is not None and scale is None and order != "direct" and weight.ndim == 3:
+        _keep_launches(x, weight, graph.map, (aggr, how[2]), order)
+    return y
+
+
+class Own(NamedTuple):
+    """What nodes add to their own results: x @ root + bias. x: [targets, C], None or int64 [targets] of one-hot nodes;
+    bias: [C_out] or None."""
+
+    x: Tensor | None
+    root: Tensor
+    bias: Tensor | None
+
+    def rows(self) -> Tensor:
+        """[targets, C_out], in new memory."""
+        x, root, bias = self
+        if x is not None and x.is_floating_point():
+            return x @ root if bias is None else torch.addmm(bias, x, root)
+        rows = root if x is None else root[x]
+        return rows.clone() if bias is None else rows + bias
+
+
+# Known launches
+
+
+def _by_known_launches(
+    x: Tensor | None, weight: Tensor, graph: Graph, how: tuple[str, Tensor | None, str | None], own: Own
+) -> Tensor | None:
+    """The result by the launches of an equal earlier call, without its checks; else None."""
+    aggr, edge_weight, order = how
+    if torch.compiler.is_compiling() or not isinstance(graph, Graph) or x is None or edge_weight is not None:
+        return None
+    known = graph.map.get_cached("launches")
+    given = (x, weight, own.root) if own.x is x else (x, weight, own.root, own.x)
+    if not known or own.x is None or not autograd.is_plain_call([t for t in (*given, own.bias) if t is not None]):
+        return None
+    call = known.get(call_signature((x, weight), _ROWS_VARY, aggr, order))
+    if call is None or x.shape[0] != graph.map.num_inputs or own.root.dtype is not x.dtype:
+        return None
+    base = own.rows()
+    return call(x, weight, base)
+
+
+_ROWS_VARY = (True, False)
+"""Of (x, weight): the number of rows of x is that of the graph."""
+
+
+def _keep_launches(x: Tensor, weight: Tensor, found: MultiMap, key: tuple[str, str | None], order: str) -> None:
+    """Keep the launches of a call that ran, for `_by_known_launches`."""
+    if torch.compiler.is_compiling() or not autograd.uses_gpu(x) or not autograd.is_plain_call((x, weight)):
+        return
+    signature = call_signature((x, weight), _ROWS_VARY, *key)
+    known = found.cached("launches", lambda _: BoundedCache[RelationalCall | None](_CALLS))
+    if signature in known or not x.is_contiguous() or not _by_kernels(x) or is_capturing(x.device):
+        return
+    aggr, first = key[0], order == "aggregate"
+    over = found.segments().reduced if first else transformed(found).reduced
+    joined = joins_of(found, "pairs" if first else "transformed", aggr == "mean")
+    known.keep(signature, RelationalCall.of(x, weight, (over, joined), "max" if aggr == "max" else "sum", first))
+
+
+_CALLS = 64
+"""Kinds of calls whose launches a graph keeps."""
 
 
 def orders_of(aggr: str, weighted: bool) -> tuple[str, ...]:
@@ -106,6 +172,9 @@ def _aggregate_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | Non
 def _transform_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
     """One product for each (source, relation), then join the results of each target."""
     rows = _product(x, weight, transformed(layer.found).reduced, None)
+    if base is not None and layer.scale is None and _by_kernels(rows) and autograd.is_plain_call((rows, base)):
+        joins.add_join(rows, joins_of(layer.found, "transformed", layer.aggr == "mean"), base)
+        return base
     return _plus(_joined(rows, layer, "transformed"), base)
 
 
