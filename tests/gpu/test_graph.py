@@ -147,6 +147,16 @@ def test_a_captured_step(aggr):
     assert step.replays == 4
 
 
+def test_tuned():
+    graph, net = made().to("cuda"), pm.models.RGCN(16, 32, 4, RELATIONS).cuda().eval()
+    x = torch.randn(NODES, 16, device="cuda")
+    with torch.no_grad():
+        wanted = net(x, graph)
+        found = pm.tune(net, [(x, graph)], budget=10, save=False)
+        assert found.orders.keys() == {"conv1", "conv2"} and 0 < found.after <= found.before
+        torch.testing.assert_close(net(x, graph), wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_compiled():
     graph, net = made().to("cuda").prepare(), pm.models.RGCN(16, 32, 4, RELATIONS).cuda()
     x = torch.randn(NODES, 16, device="cuda")

@@ -54,6 +54,9 @@ def check(sizes: str, channels: int, dtype: torch.dtype, indexed: bool, scaled: 
             torch.testing.assert_close(got[0], want[0], **near)
             if how != "sum":
                 torch.testing.assert_close(got[1], want[1], equal_nan=True)
+        got = torch.ones(found.count, channels, dtype=dtype)
+        joins.add_join(x, found, got)
+        torch.testing.assert_close(got, joins.join_torch(x, found, "sum")[0] + 1, **near)
         grad, y = torch.randn(found.count, channels), joins.join_torch(x, found, "max")[0]
         got, want = (run(grad, x, y, found.transposed) for run in (joins.of_maxima, joins.of_maxima_torch))
         torch.testing.assert_close(got, want, **near)

@@ -72,7 +72,7 @@ def convolved(
         x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
     _check_once(x, weight, graph, aggr, edge_weight)
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
-    layer, base = Layer(graph.map, aggr, scale), None if own is None else own.rows()
+    layer, base = Aggregation(graph.map, aggr, scale), None if own is None else own.rows()
     if x is None or not x.is_floating_point():
         return _plus(_embedded(weight if x is None else weight.index_select(1, x), layer), base)
     able = orders_of(aggr, scale is not None)
@@ -153,7 +153,7 @@ def orders_of(aggr: str, weighted: bool) -> tuple[str, ...]:
     return ("aggregate", "transform") if aggr == "mean" or weighted else ("aggregate", "transform", "direct")
 
 
-class Layer(NamedTuple):
+class Aggregation(NamedTuple):
     """found: the map of a graph; aggr: aggregation; scale: [E] of pairs, or None."""
 
     found: MultiMap
@@ -164,12 +164,12 @@ class Layer(NamedTuple):
 # Orders of aggregation and transformation
 
 
-def _aggregate_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+def _aggregate_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
     """Join the inputs of each (target, relation), then one product for each."""
     return _product(_joined(x, layer, "pairs"), weight, layer.found.segments().reduced, base)
 
 
-def _transform_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+def _transform_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
     """One product for each (source, relation), then join the results of each target."""
     rows = _product(x, weight, transformed(layer.found).reduced, None)
     if base is not None and layer.scale is None and _by_kernels(rows) and autograd.is_plain_call((rows, base)):
@@ -178,7 +178,7 @@ def _transform_first(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | Non
     return _plus(_joined(rows, layer, "transformed"), base)
 
 
-def _direct(x: Tensor, weight: Tensor, layer: Layer, base: Tensor | None) -> Tensor:
+def _direct(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
     """A product for each edge, gathered and scattered within one kernel."""
     return _product(x, weight, layer.found, base)
 
@@ -187,7 +187,7 @@ ORDERS = {"aggregate": _aggregate_first, "transform": _transform_first, "direct"
 """Orders of the steps of `relational_conv`."""
 
 
-def _embedded(weight: Tensor, layer: Layer) -> Tensor:
+def _embedded(weight: Tensor, layer: Aggregation) -> Tensor:
     """One-hot nodes: a product is a row of the weight."""
     rows = weight.reshape(-1, weight.shape[2])
     if layer.aggr != "max":
@@ -217,7 +217,7 @@ def _plus(y: Tensor, base: Tensor | None) -> Tensor:
 # Joins of rows
 
 
-def _joined(x: Tensor, layer: Layer, name: str) -> Tensor:
+def _joined(x: Tensor, layer: Aggregation, name: str) -> Tensor:
     """[results, C]: the join of the rows of one of JOINS, in the aggregation of the layer."""
     found, aggr, scale = layer
     how = "max" if aggr == "max" else "sum"
