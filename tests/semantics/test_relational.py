@@ -233,6 +233,31 @@ def test_compiled(aggr, onehot):
 
 
 @pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("order", ["aggregate", "transform"])
+@pytest.mark.parametrize("more", [{}, {"bias": False}, {"num_bases": 2}, {"aggr": "sum"}])
+def test_a_layer_is_differentiable(order, more):
+    """In all of nodes, weights, root and bias, twice, and in some of them."""
+    edges, kinds = made()
+    graph, layer = (
+        pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS),
+        RelationalConv(3, 2, RELATIONS, **more),
+    )
+    layer.double().order = order
+    names, x = [*dict(layer.named_parameters())], normal(NODES, 3).requires_grad_()
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, graph))
+
+    given = (x, *layer.parameters())
+    assert torch.autograd.gradcheck(run, given) and torch.autograd.gradgradcheck(run, given)
+    wanted = torch.autograd.grad(layer(x, graph).square().sum(), given)
+    for n, leaf in enumerate(given):
+        some = [t if k == n else t.detach() for k, t in enumerate(given)]
+        torch.testing.assert_close(torch.autograd.grad(run(*some).square().sum(), leaf)[0], wanted[n])
+    assert torch.equal(layer(x, graph).sum().detach(), layer(x, graph).detach().sum())
+
+
+@pytest.mark.usefixtures("joined")
 def test_no_edges():
     graph = pm.Graph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=3, num_relations=2)
     for aggr in ("mean", "sum", "max"):

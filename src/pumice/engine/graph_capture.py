@@ -265,6 +265,7 @@ class CapturedGraphStep:
         self._recorder = _Recorder(model, Arguments.of((example, targets)), step)
         if self._recorder._stream is not None:
             self._recorder.results(self._recorder.example)
+            self._recorder.replays = 0
 
     def __call__(self, args: tuple[Any, ...], *targets: Tensor) -> Tensor:
         """Run one step and return the loss before the update, a detached scalar; gradients stay in `grad` until the

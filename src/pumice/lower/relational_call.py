@@ -21,9 +21,10 @@ from pumice.runtime.workspace import workspace
 @dataclass(frozen=True, eq=False)
 class RelationalCall:
     """A layer of one signature (lower.call.call_signature of x and weight) bound to a graph. aggregates: first;
-    between: shape of the rows between the two steps; result: of the layer."""
+    joins: keeps its arrays; between: shape of the rows between the two steps; result: of the layer."""
 
     join: BoundJoin
+    joins: Joins
     product: BoundCall
     aggregates: bool
     between: tuple[int, int]
@@ -44,7 +45,7 @@ class RelationalCall:
         if join is None or product is None or not product.executor.adds or product.executor.writes != torch.float32:
             return None
         between = (joins.count, inner) if first else (over.num_outputs, outer)
-        return RelationalCall(join, product, first, between, (len(result), outer))
+        return RelationalCall(join, joins, product, first, between, (len(result), outer))
 
     def __call__(self, x: Tensor, weight: Tensor, base: Tensor) -> Tensor | None:
         """base, plus the layer's result, in the memory of base if that is float32; None, with base unchanged, if

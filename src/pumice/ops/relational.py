@@ -8,7 +8,7 @@ Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from pumice.lower.call import add_product, call_signature
 from pumice.lower.joins import Joins
 from pumice.lower.relational_call import RelationalCall
 from pumice.ops import autograd
-from pumice.ops.conv import autocast_dtype, conv_features
+from pumice.ops.conv import autocast_dtype, conv_features, differentiable_call
 from pumice.ops.graph import JOINS, Graph, joins_of, share_of, transformed
 from pumice.runtime.cache import BoundedCache, cached_per_tensor
 from pumice.runtime.streams import is_capturing
@@ -72,17 +72,21 @@ def convolved(
         x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
     _check_once(x, weight, graph, aggr, edge_weight)
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
-    layer, base = Aggregation(graph.map, aggr, scale), None if own is None else own.rows()
+    layer = Aggregation(graph.map, aggr, scale)
     if x is None or not x.is_floating_point():
-        return _plus(_embedded(weight if x is None else weight.index_select(1, x), layer), base)
+        rows = _embedded(weight if x is None else weight.index_select(1, x), layer)
+        return rows if own is None else _plus(rows, own.rows())
     able = orders_of(aggr, scale is not None)
     if order is None:
         order = _cheapest(x, weight, graph.map, able)
     if order not in able:
         raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
-    y = ORDERS[order](x, weight, layer, base)
-    if base is not None and scale is None and order != "direct" and weight.ndim == 3:
-        _keep_launches(x, weight, graph.map, (aggr, how[2]), order)
+    if own is None or scale is not None or order == "direct" or weight.ndim != 3:
+        return ORDERS[order](x, weight, layer, None if own is None else own.rows())
+    if own.x is x and aggr != "max" and _is_recorded(x, weight, own):
+        return _Layer.apply(x, weight, own.root, own.bias, layer, order)
+    y = ORDERS[order](x, weight, layer, own.rows())
+    _keep_launches(x, weight, graph.map, (aggr, how[2]), order)
     return y
 
 
@@ -264,6 +268,68 @@ class _Join(torch.autograd.Function):
         recorded = torch.is_grad_enabled() and grad.requires_grad
         run = joins.of_maxima_torch if recorded else joins.of_maxima
         return run(shares, x, y, ctx.found.transposed), None, None
+
+
+# Gradients of a whole layer
+
+
+def _is_recorded(x: Tensor, weight: Tensor, own: Own) -> bool:
+    """True if autograd, and nothing else, records a layer whose steps are kernels."""
+    given = [x, weight, own.root, *([] if own.bias is None else [own.bias])]
+    recorded = torch.is_grad_enabled() and any([t.requires_grad for t in given]) and autocast_dtype(weight) is None
+    return recorded and own.root.dtype == x.dtype and _by_kernels(x) and autograd.only_reverse_mode_active(given)
+
+
+class _Layer(torch.autograd.Function):
+    """A layer as one node: of a sum or mean over x, with x @ root + bias."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, root: Tensor, bias: Tensor | None, layer: Aggregation, order: str
+    ) -> Tensor:
+        base, ctx.layer, ctx.order = Own(x, root, bias).rows(), layer, order
+        if order == "transform":
+            ctx.save_for_backward(x, weight, root, bias)
+            return autograd.writable(_transform_first(x, weight, layer, base))
+        rows = _joined(x, layer, "pairs")
+        ctx.save_for_backward(x, weight, root, bias, rows)
+        return autograd.writable(_product(rows, weight, layer.found.segments().reduced, base))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight, root, bias, *rows = ctx.saved_tensors
+        needed, by_rows = ctx.needs_input_grad, ctx.order == "aggregate"
+        if torch.is_grad_enabled():
+            return (*_by_steps(ctx, (x, weight, root, bias), grad), None, None)
+        grad, found = grad.contiguous(), ctx.layer.found
+        joined = joins_of(found, "pairs" if by_rows else "transformed", ctx.layer.aggr == "mean").transposed
+        over = found.segments().reduced if by_rows else transformed(found).reduced
+        up = grad if by_rows else joins.join(grad, joined, "sum")[0]
+        given = rows[0] if by_rows else x, weight.permute(2, 0, 1)
+        wanted = [x.dtype if needed[0] else None, weight.dtype if needed[1] else None]
+        dx, dweight = differentiable_call(*given, over, over.num_outputs).gradients(given, up, wanted)
+        if dx is not None and by_rows:
+            drows, dx = dx, grad @ root.t()
+            joins.add_join(drows, joined, dx)
+        elif dx is not None:
+            dx = dx.addmm_(grad, root.t())
+        return (
+            dx,
+            None if dweight is None else dweight.permute(1, 2, 0),
+            x.t() @ grad if needed[2] else None,
+            grad.sum(0) if needed[3] else None,
+            None,
+            None,
+        )
+
+
+def _by_steps(ctx: Any, given: Sequence[Tensor | None], grad: Tensor) -> list[Tensor | None]:
+    """The gradients, of which autograd records derivatives: those of the steps of the layer."""
+    x, weight, root, bias = given
+    y = ORDERS[ctx.order](x, weight, ctx.layer, Own(x, root, bias).rows())  # pyright: ignore[reportArgumentType]
+    wanted = [t for t, needed in zip(given, ctx.needs_input_grad, strict=False) if needed and t is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return [next(found) if needed else None for needed in ctx.needs_input_grad[:4]]
 
 
 # The cost model
