@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import pumice as pm
 from pumice.errors import CaptureError
-from pumice.ops.relational import ORDERS
+from pumice.ops.relational_steps import ORDERS
 from pumice.ops.scatter import REDUCTIONS
 
 pytestmark = pytest.mark.gpu

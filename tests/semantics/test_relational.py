@@ -8,8 +8,8 @@ import torch
 import pumice as pm
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 from pumice.nn import RelationalConv
-from pumice.ops import relational
-from pumice.ops.relational import ORDERS
+from pumice.ops import relational, relational_op, relational_steps
+from pumice.ops.relational_steps import ORDERS
 
 NODES, RELATIONS, EDGES = 12, 5, 60
 
@@ -62,7 +62,9 @@ CASES = [
 def joined(request, monkeypatch):
     """Rows are joined by statements, or as on a GPU, by lower.joins, here in plain torch."""
     if request.param == "joins":
-        monkeypatch.setattr(relational, "_by_kernels", lambda x: relational.autograd.only_reverse_mode_active((x,)))
+        kernels = relational_steps.autograd.only_reverse_mode_active
+        for module in (relational, relational_steps):
+            monkeypatch.setattr(module, "by_kernels", lambda x: kernels((x,)))
 
 
 @pytest.mark.usefixtures("joined")
@@ -230,6 +232,29 @@ def test_compiled(aggr, onehot):
     leaves = [*layer.parameters()]
     for ours, theirs in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (got, wanted)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("aggr", "order"), [("mean", "aggregate"), ("sum", "transform"), ("max", None), ("mean", None)]
+)
+def test_compiled_as_one_operator(aggr, order, monkeypatch):
+    """On a GPU a layer is an operator of compiled code, which takes a graph that is not prepared."""
+    monkeypatch.setattr(relational_op, "has_kernels", lambda x: True)
+    torch.compiler.reset()
+    edges, kinds = made()
+    graph = pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS)
+    layer, x = RelationalConv(6, 4, RELATIONS, aggr=aggr).double(), normal(NODES, 6).requires_grad_()
+    layer.order = order
+    run = torch.compile(lambda x: layer(x.tanh(), graph).relu(), backend="aot_eager", fullgraph=True)
+    leaves, wanted = [x, *layer.parameters()], layer(x.tanh(), graph).relu()
+    torch.testing.assert_close(run(x), wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (run(x), wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    call = torch.ops.pumice.relational
+    given = x.detach().requires_grad_(), layer.weight.detach().requires_grad_(), graph.number, aggr, order or ""
+    torch.library.opcheck(call, given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    with pytest.raises(OptionError, match="no graph"):
+        call(x, layer.weight, -1, aggr, "")
 
 
 @pytest.mark.usefixtures("joined")

@@ -20,7 +20,7 @@ from pumice.engine.subject import MODES, Loss, sum_of_squares_loss, undisturbed
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn import RelationalConv
 from pumice.ops import Graph
-from pumice.ops.relational import orders_of
+from pumice.ops.relational_steps import orders_of
 from pumice.schedule.tuned_orders import TunedOrders, orders
 from pumice.schedule.tuned_plans import PlanKey
 from pumice.schedule.tuner import Assignment, Clock, SearchResult, TuningTask, search

@@ -5,8 +5,10 @@ A relation is a kernel offset: edges are the pairs of a coords.MultiMap. Source:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ class Graph:
     """Edges src -> dst of relations, checked and sorted once for the layers of graph networks.
 
     map: coords.MultiMap from source to target nodes, a kernel offset for each relation. order int64 [E]: the edge of
-    each of its pairs. types: slices of the nodes of each type in a graph of several."""
+    each of its pairs. types: slices of the nodes of each type in a graph of several. number: of the graph, for
+    compiled code."""
 
     def __init__(
         self,
@@ -47,6 +50,18 @@ class Graph:
                 raise CoordinateError(f"{name} are 0 to {size - 1}, found {int(values.min())} to {int(values.max())}")
         self.map, self.order = MultiMap.of((edge_index[0], edge_index[1]), taps, sizes)
         self.types: Mapping[str, slice] = {}
+        self._register()
+
+    def _register(self) -> None:
+        self.number = next(_NUMBERS)
+        _GRAPHS[self.number] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register()
 
     @staticmethod
     def of_types(edge_index: Mapping[EdgeType, Tensor], num_nodes: Mapping[str, int]) -> Graph:
@@ -102,11 +117,24 @@ class Graph:
         """The graph on another device."""
         found = object.__new__(Graph)
         found.map, found.order, found.types = self.map.to(device), self.order.to(device), self.types
+        found._register()
         return found
 
     def __repr__(self) -> str:
         nodes = f"{self.num_sources} -> {self.num_targets} nodes"
         return f"Graph({nodes}, {self.num_edges} edges, {self.num_relations} relations)"
+
+
+_NUMBERS = itertools.count()
+_GRAPHS: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+
+
+def graph_of_number(number: int) -> Graph:
+    """The graph of this number. Raises OptionError if it is gone."""
+    found = _GRAPHS.get(number)
+    if found is None:
+        raise OptionError(f"there is no graph {number}: compiled code was called without the graph it was compiled for")
+    return found
 
 
 def ends_of(edge_index: Tensor) -> tuple[Tensor, Tensor]:

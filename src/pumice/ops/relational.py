@@ -8,7 +8,7 @@ Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,20 +16,27 @@ from torch import Tensor
 
 from pumice.coords import MultiMap
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
-from pumice.lower import joins
-from pumice.lower.call import add_product, call_signature
-from pumice.lower.joins import Joins
+from pumice.lower.call import call_signature
 from pumice.lower.relational_call import RelationalCall
-from pumice.ops import autograd
-from pumice.ops.conv import autocast_dtype, conv_features, differentiable_call
-from pumice.ops.graph import JOINS, Graph, joins_of, share_of, transformed
+from pumice.ops import autograd, relational_op
+from pumice.ops.conv import autocast_dtype
+from pumice.ops.graph import Graph, joins_of, transformed
+from pumice.ops.relational_steps import (
+    ORDERS,
+    Aggregation,
+    by_kernels,
+    cheapest,
+    embedded,
+    gradients,
+    joined,
+    orders_of,
+    plus,
+    product,
+)
 from pumice.runtime.cache import BoundedCache, cached_per_tensor
 from pumice.runtime.streams import is_capturing
-from pumice.schedule.predict import DEVICES, Work, seconds
 
 AGGREGATIONS = ("mean", "sum", "max")
-_JOINED = "H[s[e],c] {} X[i[e],c]{} ; s:sorted"
-_OPERATORS = {"sum": "=", "max": "max="}  # A mean is a sum with factors: kernels on a GPU compute sums
 
 
 def relational_conv(
@@ -71,16 +78,20 @@ def convolved(
     if (dtype := autocast_dtype(weight)) is not None:
         x, weight = x.to(dtype) if x is not None and x.is_floating_point() else x, weight.to(dtype)
     _check_once(x, weight, graph, aggr, edge_weight)
+    if relational_op.takes(x, weight, edge_weight, order):
+        assert x is not None
+        _check_order(order, orders_of(aggr, False))
+        rows = relational_op.relational(x, weight, graph.number, aggr, order)
+        return rows if own is None else rows + own.rows()
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
     layer = Aggregation(graph.map, aggr, scale)
     if x is None or not x.is_floating_point():
-        rows = _embedded(weight if x is None else weight.index_select(1, x), layer)
-        return rows if own is None else _plus(rows, own.rows())
+        rows = embedded(weight if x is None else weight.index_select(1, x), layer)
+        return rows if own is None else plus(rows, own.rows())
     able = orders_of(aggr, scale is not None)
     if order is None:
-        order = _cheapest(x, weight, graph.map, able)
-    if order not in able:
-        raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
+        order = cheapest(x, weight, graph.map, able)
+    _check_order(order, able)
     if own is None or scale is not None or order == "direct" or weight.ndim != 3:
         return ORDERS[order](x, weight, layer, None if own is None else own.rows())
     if own.x is x and aggr != "max" and _is_recorded(x, weight, own):
@@ -138,136 +149,16 @@ def _keep_launches(x: Tensor, weight: Tensor, found: MultiMap, key: tuple[str, s
         return
     signature = call_signature((x, weight), _ROWS_VARY, *key)
     known = found.cached("launches", lambda _: BoundedCache[RelationalCall | None](_CALLS))
-    if signature in known or not x.is_contiguous() or not _by_kernels(x) or is_capturing(x.device):
+    if signature in known or not x.is_contiguous() or not by_kernels(x) or is_capturing(x.device):
         return
     aggr, first = key[0], order == "aggregate"
     over = found.segments().reduced if first else transformed(found).reduced
-    joined = joins_of(found, "pairs" if first else "transformed", aggr == "mean")
-    known.keep(signature, RelationalCall.of(x, weight, (over, joined), "max" if aggr == "max" else "sum", first))
+    sorts = joins_of(found, "pairs" if first else "transformed", aggr == "mean")
+    known.keep(signature, RelationalCall.of(x, weight, (over, sorts), "max" if aggr == "max" else "sum", first))
 
 
 _CALLS = 64
 """Kinds of calls whose launches a graph keeps."""
-
-
-def orders_of(aggr: str, weighted: bool) -> tuple[str, ...]:
-    """The orders that compute this aggregation, with or without weights of edges."""
-    if aggr == "max":
-        return ("aggregate",)
-    return ("aggregate", "transform") if aggr == "mean" or weighted else ("aggregate", "transform", "direct")
-
-
-class Aggregation(NamedTuple):
-    """found: the map of a graph; aggr: aggregation; scale: [E] of pairs, or None."""
-
-    found: MultiMap
-    aggr: str
-    scale: Tensor | None
-
-
-# Orders of aggregation and transformation
-
-
-def _aggregate_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
-    """Join the inputs of each (target, relation), then one product for each."""
-    return _product(_joined(x, layer, "pairs"), weight, layer.found.segments().reduced, base)
-
-
-def _transform_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
-    """One product for each (source, relation), then join the results of each target."""
-    rows = _product(x, weight, transformed(layer.found).reduced, None)
-    if base is not None and layer.scale is None and _by_kernels(rows) and autograd.is_plain_call((rows, base)):
-        joins.add_join(rows, joins_of(layer.found, "transformed", layer.aggr == "mean"), base)
-        return base
-    return _plus(_joined(rows, layer, "transformed"), base)
-
-
-def _direct(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
-    """A product for each edge, gathered and scattered within one kernel."""
-    return _product(x, weight, layer.found, base)
-
-
-ORDERS = {"aggregate": _aggregate_first, "transform": _transform_first, "direct": _direct}
-"""Orders of the steps of `relational_conv`."""
-
-
-def _embedded(weight: Tensor, layer: Aggregation) -> Tensor:
-    """One-hot nodes: a product is a row of the weight."""
-    rows = weight.reshape(-1, weight.shape[2])
-    if layer.aggr != "max":
-        return _joined(rows, layer, "rows")
-    return _joined(_joined(rows, layer, "rows by segment"), layer._replace(aggr="sum", scale=None), "segments")
-
-
-def _product(x: Tensor, weight: Tensor, found: MultiMap, base: Tensor | None) -> Tensor:
-    """base + the sum over pairs (i, o) of offset k of x[i] * weight[k]."""
-    if weight.ndim == 4:
-        relations, groups, inner, outer = weight.shape
-        filters = weight.permute(1, 3, 0, 2).reshape(groups * outer, relations, inner)
-        return _plus(conv_features(x, filters, found, found.num_outputs, groups), base)
-    filters = weight.permute(2, 0, 1)
-    if base is not None and autograd.is_plain_call((x, filters, base)) and add_product((x, filters), found, base):
-        return base
-    return _plus(conv_features(x, filters, found, found.num_outputs), base)
-
-
-def _plus(y: Tensor, base: Tensor | None) -> Tensor:
-    """y + base; in the memory of y unless autograd or a transform is active."""
-    if base is None:
-        return y
-    return y.add_(base) if autograd.is_plain_call((y, base)) else y + base
-
-
-# Joins of rows
-
-
-def _joined(x: Tensor, layer: Aggregation, name: str) -> Tensor:
-    """[results, C]: the join of the rows of one of JOINS, in the aggregation of the layer."""
-    found, aggr, scale = layer
-    how = "max" if aggr == "max" else "sum"
-    if scale is None and _by_kernels(x):
-        return _join(x, joins_of(found, name, aggr == "mean"), how)
-    order, inputs, outputs, sizes = JOINS[name](found)
-    factors = None if scale is None else scale[order]
-    if aggr == "mean":
-        share = share_of(found, (name, order), x.dtype)
-        factors = share if factors is None else share * factors
-    more = [] if factors is None else [factors]
-    text = _JOINED.format(_OPERATORS[how], " * V[e]" * len(more))
-    return autograd.einsum([x, inputs, outputs, *more], "X|i|s" + "|V" * len(more), text, (sizes[1], x.shape[1]))
-
-
-def _by_kernels(x: Tensor) -> bool:
-    """True if the kernels of lower.joins apply: other devices have loop nests in C, and tracing sees statements."""
-    return not torch.compiler.is_compiling() and joins.runs(x) and autograd.only_reverse_mode_active((x,))
-
-
-def _join(x: Tensor, found: Joins, how: str) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Join.apply(x, found, how)
-    return joins.join(x, found, how)[0]
-
-
-class _Join(torch.autograd.Function):
-    """joins.join; of sums each is the other's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, found: Joins, how: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.found, ctx.how = found, how
-        y, ties = joins.join(x, found, how, how == "max")
-        if ties is not None:
-            ctx.save_for_backward(x, y, ties)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if ctx.how == "sum":
-            return _join(grad, ctx.found.transposed, "sum"), None, None
-        x, y, ties = ctx.saved_tensors
-        shares = grad.to(ties.dtype) / ties.clamp(min=1)
-        recorded = torch.is_grad_enabled() and grad.requires_grad
-        run = joins.of_maxima_torch if recorded else joins.of_maxima
-        return run(shares, x, y, ctx.found.transposed), None, None
 
 
 # Gradients of a whole layer
@@ -277,7 +168,7 @@ def _is_recorded(x: Tensor, weight: Tensor, own: Own) -> bool:
     """True if autograd, and nothing else, records a layer whose steps are kernels."""
     given = [x, weight, own.root, *([] if own.bias is None else [own.bias])]
     recorded = torch.is_grad_enabled() and any([t.requires_grad for t in given]) and autocast_dtype(weight) is None
-    return recorded and own.root.dtype == x.dtype and _by_kernels(x) and autograd.only_reverse_mode_active(given)
+    return recorded and own.root.dtype == x.dtype and by_kernels(x) and autograd.only_reverse_mode_active(given)
 
 
 class _Layer(torch.autograd.Function):
@@ -290,32 +181,23 @@ class _Layer(torch.autograd.Function):
         base, ctx.layer, ctx.order = Own(x, root, bias).rows(), layer, order
         if order == "transform":
             ctx.save_for_backward(x, weight, root, bias)
-            return autograd.writable(_transform_first(x, weight, layer, base))
-        rows = _joined(x, layer, "pairs")
+            return autograd.writable(ORDERS[order](x, weight, layer, base))
+        rows = joined(x, layer, "pairs")
         ctx.save_for_backward(x, weight, root, bias, rows)
-        return autograd.writable(_product(rows, weight, layer.found.segments().reduced, base))
+        return autograd.writable(product(rows, weight, layer.found.segments().reduced, base))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, root, bias, *rows = ctx.saved_tensors
-        needed, by_rows = ctx.needs_input_grad, ctx.order == "aggregate"
+        needed = ctx.needs_input_grad
         if torch.is_grad_enabled():
             return (*_by_steps(ctx, (x, weight, root, bias), grad), None, None)
-        grad, found = grad.contiguous(), ctx.layer.found
-        joined = joins_of(found, "pairs" if by_rows else "transformed", ctx.layer.aggr == "mean").transposed
-        over = found.segments().reduced if by_rows else transformed(found).reduced
-        up = grad if by_rows else joins.join(grad, joined, "sum")[0]
-        given = rows[0] if by_rows else x, weight.permute(2, 0, 1)
-        wanted = [x.dtype if needed[0] else None, weight.dtype if needed[1] else None]
-        dx, dweight = differentiable_call(*given, over, over.num_outputs).gradients(given, up, wanted)
-        if dx is not None and by_rows:
-            drows, dx = dx, grad @ root.t()
-            joins.add_join(drows, joined, dx)
-        elif dx is not None:
-            dx = dx.addmm_(grad, root.t())
+        grad = grad.contiguous()
+        given = x, weight, rows[0] if rows else None
+        dx, dweight = gradients(given, grad, ctx.layer, ctx.order, needed[:2])
         return (
-            dx,
-            None if dweight is None else dweight.permute(1, 2, 0),
+            None if dx is None else dx.addmm_(grad, root.t()),
+            dweight,
             x.t() @ grad if needed[2] else None,
             grad.sum(0) if needed[3] else None,
             None,
@@ -330,42 +212,6 @@ def _by_steps(ctx: Any, given: Sequence[Tensor | None], grad: Tensor) -> list[Te
     wanted = [t for t, needed in zip(given, ctx.needs_input_grad, strict=False) if needed and t is not None]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
     return [next(found) if needed else None for needed in ctx.needs_input_grad[:4]]
-
-
-# The cost model
-
-
-def _cheapest(x: Tensor, weight: Tensor, found: MultiMap, able: tuple[str, ...]) -> str:
-    """The order of least estimated time."""
-    if len(able) == 1:
-        return able[0]
-    shape, size = tuple(weight.shape), x.element_size()
-    costs = found.cached(("costs", shape, size), lambda m: _costs(m, shape, size))
-    best, *others = able
-    # torch.compile knows no min() by a key.
-    for name in others:
-        best = name if costs[name] < costs[best] else best
-    return best
-
-
-def _costs(found: Any, shape: tuple[int, ...], size: int) -> Mapping[str, float]:
-    """Estimated seconds of each order. shape: of the weight; size: bytes of a value."""
-    inner, outer, groups = shape[-2], shape[-1], 1 if len(shape) == 3 else shape[1]
-    edges, targets, device = len(found.table), found.num_outputs, DEVICES.get(found.device.type, DEVICES["cpu"])
-    segments, turned = len(found.segments().sizes), len(found.transpose().segments().sizes)
-
-    def product(rows: int, adds: int) -> float:
-        flops, moved = 2.0 * rows * inner * outer * groups, size * groups * (rows * inner + (1 + adds) * rows * outer)
-        return seconds(Work(flops, moved, matrix=found.device.type == "cuda"), device)
-
-    def join(rows: int, channels: int) -> float:
-        return seconds(Work(2.0 * edges * channels, size * channels * (edges + rows)), device)
-
-    return {
-        "aggregate": join(segments, inner * groups) + product(segments, 1),
-        "transform": product(turned, 0) + join(targets, outer * groups),
-        "direct": product(edges, 1),
-    }
 
 
 # Checks
@@ -390,6 +236,11 @@ def _check_once(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_
 def _extent(nodes: Tensor) -> tuple[int, int]:
     """(lowest, highest); read once."""
     return (int(nodes.min()), int(nodes.max())) if len(nodes) else (0, -1)
+
+
+def _check_order(order: str | None, able: tuple[str, ...]) -> None:
+    if order is not None and order not in able:
+        raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
 
 
 def _check_operands(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
