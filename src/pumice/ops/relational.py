@@ -23,7 +23,7 @@ from pumice.ops.conv import autocast_dtype
 from pumice.ops.graph import Graph, joins_of, transformed
 from pumice.ops.relational_steps import (
     ORDERS,
-    Aggregation,
+    GraphJoin,
     by_kernels,
     cheapest,
     embedded,
@@ -84,7 +84,7 @@ def convolved(
         rows = relational_op.relational(x, weight, graph.number, aggr, order)
         return rows if own is None else rows + own.rows()
     scale = None if edge_weight is None else edge_weight[graph.order].to(weight.dtype)
-    layer = Aggregation(graph.map, aggr, scale)
+    layer = GraphJoin(graph.map, aggr, scale)
     if x is None or not x.is_floating_point():
         rows = embedded(weight if x is None else weight.index_select(1, x), layer)
         return rows if own is None else plus(rows, own.rows())
@@ -176,7 +176,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, root: Tensor, bias: Tensor | None, layer: Aggregation, order: str
+        ctx: Any, x: Tensor, weight: Tensor, root: Tensor, bias: Tensor | None, layer: GraphJoin, order: str
     ) -> Tensor:
         base, ctx.layer, ctx.order = Own(x, root, bias).rows(), layer, order
         if order == "transform":

@@ -13,7 +13,7 @@ from torch import Tensor
 from pumice.coords.traced_ops import LIBRARY, register
 from pumice.ops import autograd
 from pumice.ops.graph import graph_of_number
-from pumice.ops.relational_steps import ORDERS, Aggregation, cheapest, gradients, orders_of
+from pumice.ops.relational_steps import ORDERS, GraphJoin, cheapest, gradients, orders_of
 
 
 def takes(x: Tensor | None, weight: Tensor, edge_weight: Tensor | None, order: str | None) -> bool:
@@ -34,9 +34,9 @@ def relational(x: Tensor, weight: Tensor, number: int, aggr: str, order: str | N
     return torch.ops.pumice.relational(x, weight, number, aggr, order or "")
 
 
-def _layer(x: Tensor, weight: Tensor, number: int, aggr: str, order: str) -> tuple[Aggregation, str]:
+def _layer(x: Tensor, weight: Tensor, number: int, aggr: str, order: str) -> tuple[GraphJoin, str]:
     found = graph_of_number(number).map
-    return Aggregation(found, aggr, None), order or cheapest(x, weight, found, _able(aggr))
+    return GraphJoin(found, aggr, None), order or cheapest(x, weight, found, _able(aggr))
 
 
 def _able(aggr: str) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ def orders_of(aggr: str, weighted: bool) -> tuple[str, ...]:
     return ("aggregate", "transform") if aggr == "mean" or weighted else ("aggregate", "transform", "direct")
 
 
-class Aggregation(NamedTuple):
+class GraphJoin(NamedTuple):
     """found: the map of a graph; aggr: aggregation; scale: [E] of pairs, or None."""
 
     found: MultiMap
@@ -44,12 +44,12 @@ class Aggregation(NamedTuple):
 # Orders of aggregation and transformation
 
 
-def aggregate_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
+def aggregate_first(x: Tensor, weight: Tensor, layer: GraphJoin, base: Tensor | None) -> Tensor:
     """Join the inputs of each (target, relation), then one product for each."""
     return product(joined(x, layer, "pairs"), weight, layer.found.segments().reduced, base)
 
 
-def transform_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
+def transform_first(x: Tensor, weight: Tensor, layer: GraphJoin, base: Tensor | None) -> Tensor:
     """One product for each (source, relation), then join the results of each target."""
     rows = product(x, weight, transformed(layer.found).reduced, None)
     if base is not None and layer.scale is None and by_kernels(rows) and autograd.is_plain_call((rows, base)):
@@ -58,7 +58,7 @@ def transform_first(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor 
     return plus(joined(rows, layer, "transformed"), base)
 
 
-def _direct(x: Tensor, weight: Tensor, layer: Aggregation, base: Tensor | None) -> Tensor:
+def _direct(x: Tensor, weight: Tensor, layer: GraphJoin, base: Tensor | None) -> Tensor:
     """A product for each edge, gathered and scattered within one kernel."""
     return product(x, weight, layer.found, base)
 
@@ -67,7 +67,7 @@ ORDERS = {"aggregate": aggregate_first, "transform": transform_first, "direct": 
 """Orders of the steps of `relational_conv`."""
 
 
-def embedded(weight: Tensor, layer: Aggregation) -> Tensor:
+def embedded(weight: Tensor, layer: GraphJoin) -> Tensor:
     """One-hot nodes: a product is a row of the weight."""
     rows = weight.reshape(-1, weight.shape[2])
     if layer.aggr != "max":
@@ -97,7 +97,7 @@ def plus(y: Tensor, base: Tensor | None) -> Tensor:
 # Joins of rows
 
 
-def joined(x: Tensor, layer: Aggregation, name: str) -> Tensor:
+def joined(x: Tensor, layer: GraphJoin, name: str) -> Tensor:
     """[results, C]: the join of the rows of one of JOINS, in the aggregation of the layer."""
     found, aggr, scale = layer
     how = "max" if aggr == "max" else "sum"
@@ -150,7 +150,7 @@ class _Join(torch.autograd.Function):
 
 
 def gradients(
-    given: tuple[Tensor, Tensor, Tensor | None], grad: Tensor, layer: Aggregation, order: str, needed: tuple[bool, bool]
+    given: tuple[Tensor, Tensor, Tensor | None], grad: Tensor, layer: GraphJoin, order: str, needed: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of (x, weight), of a plain call. given: (x, weight, joined rows if they are known); grad: of the
     result, contiguous; order: "aggregate" or "transform"."""
