@@ -61,8 +61,11 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
             "pumice.ops.conv": {"Flow", "Size", "Target", "convolve", "target_of"},
             "pumice.schedule.dataflow": {"chosen"},
         },
-        # Layers keep the graph, and the ends, of the edges that they are given.
-        "nn/graph.py": {"pumice.ops.graph": {"AGGREGATIONS", "EdgeType", "graph_of"}},
+        # Layers keep the graph, and the ends, of the edges that they are given, and add to their own part.
+        "nn/graph.py": {
+            "pumice.ops.graph": {"EdgeType", "graph_of"},
+            "pumice.ops.relational": {"AGGREGATIONS", "Own", "convolved"},
+        },
         "nn/tensor_product.py": {"pumice.ops.graph": {"ends_of"}},
         # A layer has its statement from construction: it calls what is prepared for that.
         "nn/pruned.py": {"pumice.ops.einsum": {"OneOperandEinsum"}},

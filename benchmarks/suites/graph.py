@@ -1,6 +1,7 @@
 """The suite `graph`: R-GCN of two layers against plain PyTorch and PyG, and reductions by an index against torch's.
 
-    relational/GRAPH/16-64-16/fwd          two layers with relu between; fwd+bwd: with the gradients of all
+    relational/GRAPH/16-64-16/fwd          two layers with relu between, also by pm.capture and torch.compile
+    relational/GRAPH/16-64-16/fwd+bwd      with the gradients of all, also by pm.capture_step, its update included
     relational/.../memory                  most bytes allocated beyond operands, on a GPU
     segment/sorted/sum/C32                 1,000,000 rows into 50,000 segments
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import pumice as pm
 from benchmarks.harness.rows import Peer, Row
@@ -43,7 +44,7 @@ def relational(setup: Setup) -> Iterator[Row]:
                     done.append(row)
                     yield row
     for backward in ("fwd", "fwd+bwd"):
-        own = [row for row in done if row.case.endswith(f"/{backward}/ours")]
+        own = [row for row in done if f"/{backward}/" in row.case and row.metric == "time"]
         summarize(setup, own, {"padded bmm": ("padded",), "PyG": ("PyG",)})
 
 
@@ -71,7 +72,8 @@ def _network(setup: Setup, name: str, edges: Edges, sizes: tuple[int, int, int])
     for backward in (False, True):
         case, truth = f"{name}/fwd{'+bwd' * backward}", _exact(convs, edges, x, backward)
         found = [_way(label, make, convs, x, backward) for label, make in ways.items()]
-        yield from measured(setup, Case(case, torch.float32, truth), found[:1], found[1:])
+        ours = [found[0], _captured(convs, graph, x, backward), *[_compiled(convs, graph, x)] * (not backward)]
+        yield from measured(setup, Case(case, torch.float32, truth), ours, found[1:])
         if setup.device.type == "cuda":
             yield from _memory(setup, case, found)
 
@@ -89,6 +91,50 @@ def _way(label: str, make: Callable[..., Made], convs: Convs, x: Tensor, backwar
     # The gradient of x depends on those of all that follows.
     view = (lambda found: found[0]) if backward else (lambda found: found)
     return Way(label, made, "torch_geometric" if label.startswith("PyG") else "", view)
+
+
+class _Net(nn.Module):
+    """Two layers; the nodes are a parameter."""
+
+    def __init__(self, convs: Convs, x: Tensor) -> None:
+        super().__init__()
+        self.first, self.second = convs
+        self.nodes = nn.Parameter(x.clone())
+
+    def forward(self, graph: pm.Graph) -> Tensor:
+        return self.second(self.first(self.nodes, graph).relu(), graph)
+
+
+def _captured(convs: Convs, graph: pm.Graph, x: Tensor, backward: bool) -> Way:
+    """pm.capture; or pm.capture_step, whose update, by a rate of 0, is part of the time."""
+
+    def forward() -> Callable[[], Tensor]:
+        fast = pm.capture(_Net(convs, x).eval(), (graph,))
+        return lambda: fast(graph)
+
+    def step() -> Callable[[], Tensor]:
+        net = _Net(convs, x)
+        run = pm.capture_step(net, lambda y: y.square().mean(), torch.optim.SGD(net.parameters(), 0.0), (graph,))
+
+        def call() -> Tensor:
+            run((graph,))
+            assert net.nodes.grad is not None
+            return net.nodes.grad
+
+        return call
+
+    return Way("captured", step if backward else forward)
+
+
+def _compiled(convs: Convs, graph: pm.Graph, x: Tensor) -> Way:
+    """torch.compile of both layers."""
+
+    def made() -> Callable[[], Tensor]:
+        net = torch.compile(_Net(convs, x), fullgraph=True)
+        graph.prepare()
+        return torch.no_grad()(lambda: net(graph))
+
+    return Way("compiled", made, optional=True)
 
 
 def _exact(convs: Convs, edges: Edges, x: Tensor, backward: bool) -> Tensor:

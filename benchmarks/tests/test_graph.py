@@ -10,10 +10,11 @@ from benchmarks.scenes.graphs import generated
 from pumice.errors import PumiceError
 
 
-@pytest.mark.parametrize(("study", "cases"), [("relational", 2), ("segment", 6)])
+@pytest.mark.parametrize(("study", "cases"), [("relational", 5), ("segment", 6)])
 def test_rows(study, cases):
     rows = list(bench.run("graph", print, bench.Options(study, quick=True, device="cpu")))
-    assert len({row.case for row in rows}) == cases and all(row.case.endswith("/ours") for row in rows)
+    assert len({row.case for row in rows}) == cases
+    assert {row.case.rpartition("/")[2] for row in rows} <= {"ours", "captured", "compiled"}
     assert {row.peer for row in rows} >= ({"padded bmm"} if study == "relational" else {"index_add", "scatter_reduce"})
 
 

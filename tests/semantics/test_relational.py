@@ -8,7 +8,8 @@ import torch
 import pumice as pm
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 from pumice.nn import RelationalConv
-from pumice.ops.graph import ORDERS
+from pumice.ops import relational, relational_op, relational_steps
+from pumice.ops.relational_steps import ORDERS
 
 NODES, RELATIONS, EDGES = 12, 5, 60
 
@@ -57,6 +58,16 @@ CASES = [
 ]
 
 
+@pytest.fixture(params=["statements", "joins"])
+def joined(request, monkeypatch):
+    """Rows are joined by statements, or as on a GPU, by lower.joins, here in plain torch."""
+    if request.param == "joins":
+        kernels = relational_steps.autograd.only_reverse_mode_active
+        for module in (relational, relational_steps):
+            monkeypatch.setattr(module, "by_kernels", lambda x: kernels((x,)))
+
+
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize(("aggr", "order", "weighted"), CASES)
 @pytest.mark.parametrize("form", ["whole", "blocks"])
 def test_every_order(aggr, order, weighted, form):
@@ -76,6 +87,7 @@ def test_every_order(aggr, order, weighted, form):
         torch.testing.assert_close(pm.ops.relational_conv(x, weight, graph, aggr=aggr, edge_weight=scale), wanted)
 
 
+@pytest.mark.usefixtures("joined")
 @pytest.mark.parametrize("aggr", ["mean", "sum", "max"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_one_hot_nodes(aggr, weighted):
@@ -112,13 +124,14 @@ def test_layers(more):
     assert torch.equal(copy.deepcopy(layer)(x, graph.to("cpu")), got)
 
 
+@pytest.mark.usefixtures("joined")
 def test_second_derivatives():
     edges, kinds = made()
     graph = pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS)
-    for order in ORDERS:
+    for aggr, order in (("sum", "direct"), ("sum", "aggregate"), ("mean", "transform"), ("max", "aggregate")):
 
-        def run(x, w, order=order):
-            return pm.ops.relational_conv(x, w, graph, aggr="sum", order=order)
+        def run(x, w, aggr=aggr, order=order):
+            return pm.ops.relational_conv(x, w, graph, aggr=aggr, order=order)
 
         given = normal(NODES, 2).requires_grad_(), normal(RELATIONS, 2, 3).requires_grad_()
         assert torch.autograd.gradcheck(run, given) and torch.autograd.gradgradcheck(run, given)
@@ -221,6 +234,55 @@ def test_compiled(aggr, onehot):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("aggr", "order"), [("mean", "aggregate"), ("sum", "transform"), ("max", None), ("mean", None)]
+)
+def test_compiled_as_one_operator(aggr, order, monkeypatch):
+    """On a GPU a layer is an operator of compiled code, which takes a graph that is not prepared."""
+    monkeypatch.setattr(relational_op, "has_kernels", lambda x: True)
+    torch.compiler.reset()
+    edges, kinds = made()
+    graph = pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS)
+    layer, x = RelationalConv(6, 4, RELATIONS, aggr=aggr).double(), normal(NODES, 6).requires_grad_()
+    layer.order = order
+    run = torch.compile(lambda x: layer(x.tanh(), graph).relu(), backend="aot_eager", fullgraph=True)
+    leaves, wanted = [x, *layer.parameters()], layer(x.tanh(), graph).relu()
+    torch.testing.assert_close(run(x), wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (run(x), wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    call = torch.ops.pumice.relational
+    given = x.detach().requires_grad_(), layer.weight.detach().requires_grad_(), graph.number, aggr, order or ""
+    torch.library.opcheck(call, given, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    with pytest.raises(OptionError, match="no graph"):
+        call(x, layer.weight, -1, aggr, "")
+
+
+@pytest.mark.usefixtures("joined")
+@pytest.mark.parametrize("order", ["aggregate", "transform"])
+@pytest.mark.parametrize("more", [{}, {"bias": False}, {"num_bases": 2}, {"aggr": "sum"}])
+def test_a_layer_is_differentiable(order, more):
+    """In all of nodes, weights, root and bias, twice, and in some of them."""
+    edges, kinds = made()
+    graph, layer = (
+        pm.Graph(edges, kinds, num_nodes=NODES, num_relations=RELATIONS),
+        RelationalConv(3, 2, RELATIONS, **more),
+    )
+    layer.double().order = order
+    names, x = [*dict(layer.named_parameters())], normal(NODES, 3).requires_grad_()
+
+    def run(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x, graph))
+
+    given = (x, *layer.parameters())
+    assert torch.autograd.gradcheck(run, given) and torch.autograd.gradgradcheck(run, given)
+    wanted = torch.autograd.grad(layer(x, graph).square().sum(), given)
+    for n, leaf in enumerate(given):
+        some = [t if k == n else t.detach() for k, t in enumerate(given)]
+        torch.testing.assert_close(torch.autograd.grad(run(*some).square().sum(), leaf)[0], wanted[n])
+    assert torch.equal(layer(x, graph).sum().detach(), layer(x, graph).detach().sum())
+
+
+@pytest.mark.usefixtures("joined")
 def test_no_edges():
     graph = pm.Graph(torch.zeros(2, 0, dtype=torch.int64), num_nodes=3, num_relations=2)
     for aggr in ("mean", "sum", "max"):

@@ -2,6 +2,8 @@
 
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
 from pumice.engine.export import Exportable, exportable
+from pumice.engine.graph_capture import CapturedGraphNet, CapturedGraphStep
+from pumice.engine.graph_tuning import GraphTuning
 from pumice.engine.measure import PassTiming, measure
 from pumice.engine.program import Program, compile
 from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
@@ -12,10 +14,13 @@ from pumice.engine.tuning import BINDINGS, tune
 __all__ = [
     "BINDINGS",
     "Captured",
+    "CapturedGraphNet",
+    "CapturedGraphStep",
     "CapturedPoints",
     "CapturedStep",
     "DataflowChoice",
     "Exportable",
+    "GraphTuning",
     "PassTiming",
     "PerItemTarget",
     "Program",

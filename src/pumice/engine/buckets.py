@@ -423,7 +423,7 @@ class GraphRunner:
         assert side is not None
         side.wait_stream(torch.cuda.current_stream(self.device))
         if self._words is None:
-            with torch.cuda.stream(side), _forbid_synchronisation():
+            with torch.cuda.stream(side), forbid_synchronisation():
                 ran: Results = self.program.run(bucket.buffers, bucket.capacities)
             self._words = ran.status_words.shape
         host = torch.zeros(self._words, dtype=torch.int32, pin_memory=True) if self.early_status else None
@@ -487,7 +487,7 @@ class CapturedModule:
 
 
 @contextmanager
-def _forbid_synchronisation() -> Iterator[None]:
+def forbid_synchronisation() -> Iterator[None]:
     """Raise on any host synchronisation by torch."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

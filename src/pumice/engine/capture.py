@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from pumice.coords.capacity import Shares
 from pumice.coords.chain_build import key_bounds
 from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
+from pumice.engine.graph_capture import CapturedGraphNet, check_evaluation, check_options, takes_graph
 from pumice.engine.program import compile  # noqa: A004
 from pumice.engine.static import Autocast, PaddedProgram
 from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
@@ -22,6 +23,9 @@ from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode
 
 
+@overload
+def capture(model: nn.Module, example: tuple[Any, ...]) -> CapturedGraphNet: ...
+@overload
 def capture(
     model: nn.Module,
     example: SparseTensor,
@@ -32,7 +36,18 @@ def capture(
     dtype: torch.dtype | None = None,
     buckets: float | Sequence[int] = 1.5,
     margin: float = 1.5,
-) -> Captured:
+) -> Captured: ...
+def capture(
+    model: nn.Module,
+    example: SparseTensor | tuple[Any, ...],
+    *,
+    max_voxels: int | None = None,
+    level_capacity: Shares = None,
+    batch: int | None = None,
+    dtype: torch.dtype | None = None,
+    buckets: float | Sequence[int] = 1.5,
+    margin: float = 1.5,
+) -> Captured | CapturedGraphNet:
     """Capture the inference pass of `model`, kernel maps included, as one CUDA graph per capacity.
 
         fast = pm.capture(net, x, max_voxels=200_000)
@@ -68,12 +83,25 @@ def capture(
     Scenes must share the example's spatial_shape. Without one, coordinates may lie up to 2^16 voxels from the origin
     along each axis (2^24 with one or two axes, 2^11 with four); scenes beyond run eagerly.
 
+    A network over graphs has its arguments as the example, with a prepared pumice.Graph among them:
+
+        fast = pm.capture(net, (x, graph))
+        y = fast(x, graph)
+
+    Tensors are copied into buffers. A graph that is new, or new numbers of rows, are recorded in that call; the eight
+    recorded last are kept. Such a network reads no values on the host, and takes no other option.
+
     Raises OptionError (model in training mode, invalid options), DtypeError and ShapeError (example is no SparseTensor,
     has no voxels, or more than max_voxels), CaptureError (the model reads sizes on the host, or its captured results
     differ from the program's on the example), GeometryError (value-dependent row counts, as of prune()).
     """
-    _check_model(model)
-    check_example(example)
+    check_evaluation(model)
+    if takes_graph(example):
+        voxels = (max_voxels, None), (level_capacity, None), (batch, None), (dtype, None), (buckets, 1.5), (margin, 1.5)
+        names = "max_voxels", "level_capacity", "batch", "dtype", "buckets", "margin"
+        check_options(dict(zip(names, voxels, strict=True)))
+        return CapturedGraphNet(model, example)
+    example = check_example(example)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
@@ -116,7 +144,7 @@ def capture_points(
 
     Raises as `capture` and voxelize() do.
     """
-    _check_model(model)
+    check_evaluation(model)
     check_points(points, batch, dim)
     if isinstance(origin, str):
         raise OptionError("origin must be numbers in capture_points: a cloud's origin is read from the device")
@@ -249,20 +277,14 @@ def captured_site(site: GridSpec, batch: int) -> GridSpec:
     return GridSpec(site.stride, shape, batch, bounds, site.frame)
 
 
-def _check_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"capture takes a torch.nn.Module, found {type(model).__name__}")
-    training = [name or type(m).__name__ for name, m in model.named_modules() if m.training]
-    if training:
-        raise OptionError(f"capture expects model.eval(); these modules are in training mode: {training[:3]}")
-
-
-def check_example(example: SparseTensor) -> None:
+def check_example(example: Any) -> SparseTensor:
     if not isinstance(example, SparseTensor):
-        raise DtypeError(f"the example must be a SparseTensor, found {type(example).__name__}")
+        kind = type(example).__name__
+        raise DtypeError(f"the example must be a SparseTensor, or arguments with a prepared pumice.Graph, found {kind}")
     example.geometry.require_host_size("a capture within a capture")
     if not len(example):
         raise ShapeError("the example has no voxels, so no level capacities can be derived from it")
+    return example
 
 
 def check_scene(x: SparseTensor, example: SparseTensor) -> None:

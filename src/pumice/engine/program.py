@@ -119,7 +119,8 @@ class Program(nn.Module):
     def explain(self) -> str:
         """Text: steps for the last call's arguments, the modules in each, and untraced modules with reasons."""
         program = self._programs.get(self._last)
-        return "not traced yet: steps are known after a call" if program is None else program.explain()
+        told = "not traced yet: steps are known after a call with a SparseTensor; others call the module as it is"
+        return told if program is None else program.explain()
 
     def extra_repr(self) -> str:
         return f"program of {type(self._net).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModul
 from pumice.engine.buffers import ModelInput
 from pumice.engine.capture import captured_site, check_example, check_scene
 from pumice.engine.compare import AMPLIFIED, steps_differ
+from pumice.engine.graph_capture import Arguments, CapturedGraphStep, check_options, takes_graph
 from pumice.engine.program import compile  # noqa: A004
 from pumice.engine.static import Autocast
 from pumice.engine.train_program import (
@@ -37,6 +38,11 @@ from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode, record_graph
 
 
+@overload
+def capture_step(
+    model: nn.Module, loss: Loss, optimizer: Optimizer, example: tuple[Any, ...], *targets: Tensor
+) -> CapturedGraphStep: ...
+@overload
 def capture_step(
     model: nn.Module,
     loss: Loss,
@@ -50,7 +56,21 @@ def capture_step(
     scaler: GradScaler | None = None,
     clip: float | None = None,
     ignored: int = -100,
-) -> CapturedStep:
+) -> CapturedStep: ...
+def capture_step(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer,
+    example: SparseTensor | tuple[Any, ...],
+    *targets: Any,
+    max_voxels: int | None = None,
+    level_capacity: Shares = None,
+    buckets: float | Sequence[int] = 1.5,
+    margin: float = 1.5,
+    scaler: GradScaler | None = None,
+    clip: float | None = None,
+    ignored: int = -100,
+) -> CapturedStep | CapturedGraphStep:
     """Capture a training step: forward, loss and gradients, kernel maps included, as one CUDA graph per capacity, and
     the optimizer's update as another.
 
@@ -93,6 +113,13 @@ def capture_step(
     Communication hooks and mixed_precision= of DistributedDataParallel raise OptionError; unused parameters get
     gradients of 0.
 
+    A network over graphs has its arguments as the example, with a prepared pumice.Graph among them, and any targets:
+
+        step = pm.capture_step(net, lambda y, labels: F.cross_entropy(y[nodes], labels), optimizer, (x, graph), labels)
+        value = step((x, graph), labels)
+
+    A new graph, or new numbers of rows, are recorded in that step; it takes no other option.
+
     Raises OptionError (SyncBatchNorm, invalid options, a loss that is no scalar), DtypeError,
     ShapeError and DeviceError (mismatched arguments), CaptureError (loss or gradients differ from the eager step on the
     example, or the model reads sizes on the host), GeometryError (operations with value-dependent row counts).
@@ -101,7 +128,13 @@ def capture_step(
     model = model if replicated is None else replicated.module
     _check(model, loss, optimizer)
     _check_replicated(replicated)
-    check_example(example)
+    if takes_graph(example):
+        voxels = (max_voxels, None), (level_capacity, None), (buckets, 1.5), (margin, 1.5), (scaler, None), (clip, None)
+        names = "max_voxels", "level_capacity", "buckets", "margin", "scaler", "clip"
+        check_options(dict(zip(names, voxels, strict=True)))
+        device = Arguments.of(example).device
+        return CapturedGraphStep(model, loss, CapturedOptimizerStep(optimizer, device), example, targets)
+    example = check_example(example)
     _check_targets(example, targets)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
     margins = CapacityMargins(margin, level_capacity)

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
+from pumice.engine.graph_capture import takes_graph
+from pumice.engine.graph_tuning import GraphTuning, tune_graph_network
 from pumice.engine.groups import LayerGroup, Observed, observe
 from pumice.engine.measure import (
     IsolatedLayer,
@@ -32,6 +34,7 @@ from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturb
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
 from pumice.nn.conv import Convolution, convolutions
+from pumice.ops import Graph
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
 from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, total_seconds
@@ -65,6 +68,19 @@ _INFERENCE = ((FORWARD,),)
 _MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
+@overload
+def tune(
+    model: nn.Module,
+    samples: Sequence[tuple[Any, Graph]],
+    mode: str = "inference",
+    budget: float = 120.0,
+    *,
+    loss: Loss | None = None,
+    fresh: bool = False,
+    progress: Watch | bool | None = None,
+    save: bool = True,
+) -> GraphTuning: ...
+@overload
 def tune(
     model: nn.Module,
     samples: Sequence[Scene],
@@ -77,7 +93,20 @@ def tune(
     fresh: bool = False,
     progress: Watch | bool | None = None,
     save: bool = True,
-) -> Tuning:
+) -> Tuning: ...
+def tune(
+    model: nn.Module,
+    samples: Sequence[Any],
+    mode: str = "inference",
+    budget: float = 120.0,
+    *,
+    bind: str | None = None,
+    candidates: str | Sequence[str | Dataflow] | None = None,
+    loss: Loss | None = None,
+    fresh: bool = False,
+    progress: Watch | bool | None = None,
+    save: bool = True,
+) -> Tuning | GraphTuning:
     """Choose the dataflow of every convolution layer by timing the whole network on sample scenes.
 
     Layers that share a kernel map form a group and run one dataflow. Groups are tuned in turn, largest estimated time
@@ -103,6 +132,10 @@ def tune(
     fresh: ignore saved results. save: save the result.
     progress: called with every schedule.tuner.SearchProgress; None: a bar if standard error is a terminal; False: none.
 
+    A network over graphs takes samples of its arguments, with a pumice.Graph among them, `pm.tune(net, [(x, graph)])`:
+    each pumice.nn.RelationalConv gets the fastest of its orders (its `order`), kept in the same folder for the same
+    network on graphs of like size; the result is a GraphTuning. It takes neither bind nor candidates.
+
     Returns
     -------
     Tuning. It prints as a table of choices and reasons; `.remove(model)` resets the layers to the default, as
@@ -111,6 +144,10 @@ def tune(
     Raises OptionError (unknown mode, bind or candidate, no samples, budget not above 0, nothing to tune), DtypeError
     (model not a Module, samples of wrong type), DeviceError (samples and model on different devices).
     """
+    if isinstance(samples, Sequence) and samples and takes_graph(samples[0]):
+        _check_graph_options(budget, bind, candidates)
+        with watching(progress) as watch:
+            return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
     tuned_model = subject(model, samples, mode, loss)
     options = _options(tuned_model, budget, bind, candidates)
@@ -123,6 +160,13 @@ def tune(
             result = run.result(fresh, save, began)
         result.apply(tuned_model.model)
     return result
+
+
+def _check_graph_options(budget: float, bind: str | None, candidates: Any) -> None:
+    if not isinstance(budget, int | float) or not budget > 0:
+        raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+    if bind is not None or candidates is not None:
+        raise OptionError("bind and candidates are options of networks over voxels, found with a Graph")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import are_deterministic_algorithms_enabled as deterministic
 
 from pumice.coords import KernelMap
 from pumice.lower import kernel as kernels
-from pumice.lower.epilogue import RESIDUAL, EpilogueSignature
+from pumice.lower.epilogue import NO_EPILOGUE, RESIDUAL, EpilogueSignature
 from pumice.lower.kernel import KernelExecutor
 from pumice.lower.maps import BoundMap, MapArrays, MapSignature, NoMap, bound_map
 from pumice.lower.segments import SegmentArgs
@@ -125,21 +125,33 @@ class BoundCall(NamedTuple):
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """Launch and return the result; None if a tensor is not 16-byte aligned or the device is not current."""
-        device, executor = self.device, self.executor
-        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+        out = self.executor.allocate_output(tensors[0], self.shape)
+        if not self._into(out, tensors):
             return None
-        out = executor.allocate_output(tensors[0], self.shape)
+        return out if out.dtype is self.executor.dtype else out.to(self.executor.dtype)
+
+    def add_to(self, out: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Add the result to `out` in place; False, with `out` unchanged, if the kernel does not add to such a tensor,
+        or as __call__ returns None."""
+        fits = self.executor.adds and out.dtype is self.executor.writes and out.shape == self.shape
+        return fits and out.is_contiguous() and self._into(out, tensors)
+
+    def _into(self, out: Tensor, tensors: Sequence[Tensor]) -> bool:
+        """Launch; False if a tensor is not 16-byte aligned or the device is not current."""
+        device = self.device
+        if device.type == "cuda" and device.index != torch._C._cuda_getDevice():
+            return False
         bits = result = out.data_ptr()
         addresses = {}
         for _, which in self.layout.tensors:
             addresses[which] = address = tensors[which].data_ptr()
             bits |= address
         if bits & 15:
-            return None
+            return False
         # Keeps the memory until the launch.
         shared = None if self.needs is None else workspace(*self.needs, device)
         self.launch(addresses, result, shared)
-        return out if out.dtype is executor.dtype else out.to(executor.dtype)
+        return True
 
     def launch(self, addresses: Any, result: int, shared: Workspace | None) -> None:
         """Launch on the current device. addresses: of the call's tensors, 16-byte aligned, by number; shared: workspace
@@ -349,6 +361,15 @@ def run_product(tensors: Sequence[Tensor], found: KernelMap | NoMap, finish: Epi
     if call is None:
         call = call_over(found, signature, rows_of(tensors), columns)
     return None if call is None else call(tensors)
+
+
+def add_product(tensors: Sequence[Tensor], found: KernelMap, out: Tensor) -> bool:
+    """Add a convolution to `out` in place by a launch cached with the map; False, with `out` unchanged, without one.
+    tensors: (features, weight) of a plain call."""
+    if tensors[0].shape[0] != found.num_inputs:
+        return False
+    call = found.calls.get(call_signature(tensors, has_dynamic_rows(NO_EPILOGUE), NO_EPILOGUE))
+    return call is not None and call.add_to(out, tensors)
 
 
 Sizes = tuple[Mapping[str, Sequence[int]], tuple[int, ...]]

@@ -141,7 +141,8 @@ def runner(
 
 
 class KernelExecutor:
-    """Executor of a statement of one term with fixed sizes; call it with the operands by name."""
+    """Executor of a statement of one term with fixed sizes; call it with the operands by name. adds: the kernel adds to
+    what is in the result, by atomics."""
 
     def __init__(
         self,
@@ -163,10 +164,10 @@ class KernelExecutor:
         self.bound = bound
         self._empty = any(not len(extent) for extent in bound.ranges.values())
         self.splits = 1 if self._empty else self.splits_at(None)
-        adds = self._form.atomic or self.splits > 1
-        self._whole = not self._empty and not adds and _writes_every_entry(bound, self._form)
+        self.adds = self._form.atomic or self.splits > 1
+        self._whole = not self._empty and not self.adds and _writes_every_entry(bound, self._form)
         # Accumulate in float32 at least.
-        self._summed = torch.promote_types(self.dtype, torch.float32) if adds else self.dtype
+        self._summed = torch.promote_types(self.dtype, torch.float32) if self.adds else self.dtype
         self._launches: dict[Any, SizedLaunch] = {}
         self._tiles: dict[Any, Tile] = {}
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap
-from pumice.lower import native_scatter, plan
-from pumice.runtime.cache import cached_per_tensor
+from pumice.lower import joins, native_scatter, plan
+from pumice.runtime.cache import PERSISTENT, cached_per_tensor
 from pumice.runtime.launch import has_triton, kernel
+from pumice.runtime.streams import is_capturing
 
 _ENTRIES = 512
 """Result elements per program."""
@@ -178,13 +179,16 @@ def max_items(values: Tensor, items: Tensor, batch: int, least: bool = False) ->
 
 
 def extreme_items(
-    values: Tensor, items: Tensor, batch: int, least: bool, places: bool = True
+    values: Tensor, items: Tensor, batch: int, least: bool, places: bool = True, is_sorted: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """[B, C] each: (maxima or minima over batch items, 0 for none; with `places` their rows as of `max_items`).
     Differentiable."""
-    if _by_native(values) and not (values.requires_grad and torch.is_grad_enabled()):
-        found, first = native_scatter.extremes(values, items, batch, least, places)
-        return found.to(values.dtype), first if places else None
+    if not (values.requires_grad and torch.is_grad_enabled()):
+        if _by_native(values):
+            found, first = native_scatter.extremes(values, items, batch, least, places)
+            return found.to(values.dtype), first if places else None
+        if not places and batch > _FEW_ITEMS and joins.runs(values) and _is_settled(items):
+            return joins.join(values, _joins(items, batch, is_sorted), "min" if least else "max")[0], None
     with torch.no_grad():
         first = max_items(values, items, batch, least)
     return rows_at(values, first), first
@@ -265,6 +269,8 @@ def _sums(values: Tensor, items: Tensor, batch: int, is_sorted: bool) -> Tensor:
         return _by_parts("sum_items", values, items, batch, (0, _sum_dtype(values))).sum(0)
     if not values.is_floating_point():
         return sum_items_torch(values, torch.where(items < batch, items, -1), batch)
+    if _is_settled(items):
+        return joins.join(values, _joins(items, batch, is_sorted), "sum", dtype=_sum_dtype(values))[0]
     wide, shape = values.to(_sum_dtype(values)), (batch, values.shape[1])
     if is_sorted:
         return plan.execute([wide, items], "X|i", _SUMS_IN_ORDER, shape, "triton")
@@ -277,6 +283,20 @@ def _in_order(items: Tensor) -> tuple[Tensor, Tensor]:
     """The items in order, and their rows."""
     found, order = items.sort(stable=True)
     return found, order
+
+
+def _is_settled(items: Tensor) -> bool:
+    """True unless a CUDA graph is captured, in which the host cannot read items and replays may have others."""
+    return items not in PERSISTENT and not is_capturing(items.device)
+
+
+@cached_per_tensor
+def _joins(items: Tensor, batch: int, is_sorted: bool) -> joins.Joins:
+    """The rows of each item, -1s left out, as kernels read them."""
+    if is_sorted:
+        return joins.Joins.of(None, items.detach(), (len(items), batch))
+    found, order = items.sort(stable=True)
+    return joins.Joins.of(order, found, (len(items), batch))
 
 
 def _spread_rows(values: Tensor, items: Tensor) -> Tensor:

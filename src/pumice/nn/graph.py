@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pumice.errors import OptionError, ShapeError
-from pumice.ops import Graph, relational_conv
-from pumice.ops.graph import AGGREGATIONS, EdgeType, graph_of
+from pumice.ops import Graph
+from pumice.ops.graph import EdgeType, graph_of
+from pumice.ops.relational import AGGREGATIONS, Own, convolved
 
 Nodes = Tensor | None | tuple[Tensor | None, Tensor | None]
 
@@ -27,6 +28,9 @@ class RelationalConv(nn.Module):
 
     Parameters: weight [num_relations, C_in, C_out], [num_bases, C_in, C_out] with comp [num_relations, num_bases], or
     [num_relations, B, C_in / B, C_out / B]; root [C_in, C_out], bias [C_out]. Raises OptionError and ShapeError.
+
+    order: how the layer computes, a name of pumice.ops.relational.ORDERS, set by hand or by pumice.tune; None: by the
+    cost model.
 
     Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks", ESWC 2018, eq. 2 to 4.
     """
@@ -52,6 +56,7 @@ class RelationalConv(nn.Module):
             raise ShapeError(f"num_blocks={num_blocks} divides C_in={inner} and C_out={out_channels}")
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations
         self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
+        self.order: str | None = None
         blocks = 1 if num_blocks is None else num_blocks
         shape = (inner, out_channels) if num_blocks is None else (blocks, inner // blocks, out_channels // blocks)
         self.weight = nn.Parameter(torch.empty(num_relations if num_bases is None else num_bases, *shape))
@@ -87,10 +92,10 @@ class RelationalConv(nn.Module):
             return self._over_types(x, edges, edge_weight)
         sources, targets = x if isinstance(x, tuple) else (x, x)
         graph = edges if isinstance(edges, Graph) else self._graph(sources, targets, edges, edge_type)
-        y = relational_conv(sources, self._weights(), graph, aggr=self.aggr, edge_weight=edge_weight)
-        if self.root is not None:
-            y = y + _rooted(targets, self.root)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        bias, root = self.bias, self.root
+        own = None if root is None else Own(targets, root, bias)
+        y = convolved(sources, self._weights(), graph, (self.aggr, edge_weight, self.order), own)
+        return y if bias is None or root is not None else y + bias.to(y.dtype)
 
     def _weights(self) -> Tensor:
         if self.num_bases is None:
@@ -117,10 +122,3 @@ class RelationalConv(nn.Module):
         how = f", num_bases={self.num_bases}" if self.num_bases else f", num_blocks={self.num_blocks}"
         how = how if self.num_bases or self.num_blocks else ""
         return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}{how}, aggr={self.aggr!r}"
-
-
-def _rooted(x: Tensor | None, root: Tensor) -> Tensor:
-    """x @ root; of one-hot nodes rows of root."""
-    if x is None:
-        return root
-    return x @ root if x.is_floating_point() else root[x]

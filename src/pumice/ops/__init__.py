@@ -4,7 +4,7 @@ from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
-from pumice.ops.graph import Graph, relational_conv
+from pumice.ops.graph import Graph
 from pumice.ops.harmonics import clebsch_gordan, spherical_harmonics
 from pumice.ops.irreps import Irrep, Irreps
 from pumice.ops.linear import linear
@@ -23,6 +23,7 @@ from pumice.ops.pool import (
 )
 from pumice.ops.prepare import MapConsumers, prepare, prepare_levels
 from pumice.ops.quantize import quantize
+from pumice.ops.relational import relational_conv
 from pumice.ops.scatter import gather, scatter, segment_reduce
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse

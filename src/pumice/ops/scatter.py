@@ -214,8 +214,9 @@ def _mean(rows: _Folded) -> Tensor:
 
 def _extreme(rows: _Folded, least: bool, places: bool) -> tuple[Tensor, Tensor | None]:
     """(values, their first rows)."""
-    run = lowered.extreme_items if _kernels_run(rows.values) else lowered.extreme_items_torch
-    return run(rows.values, rows.index, rows.count, least, places)
+    if not _kernels_run(rows.values):
+        return lowered.extreme_items_torch(rows.values, rows.index, rows.count, least, places)
+    return lowered.extreme_items(rows.values, rows.index, rows.count, least, places, rows.is_sorted)
 
 
 def _place(rows: _Folded, first: Tensor) -> Tensor:

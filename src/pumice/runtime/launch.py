@@ -334,15 +334,22 @@ class KernelLauncher:
         warps: int = 4,
     ) -> None:
         """Launch `programs` programs on the tensors' device and its current stream."""
+        fixed = self.bound(tensors, constants, warps)
+        if (recorded := _LAUNCHES.get()) is None:
+            fixed(programs, tensors, numbers)
+        else:
+            recorded[fixed] = partial(fixed.compile, tensors[0].device, [t.dtype for t in tensors], numbers)
+
+    def bound(
+        self, tensors: Sequence[Array], constants: Mapping[str, Any] = MappingProxyType({}), warps: int = 4
+    ) -> BoundKernel:
+        """The kernel with these constants for tensors of these dtypes."""
         known = tuple(constants.values())
         key = (warps, known, *[t.dtype for t in tensors])
         fixed = self._fixed.get(key)
         if fixed is None:
             fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps)
-        if (recorded := _LAUNCHES.get()) is None:
-            fixed(programs, tensors, numbers)
-        else:
-            recorded[fixed] = partial(fixed.compile, tensors[0].device, [t.dtype for t in tensors], numbers)
+        return fixed
 
 
 _LAUNCHES: ContextVar[dict[BoundKernel, Callable[[], object]] | None] = ContextVar("compiling_launches", default=None)
