@@ -1,9 +1,10 @@
-"""Sums over entries in Triton's interpreter, in a process of its own: convolutions with sparse filters of any kind."""
+"""Convolutions with sparse filters in Triton's interpreter, in a process of its own: over entries, and over blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 
 import torch
 from kernels.interpret import answering, near
@@ -11,8 +12,11 @@ from torch.nn import functional
 
 import pumice as pm
 from pumice.errors import OptionError
-from pumice.lower import entry_sums
+from pumice.lower import entry_sums, plan
+from pumice.lower.block_sums import BlockTile
 from pumice.lower.entry_sums import EntryTile
+from pumice.nn.pruned import Blocks, _statement
+from pumice.ops.operands import flatten_used
 
 Checks = Mapping[str, Callable[[], None]]
 TILES = (
@@ -68,6 +72,106 @@ def check_convolution(name: str, tile: EntryTile | None) -> None:
         EntryTile.default = usual  # type: ignore[method-assign]
     near(got, want, 1e-5)
     near(plain, want, 1e-5)
+
+
+def check_blocks(size: int, stride: int, dtype: torch.dtype, lowering: str) -> None:
+    """A layer over blocks, as one kernel: result, gradients of the image and of the kept weights."""
+    torch.manual_seed(0)
+    kept = torch.rand(3, size, size, 2) < 0.4
+    kept[1] = False
+    blocks = Blocks(16, 32)
+    weight = blocks.join(torch.randn(3, size, size, 2, 16, 32) * kept[..., None, None])
+    x, pad = torch.randn(2, 64, 9, 7), size // 2
+    weight, x = weight.to(dtype).double().requires_grad_(), x.to(dtype).double().requires_grad_()
+    want = functional.conv2d(x, weight, None, stride, pad)
+    text = _statement(x.shape[2:], (size, size), (stride, stride), (pad, pad), (1, 1), True)
+    stored = weight.detach().to(dtype).flatten(2).squeeze(2) if size == 1 else weight.detach().to(dtype)
+    filter = pm.sparse(stored, blocks.format("rs" if size > 1 else "", listed=False))
+    values, image = filter.parts[0].values, x.detach().to(dtype).permute(0, 2, 3, 1).contiguous()
+    assert values is not None and values.shape == (int(kept.sum()), 16, 32)
+    given = [image.requires_grad_(), values.requires_grad_()]
+    got = pm.einsum(text, I=image, F=filter.with_values([values]), lowering=lowering)
+    limit = 1e-5 if dtype == torch.float32 else 2e-3
+    near(got.permute(0, 3, 1, 2), want, limit)
+    grad = torch.randn_like(want).to(dtype)
+    theirs = torch.autograd.grad(want, [x, weight], grad.double())
+    ours = torch.autograd.grad(got, given, grad.permute(0, 2, 3, 1))
+    near(ours[0].permute(0, 3, 1, 2), theirs[0], limit)
+    near(ours[1], blocks.split(theirs[1])[kept], limit)
+
+
+def check_other_blocks() -> None:
+    """Products of matrices, coefficients and old values; more windows than bits; empty filters; any tile."""
+    torch.manual_seed(0)
+    kept = torch.rand(4, 2).lt(0.5).repeat_interleave(16, 0).repeat_interleave(32, 1)
+    w, x, y = torch.randn(64, 64) * kept, torch.randn(37, 64), torch.randn(37, 64)
+    W = pm.sparse(w, "m:U c:C m:B16 c:B32")
+    got = pm.einsum("Y[b,m] += 2 * X[b,c] * W[m,c]", X=x, W=W, Y=y, lowering="blocks")
+    near(got, y.double() + 2 * x.double() @ w.double().t(), 1e-5)
+    near(pm.einsum("Y[b,c] = X[b,m] * W[m,c]", X=x, W=W, lowering="blocks"), x.double() @ w.double(), 1e-5)
+    given = {"R": torch.tensor([3, -1, 0]), "K": torch.tensor([1, 0, 3]), "V": torch.randn(3, 16, 16)}
+    text = "Y[b,16*R[e]+m] = X[b,16*K[e]+c] * V[e,m,c] ; Y:[_,64]"
+    got = pm.einsum(text, X=x, **given, lowering="blocks")
+    near(got, pm.einsum(text, X=x, **given, lowering="reference"), 1e-5)
+    assert not pm.einsum(text, X=x, **{**given, "R": torch.full((3,), -1)}, lowering="blocks").any()
+    wide, image = torch.randn(16, 16, 9, 9), torch.randn(1, 9, 9, 16)
+    F = pm.sparse(wide, Blocks(16, 16).format("rs", listed=False))
+    want = functional.conv2d(image.permute(0, 3, 1, 2).double(), wide.double(), None, 1, 4)
+    usual = BlockTile.default
+    try:
+        for tile in (BlockTile(16, 1, 1, 2), BlockTile(32, 4, 2, 3)):
+            BlockTile.default = lambda *sizes, tile=tile: tile  # type: ignore[method-assign]
+            got = pm.einsum("O[n,p,q,m] = I[n,p+r-4,q+s-4,c] * F[m,c,r,s] ; p:9, q:9", I=image, F=F, lowering="blocks")
+            near(got.permute(0, 3, 1, 2), want, 1e-5)
+    finally:
+        BlockTile.default = usual  # type: ignore[method-assign]
+
+
+def check_block_refusals() -> None:
+    """Other statements are refused with the reason."""
+    w, x = torch.randn(32, 32), torch.randn(5, 32)
+    given = {"X": x, "W": pm.sparse(w, "m:U c:C m:B16 c:B16")}
+    cases = {
+        "last axes": ("Y[m,b] = X[b,c] * W[m,c]", given),
+        "sides of 16, 32, 64, 128, found [8, 8]": (
+            "Y[b,m] = X[b,c] * W[m,c]",
+            {**given, "W": pm.sparse(w, "m:U c:C m:B8 c:B8")},
+        ),
+        "not both of float32": (
+            "Y[b,m] = X[b,c] * W[m,c]",
+            {"X": x.double(), "W": pm.sparse(w.double(), "m:U c:C m:B16 c:B16")},
+        ),
+        "no factor holds blocks": ("Y[b,m] = X[b,c] * W[m,c]", {**given, "W": pm.sparse(w, "CSR")}),
+        "not one product of two factors": ("Y[b,m] = X[b,c] * W[m,c] * Z[b]", {**given, "Z": torch.ones(5)}),
+    }
+    for reason, (text, operands) in cases.items():
+        try:
+            pm.einsum(text, lowering="blocks", **operands)
+        except OptionError as refused:
+            assert reason in str(refused), refused
+        else:
+            raise AssertionError(f"`{text}` was not refused")
+
+
+def check_prepared(lowering: str) -> None:
+    """A plan as a function of one operand reads the others where they are."""
+    torch.manual_seed(0)
+    x, weight, out = torch.randn(16, 50), torch.randn(32, 16), torch.ones(32, 50)
+    text, form = "O[m,p] = I[c,p] * F[m,c]", "(m c):C"
+    if lowering != "entries":
+        x, out, text, form = x.t().contiguous(), out.t(), "O[p,m] = I[p,c] * F[m,c]", Blocks(16, 16).format("", False)
+    filter = pm.sparse(weight, form)
+    tensors, names, _ = flatten_used(text, {"I": x, "F": filter}, ())
+    call = plan.of_one(plan.plan_for(tensors, names, text, None, lowering), tensors, tensors[0])
+    (values,) = (part.values for part in filter.parts)
+    assert call is not None and values is not None
+    for factor in (1, 3):
+        other = torch.randn_like(x)
+        near(call(other), factor * pm.einsum(text, I=other.double(), F=weight.double()), 1e-5)
+        values.mul_(3)
+    twice = text.replace("=", "+= 2 *", 1)
+    tensors, names, _ = flatten_used(twice, {"I": x, "F": filter, "O": out}, ())
+    assert plan.of_one(plan.plan_for(tensors, names, twice, None, lowering), tensors, x) is None
 
 
 def check_other_statements() -> None:
@@ -141,8 +245,16 @@ def check_refusals() -> None:
 
 def checks() -> Checks:
     found = {f"{name} {n}": partial(check_convolution, name, t) for name in CONVOLUTIONS for n, t in enumerate(TILES)}
+    kinds = product((1, 3), (1, 2), (torch.float32, torch.float16), ("blocks", "triton"))
+    found |= {
+        f"blocks {kernel} {stride} {dtype} {name}": partial(check_blocks, kernel, stride, dtype, name)
+        for kernel, stride, dtype, name in kinds
+    }
     return {
         **found,
+        **{f"prepared {name}": partial(check_prepared, name) for name in ("entries", "blocks", "triton")},
+        "other blocks": check_other_blocks,
+        "blocks refused": check_block_refusals,
         "half": check_half,
         "others": check_other_statements,
         "statements": check_statements,

@@ -81,3 +81,87 @@ def _places(point, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, LOOPS: tl.constex
         reads += at * x1.to(tl.int32)
         writes += at * y1.to(tl.int32)
     return reads + point * x0.to(tl.int32), writes + point * y0.to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *[
+            "points",
+            "groups",
+            "begin",
+            "inside",
+            "zero",
+            "width",
+            "n1",
+            "n2",
+            "n3",
+            "x0",
+            "x1",
+            "x2",
+            "x3",
+            "y0",
+            "y1",
+            "y2",
+        ],
+        "y3",
+    ]
+)
+def block_sums(
+    x, values, words, counts, targets, edges, y, points: "i64", groups: "i64", begin: "i64", inside: "i64",
+    zero: "i64", width: "i64", n1: "i64", n2: "i64", n3: "i64", x0: "i64", x1: "i64", x2: "i64", x3: "i64", y0: "i64",
+    y1: "i64", y2: "i64", y3: "i64", LOOPS: tl.constexpr, POINTS: tl.constexpr, PARTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, TURNED: tl.constexpr, EDGES: tl.constexpr, MISSING: tl.constexpr,
+    OFFSET: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """y[target[s] + point, m] = sum over blocks e of segment s, channels c of values[e,m,c] * x[offset[e] + point, c]
+
+    Offsets are in vectors of CHANNELS or OUTPUTS. A program computes POINTS points of a segment, PARTS blocks in each
+    iteration, one after another along the reduction of one matrix product. words [segments, width]: as in entry_sums,
+    of which the other arguments are; counts: iterations of a segment. TURNED: values[e,c,m]."""
+    group = tl.program_id(0) % groups.to(tl.int32)
+    point = (tl.program_id(0) // groups.to(tl.int32)) * POINTS + tl.arange(0, POINTS)
+    live = point < points.to(tl.int32)
+    point = tl.where(live, point, 0)
+    reads, writes = _places(point, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, LOOPS)
+    reads += begin.to(tl.int32)
+    m = tl.arange(0, OUTPUTS)
+    c = tl.arange(0, CHANNELS)
+    inner = point
+    if EDGES:
+        inner = tl.load(edges + point % inside.to(tl.int32))
+    end = tl.load(counts + group)
+    words += group * width + tl.arange(0, PARTS)
+    # Indices are loaded two iterations ahead, so that no load waits for another.
+    word = tl.load(words)
+    following = tl.load(words + PARTS, mask=end > 1, other=MISSING << OFFSET)
+    if OVERLAP:
+        # Index arrays are older than the kernels in front, x and values may be results of these.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    total = tl.zeros([POINTS, OUTPUTS], tl.float32)
+    for step in tl.range(0, end, num_stages=STAGES):
+        low = word.to(tl.uint32)
+        edge = (low >> OFFSET).to(tl.int32)
+        there = (edge != MISSING)[:, None, None]
+        block = (word >> 32)[:, None, None] * (OUTPUTS * CHANNELS)
+        if TURNED:
+            block += c[None, :, None] * OUTPUTS + m[None, None, :]
+        else:
+            block += c[None, :, None] + m[None, None, :] * CHANNELS
+        right = tl.reshape(tl.load(values + block, mask=there, other=0), [PARTS * CHANNELS, OUTPUTS])
+        offset = (low & ((1 << OFFSET) - 1)).to(tl.int32)
+        at = (reads[:, None] + offset[None, :]) * CHANNELS
+        if EDGES:
+            # Bit MISSING is not set.
+            inner_there = ((inner[:, None] >> edge[None, :]) & 1) != 0
+        else:
+            inner_there = live[:, None] & (edge != MISSING)[None, :]
+        left = tl.load(x + at[:, :, None] + c[None, None, :], mask=inner_there[:, :, None], other=0)
+        left = tl.reshape(left, [POINTS, PARTS * CHANNELS])
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+        # `| zero` makes a new value of it: Triton does not pipeline a loop that carries a value unchanged.
+        word = following | zero
+        words += PARTS
+        following = tl.load(words + PARTS, mask=step + 2 < end, other=MISSING << OFFSET)
+    at = (tl.load(targets + group) + writes)[:, None] * OUTPUTS + m[None, :]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=live[:, None])

@@ -15,7 +15,7 @@ Framework", section 6.2.4; parts, segments and points of a program are our own, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -31,9 +31,9 @@ from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import keep_for_graph, kernel
 from pumice.schedule.predict import Work
 
-_OFFSET = 26  # Bits of a word for an entry's offset; the other 6 of its lower half are for its edge
+OFFSET_BITS = 26  # Bits of a word for an entry's offset; the other 6 of its lower half are for its edge
 _EDGES = 62  # Distinct windows across an edge that bits can tell
-_LOOPS = 4
+MOST_LOOPS = 4
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -76,6 +76,13 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     form = normalized(bound, tuple((name, tuple(t.shape)) for name, t in operands.items()))
     if isinstance(form, str):
         return form
+    if any(operands[view.name].dtype not in _TYPES for view in form.views[1:]):
+        return "a factor is not of float32, float16 or bfloat16"
+    return refused(form)
+
+
+def refused(form: Form) -> str | None:
+    """The reason why a form is no sum over entries here, or None."""
     if form.reduction != "sum":
         return f"it is a {form.reduction}"
     if form.reduced:
@@ -83,14 +90,12 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     dense = [view for view in form.views[1:] if _is_dense(view)]
     if len(dense) != 1:
         return f"one factor has dense indices, found {len(dense)}"
-    if any(operands[view.name].dtype not in _TYPES for view in form.views[1:]):
-        return "a factor is not of float32, float16 or bfloat16"
     strides, extents = _strides(dense[0].shape), dict(form.extents)
     reached = zip(dense[0].axes, dense[0].shape, strides, strict=True)
-    if sum((size + 2 * axis.reach(extents)[1]) * s for axis, size, s in reached if not axis.bare) >> _OFFSET:
+    if sum((size + 2 * axis.reach(extents)[1]) * s for axis, size, s in reached if not axis.bare) >> OFFSET_BITS:
         return "entries are too far apart in an operand"
-    if len(_loops(form, strides)) > _LOOPS:
-        return f"more than {_LOOPS} dense indices are left"
+    if len(_loops(form, strides)) > MOST_LOOPS:
+        return f"more than {MOST_LOOPS} dense indices are left"
     return None
 
 
@@ -118,6 +123,35 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
         result = ready.run(x, values, torch.float32 if wide else dtype).view(bound.shape)
     result = (result if coefficient == 1 else result * coefficient).to(dtype)
     return operands[statement.target.name] + result if statement.accumulate else result
+
+
+class EntryStep:
+    """A step of a plan: a statement that `refusal` accepts."""
+
+    def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
+        self.bound, self.dtype = bound, dtype
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result, of `dtype`, added to that of the steps before."""
+        found = run(self.bound, operands, self.dtype)
+        return found if before is None else before + found
+
+    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+        """The step as a function of the factor with dense indices, of the same layout and dtype, the values being read
+        where they are now; None if more than one kernel is to be run."""
+        form, statement, shape = _form(self.bound, operands), self.bound.statement, self.bound.shape
+        ready = prepared(*_arrays(form, operands))
+        (dense,) = (view for view in form.views[1:] if _is_dense(view))
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and dense.name == name
+        if not plain or ready is None or ready.places is not None:
+            return None
+        _, values = _factors(form, ready, operands)
+        dtype = self.dtype
+
+        def call(x: Tensor) -> Tensor:
+            return keep_for_graph(ready).run(dense.cut(x).reshape(dense.shape), values, dtype).view(shape)
+
+        return call
 
 
 def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
@@ -171,7 +205,7 @@ class EntrySums:
     loops: dense indices, the innermost last; begin: offset of the factor's first element that is read; aligned: power
     of two that divides all offsets; pads: zeros around the factor, if bits cannot tell its edges; places: of each
     entry's values in the other factors if there are several, else None; whole: all results are written; launches: by
-    bytes of an element."""
+    what they depend on besides."""
 
     tile: EntryTile
     loops: tuple[Loop, ...]
@@ -185,7 +219,7 @@ class EntrySums:
     places: tuple[Tensor, ...] | None
     whole: bool
     shape: tuple[int, ...]
-    launches: dict[int, tuple[int, list[int], dict[str, Any]]] = field(default_factory=dict)
+    launches: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def points(self) -> int:
@@ -206,9 +240,6 @@ class EntrySums:
         tile, points = self.tile, self.points
         vector = min(self.aligned, 16 // size, max(1, tile.points // 8))
         lanes, groups = min(tile.points, 32 * vector), len(self.starts) - 1
-        loops = [*self.loops, *[Loop(1, 0, 0)] * (_LOOPS - len(self.loops))]
-        numbers = [points, groups, self.begin, max(1, len(self.edges)), *(loop.extent for loop in loops[1:])]
-        numbers += [*(loop.read for loop in loops), *(loop.write for loop in loops)]
         constants = {
             "LOOPS": len(self.loops),
             "TURNS": tile.points // lanes,
@@ -217,10 +248,17 @@ class EntrySums:
             "PARTS": tile.parts,
             "VECTOR": vector,
             "EDGES": len(self.edges) > 0,
-            "MISSING": _missing(self.edges.dtype),
-            "OFFSET": _OFFSET,
+            "MISSING": missing_edge(self.edges.dtype),
+            "OFFSET": OFFSET_BITS,
         }
-        return groups * -(-points // tile.points), numbers, constants
+        return groups * -(-points // tile.points), self.numbers(), constants
+
+    def numbers(self) -> list[int]:
+        """The integers of a launch."""
+        loops = [*self.loops, *[Loop(1, 0, 0)] * (MOST_LOOPS - len(self.loops))]
+        numbers = [self.points, len(self.starts) - 1, self.begin, max(1, len(self.edges))]
+        numbers += [loop.extent for loop in loops[1:]]
+        return [*numbers, *(loop.read for loop in loops), *(loop.write for loop in loops)]
 
     def run_torch(self, x: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
         """As run, in plain torch: one entry at a time."""
@@ -234,8 +272,8 @@ class EntrySums:
         inner = self.edges.repeat(self.points // max(1, len(self.edges)))
         for group, (first, end) in enumerate(zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True)):
             for place, word in enumerate(self.words[first * rows : end * rows].tolist()):
-                edge, offset = (word & 0xFFFFFFFF) >> _OFFSET, word & ((1 << _OFFSET) - 1)
-                if edge == _missing(self.edges.dtype):
+                edge, offset = (word & 0xFFFFFFFF) >> OFFSET_BITS, word & ((1 << OFFSET_BITS) - 1)
+                if edge == missing_edge(self.edges.dtype):
                     continue
                 there = ((inner >> edge) & 1).bool() if len(inner) else torch.ones_like(reads, dtype=torch.bool)
                 target = int(self.targets[group * self.tile.segments + place % rows // parts])
@@ -243,7 +281,7 @@ class EntrySums:
         return y.to(dtype).view(self.shape)
 
 
-def _missing(dtype: torch.dtype) -> int:
+def missing_edge(dtype: torch.dtype) -> int:
     """The edge of words that stand for no entry."""
     return 63 if dtype == torch.int64 else 31
 
@@ -270,9 +308,9 @@ def prepared(first: Tensor, form: Form, *others: Tensor, tile: EntryTile | None 
     values = [v.expand(len(every[0])) for v in values]
     number_of = torch.arange(len(every[0]), device="cpu") if len(values) > 1 else torch.zeros_like(offsets)
     number_of = values[0] if len(values) == 1 else number_of
-    low = (window.edge << _OFFSET) | (offsets - begin)
+    low = (window.edge << OFFSET_BITS) | (offsets - begin)
     slots = segments.slots(tile)
-    words = torch.full((slots.size,), _missing(edges.dtype) << _OFFSET, device="cpu")
+    words = torch.full((slots.size,), missing_edge(edges.dtype) << OFFSET_BITS, device="cpu")
     words[slots.of_entry] = (number_of << 32) | low
     device = first.device
     return EntrySums(
@@ -398,7 +436,7 @@ def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Ten
             place = at + sum(c * places[name] for c, name in view.axes[n].dense if name in places)
             there &= torch.as_tensor((place >= 0) & (place < view.shape[n]))
         total |= there.long() << bit
-    return total if windows.shape[1] > _missing(torch.int32) else total.int()
+    return total if windows.shape[1] > missing_edge(torch.int32) else total.int()
 
 
 class Slots(NamedTuple):

@@ -81,10 +81,12 @@ class Form:
 
 
 class Fusing(NamedTuple):
-    """Groups of dense indices that may be joined within themselves only, and those that are not joined at all."""
+    """Groups of dense indices that may be joined within themselves only, and those that are not joined at all. sliced:
+    strided axes of operands become views."""
 
     groups: tuple[tuple[str, ...], ...] = ()
     apart: frozenset[str] = frozenset()
+    sliced: bool = True
 
     def allows(self, joined: str) -> bool:
         names = joined.split(".")
@@ -111,7 +113,10 @@ def normalized(
     factors = statement.terms[0].factors
     accesses = [statement.target, *(f for f in factors if isinstance(f, Access))]
     given = [bound.shape, *(known[access.name] for access in accesses[1:])]
-    views = [_view(a, s, axes_of(a, positions), extents) for a, s in zip(accesses, given, strict=True)]
+    views = [
+        _view(a, s, axes_of(a, positions), extents if fusing.sliced else {})
+        for a, s in zip(accesses, given, strict=True)
+    ]
     if any(axis.bare is None and axis.dense for axis in axes_of(statement.target, positions)):
         return "the target is written through windows"
     if statement.reduction != "sum" and not (
@@ -217,7 +222,7 @@ def _spans_axis(statement: Statement, index: str, extent: int, known: Mapping[st
 
 
 def _view(access: Access, shape: Sequence[int], axes: Sequence[NestAxis], extents: Mapping[str, int]) -> View:
-    slices = tuple(_slice(axis, size, extents) for axis, size in zip(axes, shape, strict=True))
+    slices = tuple(_slice(axis, size, extents) if extents else None for axis, size in zip(axes, shape, strict=True))
     sizes = tuple(size if found is None else found[1] for size, found in zip(shape, slices, strict=True))
     seen = tuple(
         a if s is None else NestAxis(((1, a.dense[0][1]),), 0, None) for a, s in zip(axes, slices, strict=True)

@@ -26,12 +26,13 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
+from pumice.lower import block_sums, chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache, cached_per_tensor
+from pumice.runtime.launch import keep_for_graph
 from pumice.runtime.workspace import require_memory
 from pumice.schedule.predict import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
@@ -390,6 +391,25 @@ def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
     return torch.zeros(plan.shape, dtype=plan.dtype, device=operands[0].device if operands else None)
 
 
+def of_one(plan: Plan, operands: Sequence[Tensor], x: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """A plan as a function of its operand x, of the same layout and dtype, the others being where they are now; None if
+    it is not one loop nest or kernel that reads x once."""
+    if len(plan.steps) != 1 or plan.accumulated is not None:
+        return None
+    (step,) = plan.steps
+    given, run = {name: operands[place] for name, place in step.places}, step.run
+    names = [name for name, tensor in given.items() if tensor is x]
+    if len(names) != 1 or getattr(run, "dtype", None) != plan.dtype:
+        return None
+    (name,) = names
+    if isinstance(run, nest.NestStep | entry_sums.EntryStep | block_sums.BlockStep):
+        return run.of_one(given, name)
+    if not isinstance(run, kernels.KernelExecutor):
+        return None
+    bound = BoundExecutor(run, {other: tensor for other, tensor in given.items() if other != name})
+    return lambda x: keep_for_graph(bound)({name: x})
+
+
 class TuningLimits(NamedTuple):
     """candidates: schedules of a loop nest to measure besides the rule's; clock: budget of each, and its observer."""
 
@@ -498,7 +518,8 @@ def _runner(
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
     if name == "gathered":
         return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
-
+    if name in ("blocks", "entries"):
+        return (block_sums.BlockStep if name == "blocks" else entry_sums.EntryStep)(bound, dtype)
     if name == "nest":
         return nest.NestStep(bound, dtype, schedule_of(choice))
 
@@ -638,7 +659,7 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
         if wanted and name != wanted:
             continue
         # The interpreter is for tests and only used if requested by name.
-        if name in ("triton", "chained", "entries", "unrolled") and not wanted and device.name == "CPU":
+        if name in ("triton", "chained", "blocks", "entries", "unrolled") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step.statement, step.bound, step.tensors)
@@ -704,6 +725,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
+        "blocks": Lowering(_on_gpu(block_sums.refusal), block_sums.run, block_sums.work),
         "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
         "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),

@@ -332,23 +332,30 @@ class KernelLauncher:
         numbers: Sequence[float] = (),
         constants: Mapping[str, Any] = MappingProxyType({}),
         warps: int = 4,
+        overlapped: bool = False,
     ) -> None:
-        """Launch `programs` programs on the tensors' device and its current stream."""
-        fixed = self.bound(tensors, constants, warps)
+        """Launch `programs` programs on the tensors' device and its current stream. overlapped: they may start before
+        the kernel in front has ended (programmatic dependent launch, from Hopper on), for which they wait themselves.
+        """
+        fixed = self.bound(tensors, constants, warps, overlapped)
         if (recorded := _LAUNCHES.get()) is None:
             fixed(programs, tensors, numbers)
         else:
             recorded[fixed] = partial(fixed.compile, tensors[0].device, [t.dtype for t in tensors], numbers)
 
     def bound(
-        self, tensors: Sequence[Array], constants: Mapping[str, Any] = MappingProxyType({}), warps: int = 4
+        self,
+        tensors: Sequence[Array],
+        constants: Mapping[str, Any] = MappingProxyType({}),
+        warps: int = 4,
+        overlapped: bool = False,
     ) -> BoundKernel:
         """The kernel with these constants for tensors of these dtypes."""
         known = tuple(constants.values())
-        key = (warps, known, *[t.dtype for t in tensors])
+        key = (warps, overlapped, known, *[t.dtype for t in tensors])
         fixed = self._fixed.get(key)
         if fixed is None:
-            fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps)
+            fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps, overlapped)
         return fixed
 
 
@@ -371,8 +378,9 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
 class BoundKernel:
     """Kernel with bound constexprs, for tensors of fixed dtypes; has a compiled variant per alignment of them."""
 
-    def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4) -> None:
+    def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4, overlapped: bool = False) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
+        self._options = {"num_warps": warps, **({"launch_pdl": True} if overlapped else {})}
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
@@ -394,9 +402,8 @@ class BoundKernel:
     def compile(self, device: torch.device, dtypes: Sequence[torch.dtype], numbers: Sequence[float]) -> None:
         """Compile for aligned tensors of these dtypes, without running; in a worker process if possible."""
         values = [*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes), *numbers, *self.constants]
-        options = {"num_warps": self.warps}
         with on_device(device):
-            made = self.kernel.warmup(*values, grid=(1,), **options)
+            made = self.kernel.warmup(*values, grid=(1,), **self._options)
         if made is not None:
             self._compiled[(device.index or 0,)] = CompiledKernel(made)
 
@@ -414,6 +421,6 @@ class BoundKernel:
         if compiled is not None:
             compiled(programs, (*addresses, *numbers, *self.constants), device)
             return
-        made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, num_warps=self.warps)
+        made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, **self._options)
         if made is not None:
             self._compiled[key] = CompiledKernel(made)
