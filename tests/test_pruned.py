@@ -10,6 +10,7 @@ from torch import nn
 
 import pumice as pm
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
+from pumice.nn.pruned import Blocks
 
 
 def pruned(conv: Any, share: float = 0.3, seed: int = 0) -> torch.Tensor:
@@ -62,6 +63,132 @@ def test_a_pruned_linear_layer_equals_the_dense_one(size):
     torch.testing.assert_close(layer(x), linear(x))
     layer.way = "dense"
     torch.testing.assert_close(layer(x), linear(x))
+
+
+def blocked(conv: Any, outputs: int, channels: int, share: float = 0.4) -> torch.Tensor:
+    """Set random blocks of weights, of each tap, to zero; returns the mask of those kept."""
+    count, depth, *taps = conv.weight.shape
+    blocks = torch.rand(count // outputs, depth // channels, *taps, generator=torch.Generator().manual_seed(0)) < share
+    mask = blocks.repeat_interleave(outputs, 0).repeat_interleave(channels, 1)
+    with torch.no_grad():
+        conv.weight.mul_(mask)
+    return mask
+
+
+@pytest.mark.parametrize("sides", [(16, 16), (32, 16), (16, 32), (32, 32)], ids=str)
+def test_blocks_of_a_mask_are_found(sides):
+    conv = nn.Conv2d(256, 256, 3)
+    mask = blocked(conv, *sides)
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    assert layer.blocks == sides and f"in blocks of {sides[0]} x {sides[1]}, sparse" in repr(layer)
+    apart = layer.values.view(-1, *sides)
+    first = mask[:: sides[0], :: sides[1]][0].permute(1, 2, 0).nonzero()[0].tolist()
+    start = first[2] * sides[1]
+    assert torch.equal(apart[0], conv.weight[: sides[0], start : start + sides[1], first[0], first[1]])
+    assert torch.equal(layer.weight, conv.weight)
+    mask[5, 7] = ~mask[5, 7]
+    assert Blocks.of(mask) is None
+
+
+def test_few_zeros_in_blocks_are_kept_without_a_mask():
+    conv = nn.Conv2d(64, 64, 3)
+    mask = blocked(conv, 32, 32)
+    first = mask.nonzero()[0].tolist()
+    with torch.no_grad():
+        conv.weight[tuple(first)] = 0
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    assert layer.blocks == (32, 32) and torch.equal(layer.mask, mask) and torch.equal(layer.weight, conv.weight)
+    given = mask.clone()
+    given[tuple(first)] = False
+    assert pm.nn.PrunedConv2d.from_dense(conv, given).blocks is None
+
+
+def test_masks_without_blocks():
+    weight = torch.zeros(32, 48, 3, 3, dtype=torch.bool)
+    assert Blocks.of(weight) is None
+    for outputs, channels in ((16, 1), (1, 16), (8, 8)):
+        conv = nn.Conv2d(48, 32, 3)
+        assert Blocks.of(blocked(conv, outputs, channels)) is None
+    weight[:, :, 1, 1] = True
+    assert Blocks.of(weight) == (32, 16) and Blocks.of(weight, groups=2) == (16, 16) and Blocks.of(weight, 4) is None
+
+
+BLOCKED = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 1, "bias": False},
+    {"kernel_size": 1, "stride": 2},
+    {"kernel_size": (1, 3), "padding": (2, 1), "stride": (1, 2)},
+    {"kernel_size": 3, "stride": 2, "padding": 1, "groups": 2},
+]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["entries", "blocks"])
+@pytest.mark.parametrize("options", BLOCKED, ids=str)
+@pytest.mark.parametrize("size", [(2, 64, 7, 10), (64, 9, 7)], ids=str)
+def test_a_convolution_in_blocks_equals_the_dense_one(options, size, on_gpu, monkeypatch):
+    """As a list of entries, and as a GPU has it, in blocks."""
+    monkeypatch.setattr(pm.nn.PrunedConv2d, "_in_blocks", on_gpu)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(64, 64, **options)
+    mask = blocked(conv, 16, 16)
+    layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(size, requires_grad=True)
+    assert layer.blocks == (16, 16)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(layer(x), conv(x), rtol=1e-4, atol=1e-4)
+        layer.values.mul_(2)
+        torch.testing.assert_close(layer(x), nn.functional.conv2d(x, layer.weight, layer.bias, *step(conv)))
+        layer.values.data = layer.values.data / 2
+    for _ in range(2):
+        wanted, got = conv(x), layer(x)
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        grad = torch.randn_like(wanted)
+        ours = torch.autograd.grad(got, [x, *layer.parameters()], grad)
+        theirs = torch.autograd.grad(wanted, [x, *conv.parameters()], grad)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-4, atol=1e-4)
+        kept = layer.blocks.split(theirs[1])[layer.blocks.split(mask)]
+        torch.testing.assert_close(ours[1], kept, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(ours[2:], theirs[2:])
+    layer.way = "dense"
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.autograd.grad(layer(x), layer.values, grad)[0], kept, rtol=1e-4, atol=1e-3)
+
+
+def step(conv: nn.Conv2d) -> tuple[Any, ...]:
+    return conv.stride, conv.padding, conv.dilation, conv.groups
+
+
+def test_images_in_blocks_stay_channels_last(monkeypatch):
+    monkeypatch.setattr(pm.nn.PrunedConv2d, "_in_blocks", True)
+    conv = nn.Conv2d(32, 32, 3)
+    blocked(conv, 16, 16)
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    for x in (torch.randn(2, 32, 6, 6), torch.randn(2, 32, 6, 6).to(memory_format=torch.channels_last)):
+        assert layer(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["entries", "blocks"])
+def test_a_linear_layer_in_blocks_equals_the_dense_one(on_gpu, monkeypatch):
+    monkeypatch.setattr(pm.nn.PrunedLinear, "_in_blocks", on_gpu)
+    linear = nn.Linear(64, 48)
+    mask = blocked(linear, 16, 32)
+    layer, x = pm.nn.PrunedLinear.from_dense(linear), torch.randn(2, 3, 64)
+    assert layer.blocks == (16, 32)
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-4, atol=1e-5)
+    ours, theirs = (torch.autograd.grad(one(x).square().sum(), [*one.parameters()]) for one in (layer, linear))
+    torch.testing.assert_close(ours[0], layer.blocks.split(theirs[0])[layer.blocks.split(mask)], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-4)
+
+
+def test_states_of_layers_in_blocks_are_loaded_with_other_masks():
+    torch.manual_seed(0)
+    convs, x = [nn.Conv2d(32, 32, 3) for _ in range(2)], torch.randn(1, 32, 6, 6)
+    masks = [blocked(conv, 16, 16, 0.5) for conv in convs]
+    one = pm.nn.PrunedConv2d.from_dense(convs[0], masks[0])
+    other = pm.nn.PrunedConv2d.from_dense(convs[1], masks[0].flip(1))
+    other(x)
+    other.load_state_dict(one.state_dict())
+    torch.testing.assert_close(other(x), convs[0](x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_mask_keeps_weights_that_are_zero():

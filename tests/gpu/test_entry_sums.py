@@ -1,10 +1,11 @@
-"""Sums over entries on a GPU: pruned layers equal dense ones, and captured graphs read their values in place."""
+"""Pruned layers on a GPU, over entries and over blocks: equal to dense ones; captured graphs read values in place."""
 
 import pytest
 import torch
 from torch import nn
 
 import pumice as pm
+from pumice.lower import block_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,6 +51,80 @@ def test_pruned_layers(name, dtype, images):
     assert (mine.double() - whole[layer.mask]).abs().max() <= 2 * near * whole.abs().max()
 
 
+BLOCKED = {
+    "1x1": {"kernel_size": 1},
+    "1x1, strided": {"kernel_size": 1, "stride": 2},
+    "3x3": {"kernel_size": 3, "padding": 1},
+    "3x3, strided": {"kernel_size": 3, "padding": 1, "stride": 2},
+}
+NEAR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def in_blocks(name, dtype, sides=(32, 32)):
+    """(dense, pruned) of the same weights, in random blocks at each tap."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(128, 96, bias=False, **BLOCKED[name]).to("cuda", dtype)
+    count, channels, *taps = conv.weight.shape
+    kept = (torch.rand(count // sides[0], channels // sides[1], *taps) < 0.4).cuda()
+    with torch.no_grad():
+        conv.weight.mul_(kept.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1))
+    layer = pm.nn.PrunedConv2d.from_dense(conv)
+    assert layer.blocks == sides
+    return conv, layer
+
+
+@pytest.mark.parametrize("sides", [(16, 16), (32, 32), (16, 32)], ids=str)
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", BLOCKED)
+def test_layers_in_blocks(name, dtype, sides):
+    conv, layer = in_blocks(name, dtype, sides)
+    conv.double()
+    for images in (1, 5):
+        x = torch.randn(images, 128, 14, 13, device="cuda", dtype=dtype, requires_grad=True)
+        wanted = conv(x.double())
+        with torch.no_grad():
+            for _ in range(2):
+                got = layer(x)
+                assert got.dtype == dtype and got.is_contiguous(memory_format=torch.channels_last)
+                assert (got.double() - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max()
+        grad = torch.randn_like(wanted).to(dtype)
+        ours, mine = torch.autograd.grad(layer(x), [x, layer.values], grad)
+        theirs, whole = torch.autograd.grad(wanted, [x, conv.weight], grad.double())
+        assert (ours.double() - theirs).abs().max() <= NEAR[dtype] * theirs.abs().max()
+        kept = layer.blocks.split(whole)[layer.blocks.split(layer.mask)]
+        assert (mine.double() - kept).abs().max() <= 2 * NEAR[dtype] * kept.abs().max()
+
+
+@torch.no_grad()
+def test_layers_in_blocks_wait_for_what_they_read():
+    """Kernels that start before those in front have ended: results and values of these are complete."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(256, 256, 3, padding=1, bias=False).half().cuda()
+    kept = torch.rand(8, 8, 3, 3).lt(0.3).cuda()
+    conv.weight.mul_(kept.repeat_interleave(32, 0).repeat_interleave(32, 1)).sign_().mul_(2.0**-4)
+    layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(8, 256, 28, 28, device="cuda").half()
+    assert layer.blocks == (32, 32)
+    layer(x)
+    for factor in (1, -1, 2, -2) * 10:
+        conv.weight.mul_(factor)
+        layer.values.mul_(factor)
+        got = layer(layer(x.neg()).clamp(-4, 4))
+        wanted = conv(conv(x.neg()).clamp(-4, 4))
+        assert (got - wanted).abs().max() <= 1e-2 * wanted.abs().max()
+        conv.weight.div_(factor)
+        layer.values.div_(factor)
+
+
+def test_linear_layers_in_blocks():
+    linear = nn.Linear(64, 48).cuda().half()
+    with torch.no_grad():
+        linear.weight.mul_((torch.rand(3, 2, device="cuda") < 0.5).repeat_interleave(16, 0).repeat_interleave(32, 1))
+        linear.weight[:16, :32] = 1
+    layer, x = pm.nn.PrunedLinear.from_dense(linear), torch.randn(9, 64, device="cuda").half()
+    assert layer.blocks is not None
+    torch.testing.assert_close(layer(x), linear(x), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("name", ["1x1", "3x3"])
 def test_entries_are_the_default(name):
     _, layer = layers(name, torch.float32)
@@ -59,10 +134,22 @@ def test_entries_are_the_default(name):
     assert ": entries, estimated" in told
 
 
+@pytest.mark.parametrize("name", BLOCKED)
+def test_blocks_are_the_default(name):
+    _, layer = in_blocks(name, torch.float16)
+    x, seen = torch.randn(1, 128, 14, 14, device="cuda").half(), []
+    with pytest.MonkeyPatch.context() as patch:
+        found = block_sums.BlockSums.run
+        patch.setattr(block_sums.BlockSums, "run", lambda self, *given: seen.append(1) or found(self, *given))
+        layer(x)
+    assert seen
+
+
+@pytest.mark.parametrize("make", [layers, in_blocks], ids=["entries", "blocks"])
 @torch.no_grad()
-def test_a_graph_reads_values_in_place():
-    conv, layer = layers("3x3", torch.float32)
-    x = torch.randn(1, 24, 14, 14, device="cuda")
+def test_a_graph_reads_values_in_place(make):
+    conv, layer = make("3x3", torch.float32)
+    x = torch.randn(1, conv.in_channels, 14, 14, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

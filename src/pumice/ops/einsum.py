@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -24,6 +24,7 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
+from pumice.lower.call import global_settings
 from pumice.ops import autograd
 from pumice.ops.direct import windowed
 from pumice.ops.meeting import JoinedStatement
@@ -71,9 +72,9 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
         ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
-    lowering: "triton", "chained", "entries", "unrolled", "gathered", "nest", "rowwise", "graph" or "reference";
-        default: the cheapest by the cost model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32) sets the
-        precision of float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and
+    lowering: "triton", "chained", "blocks", "entries", "unrolled", "gathered", "nest", "rowwise", "graph" or
+        "reference"; default: the cheapest by the cost model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32)
+        sets the precision of float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and
         "nest/skimcaffe" give the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md); "nest"
         takes the tuned one, or that of a rule.
 
@@ -291,8 +292,8 @@ class _CheckedCall:
 
 class OneOperandEinsum:
     """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
-    in C (lower.nest) are prepared once per layout of x, until fixed values or tuned schedules change. Index arrays must
-    not."""
+    in C (lower.nest), or one kernel on a GPU, are prepared once per layout of x, until fixed values, tuned schedules or
+    tiles change. Index arrays must not."""
 
     def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
         self._text, self._name, self._fixed = text, name, fixed
@@ -300,36 +301,38 @@ class OneOperandEinsum:
         self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not x.is_cpu or not autograd.is_plain_on_cpu(x, self._values):
+        values = self._values
+        if not (autograd.is_plain_on_cpu(x, values) if x.is_cpu else autograd.is_plain_call((x, *values))):
             return self._einsum(x)
         try:
-            state = loop_records().generation, [(t._version, t.data_ptr()) for t in self._values]
+            # Kernels read values where they are, a nest may have packed them.
+            state = _generation(x), [(t._version if x.is_cpu else 0, t.data_ptr()) for t in values]
         except RuntimeError:
             # Inference tensors have no version.
             return self._einsum(x)
-        layout = x.shape, x.stride(), x.dtype
+        layout = x.shape, x.stride(), x.dtype, x.device
         known = self._calls.get(layout)
         if known is None or known[0] != state:
-            known = self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+            found = self._einsum(x)
+            self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+            return found
         return known[1](x)
 
     def _einsum(self, x: Tensor) -> Tensor:
         return _compiled(self._text, "")(**{**self._fixed, self._name: x})
 
     def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The call as one loop nest; None if it is no such."""
-        self._einsum(x)
+        """The call as one loop nest or kernel, once it has run; None if it is no such."""
         tensors, facts = facts_of({**self._fixed, self._name: x})
         seen = _compiled(self._text, "")._checked_calls.get(facts)
         if seen is None:
             return None
-        made = plan.plan_for(tensors, seen.names, self._text, None, "")
-        only = made.steps[0] if len(made.steps) == 1 else None
-        if only is None or not isinstance(only.run, nest.NestStep) or only.run.dtype != made.dtype:
-            return None
-        given = {name: tensors[place] for name, place in only.places}
-        names = [name for name, tensor in given.items() if tensor is x]
-        return only.run.of_one(given, names[0]) if len(names) == 1 else None
+        return plan.of_one(plan.plan_for(tensors, seen.names, self._text, None, ""), tensors, x)
+
+
+def _generation(x: Tensor) -> Hashable:
+    """What the choice of schedules or tiles depends on, besides operands."""
+    return loop_records().generation if x.is_cpu else (global_settings(), kernels.float32_precision())
 
 
 @lru_cache(maxsize=256)
