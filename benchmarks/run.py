@@ -123,6 +123,7 @@ _TABLE = (
         "ucf",
         {
             "filters": pruned.filters,
+            "blocks": pruned.blocks,
             "retrieval": retrieval,
             "structures": structures.structures,
             "presets": structures.presets,

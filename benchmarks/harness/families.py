@@ -223,6 +223,11 @@ FAMILIES: tuple[Family, ...] = (
         for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
     ),
     *(
+        Family("ucf", f"blocks of {side}, {zeros} zeros", rf"blocks/{level}/{side}/(?P<group>.+)", _DENSE)
+        for side in (32, 16)
+        for level, zeros in (("0.8", "80 %"), ("0.91", "91 %"), ("0.96", "96 %"), ("0.98", "98 %"))
+    ),
+    *(
         Family("ucf", f"structures, {zeros}", rf"structures/{zeros}/(?P<group>[^/]+)/(?P<way>.+)", _DENSE)
         for zeros in ("0.5", "0.8", "0.9", "0.95", "0.98")
     ),
