@@ -12,7 +12,7 @@ so the gradients of a pass are the two other passes, each in its own dataflow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,7 +29,7 @@ from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import maps, plan
+from pumice.lower import maps, plan, together
 from pumice.lower.call import (
     BoundCall,
     MapCall,
@@ -42,6 +42,8 @@ from pumice.lower.call import (
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.lower.reference import EIGHT_BITS
+from pumice.lower.together import Part
+from pumice.lower.unrolled import Target
 from pumice.ops.ahead import Calls, compile_layers
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.dataflow import PASSES, Chosen
@@ -283,12 +285,68 @@ def _gradients_of_steps(
 def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of the operands of a call, None if not needed."""
     grads: list[Tensor | None] = [None] * len(call.operands)
+    if call.joins(needed) and only_autograd_active((*call.operands, grad)):
+        part = Part(tuple(range(len(call.operands))), call.names, call.text, 0)
+        return _gradients_together((part,), call.operands, [grad], needed)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
         for (name, form, part, local), place in call.given.places.items():
             if needed[place] and grads[place] is None:
                 grads[place] = call.gradient((name, form, part, local), grad, last)
     return grads
+
+
+def _gradients_together(
+    parts: Sequence[Part], operands: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the operands of several statements, from those of their results. They are such statements."""
+    wanted = [place for place, need in enumerate(needed) if need]
+    places = dict(
+        zip((n for n, x in enumerate(grads) if x is not None), range(len(operands), len(operands) + len(grads)))
+    )
+    given = [*operands, *(x for x in grads if x is not None)]
+    new = []
+    for part in parts:
+        if (grad := grads[part.result]) is not None:
+            new += _derivatives_of(part, operands, grad.shape, (places[part.result], wanted))
+    reached = sorted({part.result for part in new})
+    parts = tuple(part._replace(result=reached.index(part.result)) for part in new)
+    targets = tuple(Target(tuple(operands[place].shape), operands[place].dtype) for place in reached)
+    found = _TogetherFunction.apply(parts, targets, *given) if parts else ()
+    every = dict(zip(reached, found, strict=True))
+    return [every.get(place) for place in range(len(operands))]
+
+
+def _derivatives_of(
+    part: Part, operands: Sequence[Tensor], shape: Sequence[int], to: tuple[int, Sequence[int]]
+) -> Iterator[Part]:
+    """The statements for the gradients of some operands; result: the place of the operand. to: (place of the gradient of
+    the part's result, of shape `shape`; places of the operands)."""
+    call = _CallFunction([operands[place] for place in part.places], part.names, part.text, "", shape)
+    upstream, wanted = to
+    for (name, _, _, _), local in call.given.places.items():
+        if part.places[local] in wanted:
+            for places, names, text in call.derivatives(name, False):
+                whole = (*part.places, upstream)
+                yield Part(tuple(whole[n] for n in places), names, text, part.places[local])
+
+
+class _TogetherFunction(torch.autograd.Function):
+    """Several statements over the same operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: tuple[Part, ...], targets: tuple[Target, ...], *operands: Tensor
+    ) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.parts = parts
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands)
+        with autocast_disabled(operands):
+            return tuple(map(writable, together.run(operands, parts, targets)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *_gradients_together(ctx.parts, ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
 
 
 class DifferentiableCall:
@@ -487,6 +545,16 @@ class _CallFunction:
         shapes = (tuple(self.shape), *(x.shape for x in self.operands))
         known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
         return shapes if known else None
+
+    def joins(self, needed: Sequence[bool]) -> bool:
+        """True if the gradients needed, several of dense operands, may be one kernel."""
+        if self.lowering not in ("", f"unrolled{plan.PREFERRED}") or sum(needed) < 2:
+            return False
+        values = (place for (_, form, _, _), place in self.given.places.items() if form)
+        target = self.given.places.get((self.statement.target.name, "", 0, ""))
+        if any(needed[place] for place in values) or (target is not None and needed[target]):
+            return False
+        return together.is_candidate(self.operands[0], self.names, self.text)
 
     def result(self) -> Tensor:
         return einsum(self.operands, self.names, self.text, self.shape, self.lowering)
