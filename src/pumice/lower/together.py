@@ -15,8 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
-from pumice.lower import plan, unrolled
+from pumice.language.nodes import Statement
 from pumice.lower import kernel as kernels
+from pumice.lower import plan, unrolled
 from pumice.lower.unrolled import TableForm, Target
 from pumice.runtime.cache import BoundedCache
 
@@ -39,9 +40,11 @@ class _Joined(NamedTuple):
     extents: tuple[int, int]
 
 
-def is_candidate(operand: Tensor, names: str, text: str) -> bool:
-    """True if the gradients of a call may be one kernel."""
-    return (operand.is_cuda or kernels.interpreted()) and _has_table(names, text)
+def is_candidate(operand: Tensor, names: str, text: str, lowering: str) -> bool:
+    """True if the gradients of a call may be one kernel. The interpreter is for tests, and only used by name."""
+    wanted = lowering.removesuffix(plan.PREFERRED)
+    runs = operand.is_cuda or (wanted == "unrolled" and kernels.interpreted())
+    return runs and wanted in ("", "unrolled") and _has_table(names, text)
 
 
 @lru_cache(maxsize=1024)
@@ -51,48 +54,46 @@ def _has_table(names: str, text: str) -> bool:
     return form is not None and sum(bool(view.table) for view in form.factors) > 1
 
 
-def run(operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...]) -> list[Tensor]:
-    """The results, new tensors of their shapes and dtypes."""
-    joined = _joined(operands, parts, targets)
+def run(
+    operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...], lowering: str
+) -> list[Tensor]:
+    """The results, new tensors of their shapes and dtypes. lowering: of all statements, "" for any."""
+    joined = _joined(operands, parts, targets, lowering)
     found: dict[int, Tensor] = {}
     if joined is not None:
         held = {str(place): x for place, x in enumerate(operands)}
         own = [targets[n] for n in joined.results]
         found = dict(zip(joined.results, unrolled.run_sums(joined.forms, joined.extents, own, held), strict=True))
-    return [found[n] if n in found else _one_by_one(operands, parts, n, target) for n, target in enumerate(targets)]
+    for part in parts:
+        if joined is None or part.result not in joined.results:
+            given = [operands[place] for place in part.places]
+            own = plan.execute(given, part.names, part.text, targets[part.result].shape, lowering)
+            found[part.result] = found[part.result] + own if part.result in found else own
+    return [found[n].to(target.dtype) for n, target in enumerate(targets)]
 
 
-def _one_by_one(operands: Sequence[Tensor], parts: Sequence[Part], result: int, target: Target) -> Tensor:
-    first, *others = [part for part in parts if part.result == result]
-    found = _alone(operands, first, target)
-    for part in others:
-        found = found + _alone(operands, part, target)
-    return found.to(target.dtype)
-
-
-def _alone(operands: Sequence[Tensor], part: Part, target: Target) -> Tensor:
-    return plan.execute([operands[place] for place in part.places], part.names, part.text, target.shape, "")
-
-
-def _joined(operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...]) -> _Joined | None:
-    key = (parts, targets, kernels.interpreted(), *[(x.shape, x.dtype, x.device) for x in operands])
+def _joined(
+    operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...], lowering: str
+) -> _Joined | None:
+    if not is_candidate(operands[0], parts[0].names, parts[0].text, lowering):
+        return None
+    key = (parts, targets, *[(x.shape, x.dtype, x.device) for x in operands])
     if key not in _JOINED:
         _JOINED.keep(key, _join(operands, parts, targets))
     return _JOINED[key]
 
 
 def _join(operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...]) -> _Joined | None:
-    if not is_candidate(operands[0], parts[0].names, parts[0].text):
-        return None
     found = {part: _form(operands, part, targets[part.result]) for part in parts}
     alone = {part.result for part, form in found.items() if form is None}
+    ends = {(part.result, form[0].target) for part, form in found.items() if form is not None}
+    alone |= {n for n, _ in ends if sum(n == other for other, _ in ends) > 1}
     kept = {part: form for part, form in found.items() if form is not None and part.result not in alone}
     alike = {(form[0].tables, form[0].values, form[2]) for form in kept.values()}
     if len(kept) < 2 or len(alike) != 1:
         return None
     forms = tuple((form, coefficient) for form, coefficient, _ in kept.values())
     ((*_, extents),) = alike
-    # In the order in which the forms have them.
     return _Joined(tuple(dict.fromkeys(part.result for part in kept)), forms, extents)
 
 
@@ -113,7 +114,7 @@ def _form(operands: Sequence[Tensor], part: Part, target: Target) -> tuple[Table
 
 
 @lru_cache(maxsize=1024)
-def _step(names: str, text: str):
+def _step(names: str, text: str) -> tuple[tuple[tuple[str, str], ...], Statement] | None:
     """(storage forms, the only step) of a call over the first storage form of each sparse operand, None for several."""
     forms = tuple((name, next(iter(known))) for name, known in plan.read(names).forms.items())
     done = plan.rewritten(text, names, forms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Sum(NamedTuple):
 
 
 class TableSums(NamedTuple):
-    """Sums over one table, in one kernel. loop: the index array over whose rows programs loop; "": programs have rows."""
+    """Sums over one table, in one kernel. loop: the index array over whose rows programs loop, "" for none."""
 
     factors: tuple[RowView, ...]
     targets: tuple[RowView, ...]
@@ -83,14 +83,14 @@ def launcher(sums: TableSums, table: EntryTable, sizes: Sizes, double: bool) -> 
     text = source(sums, table, sizes, block, double)
     code = digest(text)
     name = f"pumice_unrolled_{code[:24]}"
-    parameters = [*map(Parameter, pointers(sums)), *(Parameter(n, False, False, "i64") for n in _numbers(sums))]
+    parameters = [*map(Parameter, pointers(sums)), *(Parameter(n, False, False, "i64") for n in numbers(sums))]
     made = KernelLauncher(TritonKernel((name, f"<{name}>", "unrolled"), text, code, parameters))
     return UnrolledKernel(made, -(-sizes.lanes // block), warps)
 
 
 def _lanes_of(sums: TableSums, lanes: int) -> tuple[int, int]:
     """(lanes, warps) of a program."""
-    together = len(sums.targets) > 1 or not sums.targets[0].lanes
+    together = not all(view.lanes for view in sums.targets[:1]) or len(sums.targets) > 1
     block = min(1 << (lanes - 1).bit_length(), _TOGETHER if together else _LANES)
     return block, 1 if together else max(1, min(4, block // 32))
 
@@ -101,13 +101,13 @@ def pointers(sums: TableSums) -> list[str]:
     return [*(f"f{n}" for n, _ in enumerate(sums.factors)), *arrays, *outs, *(["order", "starts"] * bool(sums.loop))]
 
 
-def _numbers(sums: TableSums) -> list[str]:
+def numbers(sums: TableSums) -> list[str]:
     return [*(f"n{n}" for n, _ in enumerate(sums.addressed)), "count", "edges", "spare"]
 
 
 def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double: bool) -> str:
     """block: the lanes of a program."""
-    numbers, blocks = _numbers(sums), -(-sizes.lanes // block)
+    extents, blocks = numbers(sums), -(-sizes.lanes // block)
     kind = "tl.float64" if double else "tl.float32"
     writer = _Writer(sums, table, sizes, kind)
     body = writer.body()
@@ -130,11 +130,11 @@ def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double:
         body = [loop, *(f"    {line}" for line in ["edge = tl.load(order + at).to(tl.int64)", *body])]
     else:
         body = ["edge = row", *body]
-    signature = ", ".join([*pointers(sums), *(f'{n}: "i64"' for n in numbers)])
+    signature = ", ".join([*pointers(sums), *(f'{n}: "i64"' for n in extents)])
     lines = "\n    ".join([*head, *body, *writer.last()])
     return (
         '"""Written by pumice.lower.unrolled."""\n\nimport triton\nimport triton.language as tl\n\n\n'
-        f"@triton.jit(do_not_specialize={numbers})\ndef unrolled({signature}):\n    {lines}\n"
+        f"@triton.jit(do_not_specialize={extents})\ndef unrolled({signature}):\n    {lines}\n"
     )
 
 
@@ -161,7 +161,7 @@ class _Writer:
                 yield from ((n, k) for k in range(self.sizes.targets[n]))
 
     def body(self) -> list[str]:
-        """The lines for one b: loads of what is read once, sums, stores. No load follows a store, so that loads move."""
+        """The lines for one b: loads of what is read once, sums, stores last, as no load moves ahead of a store."""
         self.begun.update(self.kept())
         for n, view in enumerate(self.sums.gathered):
             self.lines.append(f"r{n} = tl.load(a{n} + edge).to(tl.int64)")
@@ -227,13 +227,14 @@ class _Writer:
         columns, target = self.table.columns, len(self.sums.factors) + each.target
         wide = [n for n in each.factors if self.sums.factors[n].lanes]
         alike = _grouped(entries, lambda q: (columns[target][q], *(columns[n][q] for n in wide)))
-        shared = min(wide, key=lambda n: len({*zip(columns[n], columns[target], strict=True)}), default=None)
+        shared = min(
+            range(len(wide)), key=lambda at: len({key[:1] + key[at + 1 : at + 2] for key in alike}), default=-1
+        )
         groups: dict[tuple[int, str], list[str]] = {}
         for (k, *places), own in alike.items():
-            found = dict(zip(wide, places, strict=True))
-            last = "" if shared is None else self._load(shared, found[shared])
-            rest = [self._load(n, i) for n, i in found.items() if n != shared]
-            product = [self._name(" * ".join(rest))] if len(rest) > 1 else rest
+            names = [self._load(n, i) for n, i in zip(wide, places, strict=True)]
+            last = names.pop(shared) if names else ""
+            product = [self._name(" * ".join(names))] if len(names) > 1 else names
             groups.setdefault((k, last), []).append(" * ".join([self._number(each, own), *product]))
         for (k, last), terms in groups.items():
             inner = " + ".join(terms)
@@ -256,7 +257,7 @@ class _Writer:
         """The stores of a target in this row. rows: how many a block has, if lanes are summed."""
         step = self.sizes.lanes if view.lanes else 1
         place = f"{row} * {self.sizes.targets[n] * step}"
-        masks = ["live"] * view.lanes + [f"(row < count)"] * (row == "row" and bool(self.sums.loop))
+        masks = ["live"] * view.lanes + ["(row < count)"] * (row == "row" and bool(self.sums.loop))
         mask = f", mask={' & '.join(masks)}" if masks else ""
         found = []
         for k in range(self.sizes.targets[n]):
@@ -272,7 +273,7 @@ def _by(column: Sequence[int]) -> list[list[int]]:
     return list(_grouped(range(len(column)), lambda q: (column[q],)).values())
 
 
-def _grouped(entries: Sequence[int], key) -> dict[tuple[int, ...], list[int]]:
+def _grouped(entries: Sequence[int], key: Callable[[int], tuple[int, ...]]) -> dict[tuple[int, ...], list[int]]:
     found: dict[tuple[int, ...], list[int]] = {}
     for q in sorted(entries, key=key):
         found.setdefault(key(q), []).append(q)

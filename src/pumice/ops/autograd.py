@@ -287,7 +287,7 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
     grads: list[Tensor | None] = [None] * len(call.operands)
     if call.joins(needed) and only_autograd_active((*call.operands, grad)):
         part = Part(tuple(range(len(call.operands))), call.names, call.text, 0)
-        return _gradients_together((part,), call.operands, [grad], needed)
+        return _gradients_together(((part,), call.lowering), call.operands, [grad], needed)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
         for (name, form, part, local), place in call.given.places.items():
@@ -296,38 +296,38 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
     return grads
 
 
+_Statements = tuple[tuple[Part, ...], str]
+"""Several statements over the same operands, and their lowering, "" for any."""
+
+
 def _gradients_together(
-    parts: Sequence[Part], operands: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+    of: _Statements, operands: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """The gradients of the operands of several statements, from those of their results. They are such statements."""
-    wanted = [place for place, need in enumerate(needed) if need]
-    places = dict(
-        zip((n for n, x in enumerate(grads) if x is not None), range(len(operands), len(operands) + len(grads)))
-    )
-    given = [*operands, *(x for x in grads if x is not None)]
-    new = []
-    for part in parts:
-        if (grad := grads[part.result]) is not None:
-            new += _derivatives_of(part, operands, grad.shape, (places[part.result], wanted))
-    reached = sorted({part.result for part in new})
-    parts = tuple(part._replace(result=reached.index(part.result)) for part in new)
-    targets = tuple(Target(tuple(operands[place].shape), operands[place].dtype) for place in reached)
-    found = _TogetherFunction.apply(parts, targets, *given) if parts else ()
-    every = dict(zip(reached, found, strict=True))
-    return [every.get(place) for place in range(len(operands))]
+    """The gradients of the operands of several statements from those of their results: such statements, too."""
+    (parts, lowering), given, new = of, [*operands], list[Part]()
+    for number, grad in enumerate(grads):
+        if grad is not None:
+            for part in parts:
+                new += _derivatives(part, operands, grad.shape, len(given)) if part.result == number else ()
+            given.append(grad)
+    new = [part for part in new if needed[part.result]]
+    places = sorted({part.result for part in new})
+    if not places:
+        return [None] * len(operands)
+    parts = tuple(part._replace(result=places.index(part.result)) for part in new)
+    targets = tuple(Target(tuple(operands[place].shape), operands[place].dtype) for place in places)
+    found = dict(zip(places, _TogetherFunction.apply((parts, lowering), targets, *given), strict=True))
+    return [found.get(place) for place in range(len(operands))]
 
 
-def _derivatives_of(
-    part: Part, operands: Sequence[Tensor], shape: Sequence[int], to: tuple[int, Sequence[int]]
-) -> Iterator[Part]:
-    """The statements for the gradients of some operands; result: the place of the operand. to: (place of the gradient of
-    the part's result, of shape `shape`; places of the operands)."""
+def _derivatives(part: Part, operands: Sequence[Tensor], shape: Sequence[int], upstream: int) -> Iterator[Part]:
+    """The statements for the gradients of a statement's operands; results: places of these. shape and upstream: those
+    of the gradient of its result."""
     call = _CallFunction([operands[place] for place in part.places], part.names, part.text, "", shape)
-    upstream, wanted = to
-    for (name, _, _, _), local in call.given.places.items():
-        if part.places[local] in wanted:
+    whole = (*part.places, upstream)
+    for (name, form, _, _), local in call.given.places.items():
+        if not form and operands[part.places[local]].dtype.is_floating_point:
             for places, names, text in call.derivatives(name, False):
-                whole = (*part.places, upstream)
                 yield Part(tuple(whole[n] for n in places), names, text, part.places[local])
 
 
@@ -335,18 +335,18 @@ class _TogetherFunction(torch.autograd.Function):
     """Several statements over the same operands."""
 
     @staticmethod
-    def forward(
-        ctx: Any, parts: tuple[Part, ...], targets: tuple[Target, ...], *operands: Tensor
-    ) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.parts = parts
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, of: _Statements, targets: tuple[Target, ...], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.of = of
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands)
         with autocast_disabled(operands):
-            return tuple(map(writable, together.run(operands, parts, targets)))
+            return tuple(map(writable, together.run(operands, of[0], targets, of[1])))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return None, None, *_gradients_together(ctx.parts, ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
+        return None, None, *_gradients_together(ctx.of, ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
 
 
 class DifferentiableCall:
@@ -548,13 +548,10 @@ class _CallFunction:
 
     def joins(self, needed: Sequence[bool]) -> bool:
         """True if the gradients needed, several of dense operands, may be one kernel."""
-        if self.lowering not in ("", f"unrolled{plan.PREFERRED}") or sum(needed) < 2:
+        if sum(needed) < 2 or self.statement.accumulate:
             return False
-        values = (place for (_, form, _, _), place in self.given.places.items() if form)
-        target = self.given.places.get((self.statement.target.name, "", 0, ""))
-        if any(needed[place] for place in values) or (target is not None and needed[target]):
-            return False
-        return together.is_candidate(self.operands[0], self.names, self.text)
+        values = any(needed[place] for (_, form, _, _), place in self.given.places.items() if form)
+        return not values and together.is_candidate(self.operands[0], self.names, self.text, self.lowering)
 
     def result(self) -> Tensor:
         return einsum(self.operands, self.names, self.text, self.shape, self.lowering)
