@@ -113,7 +113,7 @@ class TensorProduct(nn.Module):
     def _set_tables(self) -> None:
         """The tables on the module's device, rounded once to its dtype."""
         device, dtype = self.output_mask.device, self.output_mask.dtype
-        self._tables = [part.table(device, dtype) for part in self._parts]
+        self._tables = [part.tables(device, dtype) for part in self._parts]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TensorProduct:
         super()._apply(fn, recurse)
@@ -165,13 +165,11 @@ class TensorProduct(nn.Module):
 
     def _product(self, x1: Tensor, x2: Tensor, weight: Tensor, edges: dict[str, Any]) -> Tensor:
         found: dict[int, Tensor] = {}
-        for part, table in zip(self._parts, self._tables, strict=True):
+        for part, tables in zip(self._parts, self._tables, strict=True):
             first, second, result = part.channels
-            given = {"CG": table, "X": self._split(x1, self.irreps_in1, first), **edges}
+            given = {"X": self._split(x1, self.irreps_in1, first), **edges}
             given["Y"] = self._split(x2, self.irreps_in2, second)
-            if part.weights:
-                given["W"] = part.weight(weight)
-            z = einsum(part.along_edges if edges else part.text, **given)
+            z = part(given, part.weight(weight) if part.weights else None, tables)
             z = z.flatten(2) if z.dim() > 2 else z[..., None]
             found[result] = found[result] + z if result in found else z
         return self._joined(found, x1.new_zeros(edges["N"] if edges else len(x1), 0))
@@ -293,26 +291,55 @@ def _normalized(irreps: Three, paths: Sequence[Instruction], by_irrep: str, by_p
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Paths of one mode and the same channels, as one statement. channels: of the factors and the result; weights: the
-    place of each path's in the flat weight; shape: of a path's weight, without axes of size 1; coords [4, entries] and
-    values: of the table [k, i, j, path] of a shape; format: in which it is stored."""
+class _Table(NamedTuple):
+    """A sparse tensor of a shape, of coords [axes, entries] and values, and the format in which it is stored."""
 
-    text: str
-    along_edges: str
-    channels: tuple[int, int, int]
-    weights: tuple[slice, ...]
-    weight_shape: tuple[int, ...]
     coords: np.ndarray
     values: np.ndarray
     shape: tuple[int, ...]
     format: str
 
-    def table(self, device: torch.device, dtype: torch.dtype) -> Sparse:
+    def on(self, device: torch.device, dtype: torch.dtype) -> Sparse:
         given = torch.from_numpy(self.coords), torch.from_numpy(self.values)
         whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
+
+    def split(self) -> tuple[_Table, _Table]:
+        """As the product of C[m, i, j] and D[k, m, p], where m numbers the pairs (k, p) that occur."""
+        pairs, places = np.unique(self.coords[[0, 3]], axis=1, return_inverse=True)
+        numbers = np.arange(pairs.shape[1])
+        coords = np.stack([places.reshape(-1), self.coords[1], self.coords[2]])
+        first = _Table(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
+        mixed = np.stack([pairs[0], numbers, pairs[1]]), np.ones(len(numbers))
+        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Paths of one mode and the same channels, as one statement, or two where all samples share matrices: these mix the
+    channels of each path's result last, along edges after the sum of messages.
+
+    texts, along_edges: the statements; channels: of the factors and the result; weights: the place of each path's in
+    the flat weight; weight_shape: of a path's, without axes of size 1; table: [k, i, j, path]."""
+
+    texts: tuple[str, ...]
+    along_edges: tuple[str, ...]
+    channels: tuple[int, int, int]
+    weights: tuple[slice, ...]
+    weight_shape: tuple[int, ...]
+    table: _Table
+
+    def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Sparse, ...]:
+        """The table of each statement."""
+        found = self.table.split() if len(self.texts) > 1 else (self.table,)
+        return tuple(each.on(device, dtype) for each in found)
+
+    def __call__(self, given: dict[str, Any], weight: Tensor | None, tables: tuple[Sparse, ...]) -> Tensor:
+        first, *last = self.along_edges if "N" in given else self.texts
+        if last:
+            coupled = einsum(first, CG=tables[0], **given)
+            return einsum(last[0], D=tables[1], M=coupled, W=weight)
+        return einsum(first, CG=tables[0], **given, **({} if weight is None else {"W": weight}))
 
     def weight(self, flat: Tensor) -> Tensor:
         """The weights [..., path, channels] of the flat ones."""
@@ -341,17 +368,20 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
     blocks = [_entries(irreps, path, scale, n if has_weight else 0) for n, (path, scale, _) in enumerate(paths)]
     sums = [sum(each.size for each in own if each.mul == mul) for own, mul in zip(irreps, channels, strict=True)]
     kept = {n: size for n, size in sizes.items() if size > 1}
-    return _Part(
-        _statement(first, kept, shared, False),
-        _statement(first, kept, shared, True),
-        (channels[0], channels[1], channels[2]),
-        tuple(slice(end - numel, end) for _, _, end in paths) if has_weight else (),
-        tuple(kept[n] for n in MODES[first.mode][3] if n in kept),
+    table = _Table(
         np.concatenate([coords for coords, _ in blocks], 1),
         np.concatenate([values for _, values in blocks]),
         (sums[2], sums[0], sums[1], len(paths) if has_weight else 1),
         # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
         "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G",
+    )
+    return _Part(
+        _statements(first, kept, shared, False),
+        _statements(first, kept, shared, True),
+        (channels[0], channels[1], channels[2]),
+        tuple(slice(end - numel, end) for _, _, end in paths) if has_weight else (),
+        tuple(kept[n] for n in MODES[first.mode][3] if n in kept),
+        table,
     )
 
 
@@ -366,10 +396,15 @@ def _entries(irreps: Three, path: Instruction, scale: float, number: int) -> tup
     return np.stack(places), scale * table[i, j, k]
 
 
-def _statement(path: Instruction, kept: dict[str, int], shared: bool, edges: bool) -> str:
-    """The text of a part. kept: the channel indices of more than one channel."""
+def _statements(path: Instruction, kept: dict[str, int], shared: bool, edges: bool) -> tuple[str, ...]:
+    """The texts of a part. kept: the channel indices of more than one channel."""
     first, second, result, own = ("".join(f",{n}" for n in names if n in kept) for names in MODES[path.mode])
-    z, x, b = ("Z[T[b]", "X[S[b]", "b,") if edges else ("Z[b", "X[b", "b,")
-    weight = f" * W[{'' if shared else b}p{own}]" if path.has_weight else ""
-    text = f"{z},k{result}] = CG[k,i,j,p] * {x},i{first}] * Y[b,j{second}]{weight}"
-    return f"{text} ; Z:[N,_{',_' * result.count(',')}]" if edges else text
+    z, x, b = ("T[b]", "X[S[b]", "b,") if edges else ("b", "X[b", "b,")
+    factors, alike = f"{x},i{first}] * Y[b,j{second}]", {*first, *second} - {","}
+    if shared and result == ",w" and len(alike) == 1:
+        u = f",{alike.pop()}"
+        texts = f"M[{z},m{u}] = CG[m,i,j] * {factors}", f"Z[b,k,w] = D[k,m,p] * M[b,m{u}] * W[p{own}]"
+    else:
+        weight = f" * W[{'' if shared else b}p{own}]" if path.has_weight else ""
+        u, texts = result, (f"Z[{z},k{result}] = CG[k,i,j,p] * {factors}{weight}",)
+    return (f"{texts[0]} ; {texts[0][0]}:[N,_{',_' * u.count(',')}]", *texts[1:]) if edges else texts
