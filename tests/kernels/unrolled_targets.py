@@ -58,6 +58,7 @@ def _launches() -> list[tuple[Any, ...]]:
         part = made._parts[0]
         operands = {"X": given[0].view(NODES, -1, CHANNELS), "Y": given[1], "W": part.weight(given[2])}
         ends = {"S": edges[0], "T": edges[1], "N": NODES}
-        z = pm.einsum(part.along_edges[0], CG=made._tables[0][0], **operands, **ends, lowering="unrolled")
+        text, ((table,),) = part.along_edges[0], made._tables[torch.float32]
+        z = pm.einsum(text, CG=table, **operands, **ends, lowering="unrolled")
         torch.autograd.grad(z.sum(), given)
     return found

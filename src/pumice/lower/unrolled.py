@@ -270,7 +270,7 @@ def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     )
     count = _programs(call, operands)
     made = launcher(sums, call.table, sizes, wide == torch.float64)
-    outs = [_room(call, n, made.blocks, count, (wide, factors[0].device)) for n, _ in enumerate(sums.targets)]
+    outs = [_room(call, n, made.sums, count, (wide, factors[0].device)) for n, _ in enumerate(sums.targets)]
     tensors = [*factors, *(operands[view.rows] for view in sums.gathered), *outs]
     numbers = [*(len(operands[view.name]) for view in sums.addressed), count, call.rows]
     spare = 0
@@ -290,14 +290,14 @@ def _programs(call: TableCall, operands: Mapping[str, Tensor]) -> int:
     return max([*read, *(target.shape[0] for target, view in both if view.rows == call.sums.loop)])
 
 
-def _room(call: TableCall, n: int, blocks: int, count: int, like: tuple[torch.dtype, torch.device]) -> Tensor:
-    """Memory for what a kernel writes of a target: rows of its own or of b, sums over blocks of lanes by block."""
+def _room(call: TableCall, n: int, parts: int, count: int, like: tuple[torch.dtype, torch.device]) -> Tensor:
+    """Memory for what a kernel writes of a target: rows of its own or of b; several sums over parts of the lanes."""
     view, target, (wide, device) = call.sums.targets[n], call.targets[n], like
     own = view.rows in (".", call.sums.loop)
     rows = count if view.rows == call.sums.loop else call.rows
-    if view.lanes or blocks == 1:
+    if view.lanes or parts == 1:
         return torch.empty(rows, *target.shape[1:], dtype=target.dtype if own else wide, device=device)
-    return torch.empty(blocks, rows, *target.shape[1:], dtype=wide, device=device)
+    return torch.empty(parts, rows, *target.shape[1:], dtype=wide, device=device)
 
 
 def _finished(call: TableCall, n: int, out: Tensor, operands: Mapping[str, Tensor]) -> Tensor:

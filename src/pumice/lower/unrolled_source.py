@@ -11,7 +11,8 @@ from pumice.runtime.compile import Parameter, TritonKernel, digest
 from pumice.runtime.launch import Array, KernelLauncher
 
 _LANES = 128  # of a program, at most
-_TOGETHER = 32  # of one that has several targets, or sums lanes: a warp, which needs no barrier
+_TOGETHER = 32  # of one that has several targets, or sums lanes
+_WARP = 32  # lanes that are summed: more would need a barrier
 
 
 class RowView(NamedTuple):
@@ -67,10 +68,11 @@ class Sizes(NamedTuple):
 
 
 class UnrolledKernel(NamedTuple):
-    """blocks: of lanes, each with programs of its own."""
+    """blocks: of lanes, each with programs of its own; sums: that each target without lanes has for a row."""
 
     launcher: KernelLauncher
     blocks: int
+    sums: int
     warps: int
 
     def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float]) -> None:
@@ -85,14 +87,20 @@ def launcher(sums: TableSums, table: EntryTable, sizes: Sizes, double: bool) -> 
     name = f"pumice_unrolled_{code[:24]}"
     parameters = [*map(Parameter, pointers(sums)), *(Parameter(n, False, False, "i64") for n in numbers(sums))]
     made = KernelLauncher(TritonKernel((name, f"<{name}>", "unrolled"), text, code, parameters))
-    return UnrolledKernel(made, -(-sizes.lanes // block), warps)
+    blocks = -(-sizes.lanes // block)
+    return UnrolledKernel(made, blocks, blocks * _summed(block), warps)
 
 
 def _lanes_of(sums: TableSums, lanes: int) -> tuple[int, int]:
     """(lanes, warps) of a program."""
     together = not all(view.lanes for view in sums.targets[:1]) or len(sums.targets) > 1
     block = min(1 << (lanes - 1).bit_length(), _TOGETHER if together else _LANES)
-    return block, 1 if together else max(1, min(4, block // 32))
+    return block, max(1, block // _WARP)
+
+
+def _summed(block: int) -> int:
+    """The sums of lanes that a program stores."""
+    return max(1, block // _WARP)
 
 
 def pointers(sums: TableSums) -> list[str]:
@@ -109,7 +117,7 @@ def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double:
     """block: the lanes of a program."""
     extents, blocks = numbers(sums), -(-sizes.lanes // block)
     kind = "tl.float64" if double else "tl.float32"
-    writer = _Writer(sums, table, sizes, kind)
+    writer = _Writer(sums, table, sizes, kind, block)
     body = writer.body()
     head = [
         f"part = tl.program_id(0) % {blocks}",
@@ -149,6 +157,7 @@ class _Writer:
     table: EntryTable
     sizes: Sizes
     kind: str
+    block: int
     head: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
@@ -255,17 +264,18 @@ class _Writer:
 
     def _stores(self, n: int, view: RowView, row: str, rows: str) -> list[str]:
         """The stores of a target in this row. rows: how many a block has, if lanes are summed."""
-        step = self.sizes.lanes if view.lanes else 1
-        place = f"{row} * {self.sizes.targets[n] * step}"
         masks = ["live"] * view.lanes + ["(row < count)"] * (row == "row" and bool(self.sums.loop))
         mask = f", mask={' & '.join(masks)}" if masks else ""
+        size, parts = self.sizes.targets[n], _summed(self.block)
         found = []
-        for k in range(self.sizes.targets[n]):
+        for k in range(size):
             value = f"t{n}_{k}" if (n, k) in self.begun else "live * 0.0"
-            if not view.lanes:
-                place = f"(part * {rows} + {row}) * {self.sizes.targets[n]}"
-                value = f"tl.sum({value}, 0)"
-            found.append(f"tl.store(o{n} + {place} + {k * step}{' + lane' if view.lanes else ''}, {value}{mask})")
+            if view.lanes:
+                place = f"{row} * {size * self.sizes.lanes} + {k * self.sizes.lanes} + lane"
+            else:
+                place = f"((part * {parts} + tl.arange(0, {parts})) * {rows} + {row}) * {size} + {k}"
+                value = f"tl.sum(tl.reshape({value}, [{parts}, {self.block // parts}]), 1)"
+            found.append(f"tl.store(o{n} + {place}, {value}{mask})")
         return found
 
 
