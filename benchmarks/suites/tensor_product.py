@@ -65,8 +65,8 @@ def tensor_product(setup: Setup) -> Iterator[Row]:
 
 
 def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
-    """(highest degree, channels) of the cases: each degree, each width. Tuning all pairs takes a quarter of an hour: they
-    run in a thorough study, or by name."""
+    """(highest degree, channels) of the cases: each degree, each width. Tuning all pairs takes a quarter of an hour:
+    they run in a thorough study, or by name."""
     if setup.quick:
         return ((1, 4),)
     if setup.thorough or "/l" in setup.only:
