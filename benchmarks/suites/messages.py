@@ -60,9 +60,10 @@ def messages(setup: Setup) -> Iterator[Row]:
         names = PASSES[:1] if nodes * NEIGHBOURS > TRAINED else PASSES
         cases = {order: f"messages/N{nodes}/C{channels}/{name}" for order, name in enumerate(names)}
         cases = {order: case for order, case in cases.items() if setup.wants(case)}
-        given = graph(setup, nodes, channels) if cases else None
-        for order, case in cases.items() if given else ():
-            yield from _one(setup, case, given, order)
+        if cases:
+            given = graph(setup, nodes, channels)
+            for order, case in cases.items():
+                yield from _one(setup, case, given, order)
 
 
 def graph(setup: Setup, nodes: int, channels: int) -> Messages:

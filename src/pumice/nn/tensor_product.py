@@ -344,37 +344,36 @@ class _Table(NamedTuple):
         whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
 
-    def split(self) -> tuple[_Table, _Table]:
-        """As the product of C[m, i, j] and D[k, m, p], where m numbers the pairs (k, p) that occur."""
+    def split(self, format: str) -> tuple[_Table, _Table]:
+        """As the product of tables [m, i, j] and [k, m, p] (in a format); m numbers the pairs (k, p) that occur."""
         pairs, places = np.unique(self.coords[[0, 3]], axis=1, return_inverse=True)
         numbers = np.arange(pairs.shape[1])
         coords = np.stack([places.reshape(-1), self.coords[1], self.coords[2]])
         first = _Table(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
         mixed = np.stack([pairs[0], numbers, pairs[1]]), np.ones(len(numbers))
-        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
+        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), format)
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Paths of one mode and the same channels, as one statement, or two where all samples share matrices: these mix the
-    channels of each path's result last, along edges after the sum of messages.
+    """Paths of one mode and the same channels, as one statement, or two where weights are matrices, which then mix the
+    channels last; those that all samples share, along edges, after the sum of messages.
 
     texts, along_edges: the statements; channels: of the factors and the result; weights: the place of each path's in
-    the flat weight; weight_shape: of a path's, without axes of size 1; table: [k, i, j, path]; pairs: channels are
-    pairs of them."""
+    the flat weight; weight_shape: of a path's, without axes of size 1; split: the table of each statement; pairs:
+    channels are pairs of them."""
 
     texts: tuple[str, ...]
     along_edges: tuple[str, ...]
     channels: tuple[int, int, int]
     weights: tuple[slice, ...]
     weight_shape: tuple[int, ...]
-    table: _Table
+    split: tuple[_Table, ...]
     pairs: bool
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Sparse, ...]:
         """The table of each statement."""
-        found = self.table.split() if len(self.texts) > 1 else (self.table,)
-        return tuple(each.on(device, dtype) for each in found)
+        return tuple(each.on(device, dtype) for each in self.split)
 
     def paired(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """The factors for the pairs of their channels, in modes over pairs."""
@@ -385,12 +384,10 @@ class _Part:
         return dict(zip("XY", (x.squeeze(-1) if len(u) == 1 else x for x in both), strict=True))
 
     def __call__(self, given: dict[str, Any], weight: Tensor | None, tables: tuple[Sparse, ...]) -> Tensor:
-        first, *last = self.along_edges if "N" in given else self.texts
-        if last and weight is not None:
-            coupled = einsum(first, CG=tables[0], **given)
-            return einsum(last[0], D=tables[1], M=coupled, W=weight)
-        weights: dict[str, Any] = {} if weight is None else {"W": weight}
-        return einsum(first, CG=tables[0], **given, **weights)
+        held: dict[str, Any] = given if weight is None else {**given, "W": weight}
+        for text, table in zip(self.along_edges if "N" in given else self.texts, tables, strict=True):
+            held = {**held, "M": einsum(text, CG=table, **{name: x for name, x in held.items() if name in text})}
+        return held["M"]
 
     def weight(self, flat: Tensor) -> Tensor:
         """The weights [..., path, channels] of the flat ones."""
@@ -419,20 +416,18 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
     blocks = [_entries(irreps, path, scale, n if has_weight else 0) for n, (path, scale, _) in enumerate(paths)]
     sums = [sum(each.size for each in own if each.mul == mul) for own, mul in zip(irreps, channels, strict=True)]
     kept = {n: size for n, size in sizes.items() if size > 1}
-    table = _Table(
-        np.concatenate([coords for coords, _ in blocks], 1),
-        np.concatenate([values for _, values in blocks]),
-        (sums[2], sums[0], sums[1], len(paths) if has_weight else 1),
-        # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
-        "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G",
-    )
+    shape = sums[2], sums[0], sums[1], len(paths) if has_weight else 1
+    coords = np.concatenate([coords for coords, _ in blocks], 1)
+    table = _Table(coords, np.concatenate([values for _, values in blocks]), shape, "(k i j p):C")
+    texts = _statements(first, kept, shared, False)
     return _Part(
-        _statements(first, kept, shared, False),
+        texts,
         _statements(first, kept, shared, True),
         (channels[0], channels[1], channels[2]),
         tuple(slice(end - numel, end) for _, _, end in paths) if has_weight else (),
         tuple(kept[n] for n in MODES[first.mode][3] if n in kept),
-        table,
+        # Measured on an H200 (suite tensor-product): by path where each sample has its own matrices.
+        (table,) if len(texts) == 1 else table.split("(k m p):C" if shared else "[k,m,p] p:U k:U m:G"),
         "<" in first.mode,
     )
 
@@ -451,12 +446,18 @@ def _entries(irreps: Three, path: Instruction, scale: float, number: int) -> tup
 def _statements(path: Instruction, kept: dict[str, int], shared: bool, edges: bool) -> tuple[str, ...]:
     """The texts of a part. kept: the channel indices of more than one channel."""
     first, second, result, own = ("".join(f",{n}" for n in names if n in kept) for names in MODES[path.mode])
-    z, x, b = ("T[b]", "X[S[b]", "b,") if edges else ("b", "X[b", "b,")
+    z, x = ("T[b]", "X[S[b]") if edges else ("b", "X[b")
     factors, alike = f"{x},i{first}] * Y[b,j{second}]", {*first, *second} - {","}
-    if shared and result == ",w" and len(alike) == 1:
+    weight = f" * W[{'' if shared else 'b,'}p{own}]" if path.has_weight else ""
+    if weight and result == ",w" and len(alike) == 1:
         u = f",{alike.pop()}"
-        texts = f"M[{z},m{u}] = CG[m,i,j] * {factors}", f"Z[b,k,w] = D[k,m,p] * M[b,m{u}] * W[p{own}]"
+        row, last = (z, "b") if shared else ("b", z)
+        texts = [f"M[{row},m{u}] = CG[m,i,j] * {factors}", f"Z[{last},k,w] = CG[k,m,p] * M[b,m{u}]{weight}"]
     else:
-        weight = f" * W[{'' if shared else b}p{own}]" if path.has_weight else ""
-        u, texts = result, (f"Z[{z},k{result}] = CG[k,i,j,p] * {factors}{weight}",)
-    return (f"{texts[0]} ; {texts[0][0]}:[N,_{',_' * u.count(',')}]", *texts[1:]) if edges else texts
+        texts = [f"Z[{z},k{result}] = CG[k,i,j,p] * {factors}{weight}"]
+    return tuple(text + _declared(text) * ("[T" in text) for text in texts)
+
+
+def _declared(text: str) -> str:
+    """The declaration of a result of N rows."""
+    return f" ; {text[0]}:[N,_{',_' * (text.partition(' = ')[0].count(',') - 1)}]"
