@@ -13,7 +13,7 @@ from kernels.kept import Facts, facts_of
 import pumice as pm
 from pumice.lower import kernel as lowered
 from pumice.lower import unrolled
-from pumice.lower.unrolled_source import launcher, numbers, pointers
+from pumice.lower.unrolled_source import numbers, pointers
 
 NODES, EDGES, CHANNELS = 4, 6, 128
 
@@ -30,15 +30,14 @@ def _read(compiled: Any, log: str) -> Facts:
 def _sources() -> Iterator[tuple[str, Any, int]]:
     from triton.compiler import ASTSource
 
-    for name, (call, operands) in zip(("message", "gradients"), _launches(), strict=True):
+    for name, (call, _) in zip(("message", "gradients"), _launches(), strict=True):
         names = pointers(call.sums)
         kinds = {"f": "*fp32", "a": "*i64", "o": "*fp32"}
         signature = {each: "*i32" if each in ("order", "starts") else kinds[each[0]] for each in names}
         signature |= {each: "i64" for each in numbers(call.sums)}
-        made = launcher(call.sums, call.table, call.sizes(operands), False)
         aligned = {(place,): [["tt.divisibility", 16]] for place, _ in enumerate(names)}
-        function = made.launcher._kernel.function
-        yield name, ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned), made.warps
+        function = call.kernel.launcher._kernel.function
+        yield name, ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned), call.kernel.warps
 
 
 def _launches() -> list[tuple[Any, ...]]:

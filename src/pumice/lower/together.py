@@ -62,7 +62,7 @@ def run(
     found: dict[int, Tensor] = {}
     if joined is not None:
         held = {str(place): x for place, x in enumerate(operands)}
-        own = [targets[n] for n in joined.results]
+        own = tuple(targets[n] for n in joined.results)
         found = dict(zip(joined.results, unrolled.run_sums(joined.forms, joined.extents, own, held), strict=True))
     for part in parts:
         if joined is None or part.result not in joined.results:

@@ -19,7 +19,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, indices_of
-from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, launcher
+from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, UnrolledKernel, launcher
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import keep_for_graph, kernel
 from pumice.schedule.predict import Work
@@ -152,7 +152,8 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
     assert form is not None
     coefficient = float(bound.statement.terms[0].coefficient)
     target = Target(bound.shape, dtype)
-    (result,) = run_sums([(form, coefficient)], (bound.extents[form.row], bound.extents[form.lane]), [target], operands)
+    extents = bound.extents[form.row], bound.extents[form.lane]
+    (result,) = run_sums(((form, coefficient),), extents, (target,), operands)
     return operands[form.target.name] + result if bound.statement.accumulate else result
 
 
@@ -165,49 +166,87 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableCall:
-    """Sums to compute. rows, lanes: their extents; targets: of `sums.targets`."""
+    """Sums to compute. rows, lanes: their extents; targets: of `sums.targets`; shapes: of the factors; wide: the dtype
+    of sums."""
 
     sums: TableSums
     table: EntryTable
     rows: int
     lanes: int
     targets: tuple[Target, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    wide: torch.dtype
 
-    def sizes(self, operands: Mapping[str, Tensor]) -> Sizes:
+    @cached_property
+    def sizes(self) -> Sizes:
         """Components of the factors, and of the targets."""
-        factors = [operands[v.name].shape[bool(v.rows)] if v.table else 1 for v in self.sums.factors]
-        targets = [
-            t.shape[bool(v.rows)] if v.table else 1 for t, v in zip(self.targets, self.sums.targets, strict=True)
-        ]
-        return Sizes(tuple(factors), tuple(targets), self.lanes)
+
+        def components(shapes: Sequence[tuple[int, ...]], views: Sequence[RowView]) -> tuple[int, ...]:
+            return tuple(x[bool(v.rows)] if v.table else 1 for x, v in zip(shapes, views, strict=True))
+
+        targets = components([target.shape for target in self.targets], self.sums.targets)
+        return Sizes(components(self.shapes, self.sums.factors), targets, self.lanes)
+
+    @cached_property
+    def kernel(self) -> UnrolledKernel:
+        return launcher(self.sums, self.table, self.sizes, self.wide == torch.float64)
+
+    @cached_property
+    def programs(self) -> int:
+        """The rows that have programs of their own: those of the array that programs loop over, or all."""
+        if not self.sums.loop:
+            return self.rows
+        shapes = [*self.shapes, *(target.shape for target in self.targets)]
+        views = (*self.sums.factors, *self.sums.targets)
+        return max(shape[0] for shape, view in zip(shapes, views, strict=True) if view.rows == self.sums.loop)
+
+    @cached_property
+    def loop(self) -> str:
+        """The array over whose rows programs loop: what is read or written by its rows is so once. "" for none."""
+        factors, targets = self.sums.factors, self.sums.targets
+        arrays = dict.fromkeys(v.rows for v in targets if v.rows != ".")
+        if arrays and len(self.sums.sums) > 1:
+            arrays |= dict.fromkeys(v.rows for v in factors if v.rows not in ("", "."))
+        # A row that is written is read again. For each b:
+        every = [*zip(factors, self.sizes.factors, strict=True), *2 * [*zip(targets, self.sizes.targets, strict=True)]]
+        moved = {
+            array: sum(n * (self.lanes if v.lanes else 1) for v, n in every if v.rows == array) for array in arrays
+        }
+        return max(moved, key=lambda array: moved[array], default="")
+
+
+Forms = tuple[tuple[TableForm, float], ...]
+"""Forms over one table, with coefficients."""
 
 
 def run_sums(
-    forms: Sequence[tuple[TableForm, float]],
-    extents: tuple[int, int],
-    targets: Sequence[Target],
-    operands: Mapping[str, Tensor],
+    forms: Forms, extents: tuple[int, int], targets: tuple[Target, ...], operands: Mapping[str, Tensor]
 ) -> list[Tensor]:
-    """The targets of (form, coefficient) over one table, which add up where forms have a target in common. extents: of
-    rows and lanes; targets: by the forms' targets, in order."""
-    views = dict.fromkeys(view for form, _ in forms for view in form.factors)
-    results = dict.fromkeys(form.target for form, _ in forms)
-    factors, numbers = [*views], {view: n for n, view in enumerate(results)}
-    sums = [Sum(tuple(factors.index(v) for v in form.factors), numbers[form.target], c) for form, c in forms]
-    first = forms[0][0]
-    names = sorted(first.tables)
-    table = table_of(operands[first.values[0]], first.values, tuple(names), *_held(first, names, operands))
-    columns = tuple(
-        table.columns[names.index(v.table)] if v.table else (0,) * len(table.values) for v in (*factors, *results)
-    )
+    """The targets of forms, which add up where these have a target in common. extents: of rows and lanes; targets: by
+    the forms' targets, in order."""
+    first, facts = forms[0][0], tuple([(name, x.shape, x.dtype) for name, x in operands.items()])
+    held = [operands[name] for name in (*first.values[1:], *sorted(first.tables))]
+    return _launched(_call_of(operands[first.values[0]], forms, extents, targets, facts, *held), operands)
+
+
+@cached_per_tensor
+def _call_of(
+    first: Tensor, forms: Forms, extents: tuple[int, int], targets: tuple[Target, ...], facts: tuple, *held: Tensor
+) -> TableCall:
+    """The call of forms. facts: (name, shape, dtype) of the operands; first, held: the tables's values and arrays."""
+    factors = [*dict.fromkeys(view for form, _ in forms for view in form.factors)]
+    results = [*dict.fromkeys(form.target for form, _ in forms)]
+    sums = [Sum(tuple(map(factors.index, form.factors)), results.index(form.target), c) for form, c in forms]
+    shapes, kinds = {name: shape for name, shape, _ in facts}, {name: kind for name, _, kind in facts}
+    names = sorted(forms[0][0].tables)
+    values, columns = table_of(first, forms[0][0].values, tuple(names), *held)
+    columns = tuple(columns[names.index(v.table)] if v.table else (0,) * len(values) for v in (*factors, *results))
+    double = torch.float64 in {*(kinds[view.name] for view in factors), *(target.dtype for target in targets)}
     whole = TableSums(tuple(factors), tuple(results), tuple(sums), "")
-    call = TableCall(whole, EntryTable(table.values, columns), *extents, tuple(targets))
-    loop = _loop(call, operands)
-    return _launched(replace(call, sums=whole._replace(loop=loop)), operands)
-
-
-def _held(form: TableForm, names: Sequence[str], operands: Mapping[str, Tensor]) -> list[Tensor]:
-    return [operands[name] for name in (*form.values[1:], *names)]
+    wide = torch.float64 if double else torch.float32
+    own = tuple(tuple(shapes[view.name]) for view in factors)
+    call = TableCall(whole, EntryTable(values, columns), *extents, targets, own, wide)
+    return replace(call, sums=whole._replace(loop=call.loop))
 
 
 @cached_per_tensor
@@ -218,29 +257,6 @@ def table_of(first: Tensor, values: tuple[str, ...], names: tuple[str, ...], *ot
     columns = held[len(values) :]
     kept = [n for n, value in enumerate(products) if value and min((column[n] for column in columns), default=0) >= 0]
     return EntryTable(tuple(products[n] for n in kept), tuple(tuple(column[n] for n in kept) for column in columns))
-
-
-def _loop(call: TableCall, operands: Mapping[str, Tensor]) -> str:
-    """The array over whose rows programs loop: what is read or written by its rows is so once. "" for none."""
-    factors, targets, _ = call.sums[:3]
-    arrays = dict.fromkeys(v.rows for v in targets if v.rows != ".")
-    if not arrays:
-        return ""
-    if len(call.sums.sums) > 1:
-        arrays |= dict.fromkeys(v.rows for v in factors if v.rows not in ("", "."))
-    sizes = call.sizes(operands)
-
-    def moved(array: str) -> int:
-        """Elements of a row that is read, or written and read again, for each b."""
-        read = [
-            n * (call.lanes if v.lanes else 1) * (v.rows == array) for n, v in zip(sizes.factors, factors, strict=True)
-        ]
-        written = [
-            n * (call.lanes if v.lanes else 1) * (v.rows == array) for n, v in zip(sizes.targets, targets, strict=True)
-        ]
-        return sum(read) + 2 * sum(written)
-
-    return max(arrays, key=moved)
 
 
 class RowsByTarget(NamedTuple):
@@ -261,16 +277,9 @@ def rows_by_target(array: Tensor, count: int) -> RowsByTarget:
 
 
 def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
-    sums, sizes = call.sums, call.sizes(operands)
+    sums, made, count = call.sums, call.kernel, call.programs
     factors = [operands[view.name].contiguous() for view in sums.factors]
-    wide = (
-        torch.float64
-        if torch.float64 in {x.dtype for x in factors} | {t.dtype for t in call.targets}
-        else torch.float32
-    )
-    count = _programs(call, operands)
-    made = launcher(sums, call.table, sizes, wide == torch.float64)
-    outs = [_room(call, n, made.sums, count, (wide, factors[0].device)) for n, _ in enumerate(sums.targets)]
+    outs = [_room(call, n, factors[0].device) for n, _ in enumerate(sums.targets)]
     tensors = [*factors, *(operands[view.rows] for view in sums.gathered), *outs]
     numbers = [*(len(operands[view.name]) for view in sums.addressed), count, call.rows]
     spare = 0
@@ -281,23 +290,14 @@ def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     return [_finished(call, n, out, operands) for n, out in enumerate(outs)]
 
 
-def _programs(call: TableCall, operands: Mapping[str, Tensor]) -> int:
-    """The rows that have programs."""
-    if not call.sums.loop:
-        return call.rows
-    read = [len(operands[view.name]) for view in call.sums.factors if view.rows == call.sums.loop]
-    both = zip(call.targets, call.sums.targets, strict=True)
-    return max([*read, *(target.shape[0] for target, view in both if view.rows == call.sums.loop)])
-
-
-def _room(call: TableCall, n: int, parts: int, count: int, like: tuple[torch.dtype, torch.device]) -> Tensor:
+def _room(call: TableCall, n: int, device: torch.device) -> Tensor:
     """Memory for what a kernel writes of a target: rows of its own or of b; several sums over parts of the lanes."""
-    view, target, (wide, device) = call.sums.targets[n], call.targets[n], like
-    own = view.rows in (".", call.sums.loop)
-    rows = count if view.rows == call.sums.loop else call.rows
+    view, target, parts = call.sums.targets[n], call.targets[n], call.kernel.sums
+    rows = call.programs if view.rows == call.sums.loop else call.rows
     if view.lanes or parts == 1:
-        return torch.empty(rows, *target.shape[1:], dtype=target.dtype if own else wide, device=device)
-    return torch.empty(parts, rows, *target.shape[1:], dtype=wide, device=device)
+        dtype = target.dtype if view.rows in (".", call.sums.loop) else call.wide
+        return torch.empty(rows, *target.shape[1:], dtype=dtype, device=device)
+    return torch.empty(parts, rows, *target.shape[1:], dtype=call.wide, device=device)
 
 
 def _finished(call: TableCall, n: int, out: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
@@ -321,10 +321,9 @@ def _sum_by_rows(x: Tensor, array: Tensor, target: Target) -> Tensor:
 
 def run_torch(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     """As the kernel, in plain torch: one entry at a time."""
-    double = torch.float64 in {t.dtype for t in call.targets}
-    picked = [_picked(view, call, operands, torch.float64 if double else torch.float32) for view in call.sums.factors]
-    sizes, count = call.sizes(operands), len(call.sums.factors)
-    totals = [picked[0].new_zeros(call.rows, n, call.lanes) for n in sizes.targets]
+    picked = [_picked(view, call, operands) for view in call.sums.factors]
+    count = len(call.sums.factors)
+    totals = [picked[0].new_zeros(call.rows, n, call.lanes) for n in call.sizes.targets]
     for each in call.sums.sums:
         for q, value in enumerate(call.table.values):
             term = each.coefficient * value
@@ -334,9 +333,9 @@ def run_torch(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     return [_gathered_total(call, n, total, operands) for n, total in enumerate(totals)]
 
 
-def _picked(view: RowView, call: TableCall, operands: Mapping[str, Tensor], wide: torch.dtype) -> Tensor:
+def _picked(view: RowView, call: TableCall, operands: Mapping[str, Tensor]) -> Tensor:
     """A factor as [row, component, lane]."""
-    x = operands[view.name].to(wide)
+    x = operands[view.name].to(call.wide)
     x = x if view.rows else x.expand(call.rows, *x.shape)
     if view.rows not in ("", "."):
         index = operands[view.rows].long()
