@@ -344,20 +344,20 @@ class _Table(NamedTuple):
         whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
 
-    def split(self, format: str) -> tuple[_Table, _Table]:
-        """As the product of tables [m, i, j] and [k, m, p] (in a format); m numbers the pairs (k, p) that occur."""
+    def split(self) -> tuple[_Table, _Table]:
+        """As the product of tables [m, i, j] and [k, m, p], where m numbers the pairs (k, p) that occur."""
         pairs, places = np.unique(self.coords[[0, 3]], axis=1, return_inverse=True)
         numbers = np.arange(pairs.shape[1])
         coords = np.stack([places.reshape(-1), self.coords[1], self.coords[2]])
         first = _Table(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
         mixed = np.stack([pairs[0], numbers, pairs[1]]), np.ones(len(numbers))
-        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), format)
+        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Paths of one mode and the same channels, as one statement, or two where weights are matrices, which then mix the
-    channels last; those that all samples share, along edges, after the sum of messages.
+    """Paths of one mode and the same channels, as one statement, or two where all samples share matrices: these mix the
+    channels last, along edges after the sum of messages.
 
     texts, along_edges: the statements; channels: of the factors and the result; weights: the place of each path's in
     the flat weight; weight_shape: of a path's, without axes of size 1; split: the table of each statement; pairs:
@@ -418,7 +418,9 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
     kept = {n: size for n, size in sizes.items() if size > 1}
     shape = sums[2], sums[0], sums[1], len(paths) if has_weight else 1
     coords = np.concatenate([coords for coords, _ in blocks], 1)
-    table = _Table(coords, np.concatenate([values for _, values in blocks]), shape, "(k i j p):C")
+    # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
+    format = "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G"
+    table = _Table(coords, np.concatenate([values for _, values in blocks]), shape, format)
     texts = _statements(first, kept, shared, False)
     return _Part(
         texts,
@@ -426,8 +428,7 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
         (channels[0], channels[1], channels[2]),
         tuple(slice(end - numel, end) for _, _, end in paths) if has_weight else (),
         tuple(kept[n] for n in MODES[first.mode][3] if n in kept),
-        # Measured on an H200 (suite tensor-product): by path where each sample has its own matrices.
-        (table,) if len(texts) == 1 else table.split("(k m p):C" if shared else "[k,m,p] p:U k:U m:G"),
+        (table,) if len(texts) == 1 else table.split(),
         "<" in first.mode,
     )
 
@@ -449,10 +450,9 @@ def _statements(path: Instruction, kept: dict[str, int], shared: bool, edges: bo
     z, x = ("T[b]", "X[S[b]") if edges else ("b", "X[b")
     factors, alike = f"{x},i{first}] * Y[b,j{second}]", {*first, *second} - {","}
     weight = f" * W[{'' if shared else 'b,'}p{own}]" if path.has_weight else ""
-    if weight and result == ",w" and len(alike) == 1:
+    if shared and result == ",w" and len(alike) == 1:
         u = f",{alike.pop()}"
-        row, last = (z, "b") if shared else ("b", z)
-        texts = [f"M[{row},m{u}] = CG[m,i,j] * {factors}", f"Z[{last},k,w] = CG[k,m,p] * M[b,m{u}]{weight}"]
+        texts = [f"M[{z},m{u}] = CG[m,i,j] * {factors}", f"Z[b,k,w] = CG[k,m,p] * M[b,m{u}]{weight}"]
     else:
         texts = [f"Z[{z},k{result}] = CG[k,i,j,p] * {factors}{weight}"]
     return tuple(text + _declared(text) * ("[T" in text) for text in texts)
