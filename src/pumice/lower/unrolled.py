@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, indices_of
-from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, UnrolledKernel, launcher
+from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, UnrolledKernel, launcher, shares
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import keep_for_graph, kernel
 from pumice.schedule.predict import Work
@@ -282,10 +282,9 @@ def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     outs = [_room(call, n, factors[0].device) for n, _ in enumerate(sums.targets)]
     tensors = [*factors, *(operands[view.rows] for view in sums.gathered), *outs]
     numbers = [*(len(operands[view.name]) for view in sums.addressed), count, call.rows]
-    spare = 0
+    spare = _SPARE * shares(sums)
     if sums.loop:
         tensors += keep_for_graph(rows_by_target(operands[sums.loop], count))
-        spare = _SPARE * any(view.rows != sums.loop for view in sums.targets)
     made((count + spare) * made.blocks, tensors, [*numbers, spare])
     return [_finished(call, n, out, operands) for n, out in enumerate(outs)]
 

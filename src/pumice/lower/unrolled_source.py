@@ -113,6 +113,11 @@ def numbers(sums: TableSums) -> list[str]:
     return [*(f"n{n}" for n, _ in enumerate(sums.addressed)), "count", "edges", "spare"]
 
 
+def shares(sums: TableSums) -> bool:
+    """True if programs write rows of their own for b that have no row in the array that they loop over."""
+    return bool(sums.loop) and any(view.rows != sums.loop for view in sums.targets)
+
+
 def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double: bool) -> str:
     """block: the lanes of a program."""
     extents, blocks = numbers(sums), -(-sizes.lanes // block)
@@ -128,13 +133,12 @@ def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double:
         *(f"t{n}_{k} = tl.zeros([{block}], {kind})" for n, k in writer.kept()),
     ]
     if sums.loop:
-        # Rows from `count` on share the b that have no row.
-        head += [
-            "own = tl.minimum(row, count)",
-            "begin = tl.load(starts + own) + (row - own).to(tl.int32)",
-            "step = tl.where(row < count, 1, spare).to(tl.int32)",
-        ]
-        loop = "for at in range(begin, tl.load(starts + own + 1), step):"
+        begin, step = "tl.load(starts + row)", ""
+        if shares(sums):
+            # Rows from `count` on share the b that have no row.
+            head += ["own = tl.minimum(row, count)", "step = tl.where(row < count, 1, spare).to(tl.int32)"]
+            begin, step = "tl.load(starts + own) + (row - own).to(tl.int32)", ", step"
+        loop = f"for at in range({begin}, tl.load(starts + {'own' if step else 'row'} + 1){step}):"
         body = [loop, *(f"    {line}" for line in ["edge = tl.load(order + at).to(tl.int64)", *body])]
     else:
         body = ["edge = row", *body]
