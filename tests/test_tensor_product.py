@@ -22,6 +22,8 @@ SHAPES = {
     "uuw": ("3x0e+3x1o", "3x0e+3x1o", "2x0e+1x1o+1x1e"),
     "uuu": ("3x0e+3x1o", "3x0e+3x1o", "3x0e+3x1o+3x1e"),
     "uvuv": ("3x0e+3x1o", "2x0e+2x1o", "6x0e+6x1o+6x2e"),
+    "uvu<v": ("4x0e+4x1o", "4x0e+4x1o", "6x0e+6x1o+6x1e"),
+    "u<vw": ("3x0e+2x1o+2x0e", "3x0e+2x1o+2x0e", "2x0e+3x1o+1x1e"),
 }
 SUMS = {
     "uvw": "buv,uvw->bw",
@@ -30,6 +32,8 @@ SUMS = {
     "uuw": "bu,uw->bw",
     "uuu": "bu,u->bu",
     "uvuv": "buv,uv->buv",
+    "uvu<v": "bq,q->bq",
+    "u<vw": "bq,qw->bw",
 }
 """Channels of a path's products x[u] y[v] and of its weight, per mode."""
 
@@ -37,7 +41,7 @@ SUMS = {
 def count(module, path):
     """Products in one result of a path."""
     u, v = module.irreps_in1[path.first].mul, module.irreps_in2[path.second].mul
-    return {"uvw": u * v, "uvu": v, "uvv": u, "uuw": u, "uuu": 1, "uvuv": 1}[path.mode]
+    return {"uvw": u * v, "uvu": v, "uvv": u, "uuw": u, "u<vw": u * (u - 1) // 2}.get(path.mode, 1)
 
 
 def defined(module, x, y, weight, by_irrep="component", by_path="element"):
@@ -53,9 +57,13 @@ def defined(module, x, y, weight, by_irrep="component", by_path="element"):
         right = y[:, module.irreps_in2.slices()[path.second]].view(-1, b.mul, b.size)
         table = torch.tensor(clebsch_gordan(a.degree, b.degree, c.degree)).to(x.dtype) * math.sqrt(scale)
         products, shape = SUMS[path.mode].split(",")[0], SUMS[path.mode].split(",")[1].split("->")[0]
-        pairs = torch.einsum(f"bui,b{'v' if 'v' in products else 'u'}j,ijk->{products}k", left, right, table)
+        if "q" in products:
+            u, v = torch.triu_indices(a.mul, a.mul, 1)
+            pairs = torch.einsum("bqi,bqj,ijk->bqk", left[:, u], right[:, v], table)
+        else:
+            pairs = torch.einsum(f"bui,b{'v' if 'v' in products else 'u'}j,ijk->{products}k", left, right, table)
         if path.has_weight:
-            sizes = {"u": a.mul, "v": b.mul, "w": c.mul}
+            sizes = {"u": a.mul, "v": b.mul, "w": c.mul, "q": a.mul * (a.mul - 1) // 2}
             numel = math.prod(sizes[n] for n in shape)
             own = weight[:, begin : begin + numel].reshape(-1, *(sizes[n] for n in shape))
             begin += numel
@@ -110,7 +118,7 @@ def _ramp(x):
 @pytest.mark.parametrize("has_weight", [True, False], ids=["weighted", "bare"])
 @pytest.mark.parametrize("mode", SHAPES)
 def test_modes(mode, has_weight, shared):
-    if mode == "uvw" and not has_weight:
+    if mode in ("uvw", "u<vw") and not has_weight:
         return
     made = TensorProduct(*SHAPES[mode], paths(mode, has_weight), shared_weights=shared, internal_weights=False).double()
     x, y, weight = operands(made)
@@ -195,7 +203,7 @@ def by_edges(module, x, y, weight):
     return torch.stack([torch.stack(part).sum(0) for part in parts])
 
 
-@pytest.mark.parametrize("mode, shared", [("uvu", False), ("uvu", True), ("uvw", False)])
+@pytest.mark.parametrize("mode, shared", [("uvu", False), ("uvu", True), ("uvw", False), ("uvw", True)])
 def test_messages_along_edges(mode, shared):
     irreps = ("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o")
     made = TensorProduct(*irreps, mode, shared_weights=shared, internal_weights=False).double()
@@ -237,6 +245,18 @@ def test_tables_are_rounded_once():
     assert made.bfloat16()(*(t.bfloat16() for t in (x, y, w))).dtype == torch.bfloat16
 
 
+def test_autocast_keeps_a_table_of_its_dtype():
+    made = FullyConnectedTensorProduct("4x0e+4x1o", "1x0e+1x1o", "4x0e+4x1o")
+    x, y, _ = (t.float() for t in operands(made))
+    expected = copy.deepcopy(made).bfloat16()(x.bfloat16(), y.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        found, (table, _) = made(x, y), made._tables[torch.bfloat16][0]
+        made(x, y)
+        assert made._tables[torch.bfloat16][0][0] is table
+        exact = made.double()(x.double(), y.double())
+    assert torch.equal(found, expected) and found.dtype == torch.bfloat16 and exact.dtype == torch.float64
+
+
 def test_state_of_e3nn_is_loaded():
     """Its keys are ours, and the tables of its generated code are passed over."""
     made = FullyConnectedTensorProduct("2x0e+2x1o", "1x0e+1x1o", "2x0e+2x1o")
@@ -254,9 +274,11 @@ REFUSED = {
     "result": ("2x0e", "1x0e", "3x0e", [(0, 0, 0, "uvu", True)], "the result has 2 channels, 3x0e has 3"),
     "factors": ("2x0e", "1x0e", "2x0e", [(0, 0, 0, "uuu", True)], "takes as many of both"),
     "weights": ("2x0e", "1x0e", "2x0e", [(0, 0, 0, "uvw", False)], "uvw has weights"),
+    "weights of pairs": ("2x0e", "2x0e", "2x0e", [(0, 0, 0, "u<vw", False)], "u<vw has weights"),
+    "pairs": ("3x0e", "3x0e", "4x0e", [(0, 0, 0, "uvu<v", False)], "the result has 3 channels, 4x0e has 4"),
     "one result": ("2x0e", "2x0e", "2x0e", [(0, 0, 0, "uuw", False)], "without weights uuw has one result"),
     "number": ("2x0e", "1x0e", "2x0e", [(0, 1, 0, "uvu", True)], "there are 1, 1, 1 irreps"),
-    "unknown": ("2x0e", "1x0e", "2x0e", [(0, 0, 0, "u<vw", True)], "mode 'u<vw' is unknown"),
+    "unknown": ("2x0e", "1x0e", "2x0e", [(0, 0, 0, "v<uw", True)], "mode 'v<uw' is unknown"),
 }
 
 
@@ -273,6 +295,7 @@ def test_refuses(case):
         ({"layout": "ir"}, "layout 'ir' is unknown"),
         ({"irrep_normalization": "unit"}, "'unit' is unknown; there are component"),
         ({"path_normalization": "unit"}, "'unit' is unknown; there are element"),
+        ({"in2_var": [1.0, 2.0]}, "in2_var has one variance for each of 1x0e: expected 1, found 2"),
         ({"shared_weights": False, "internal_weights": True}, "shared by all samples"),
     ],
 )
@@ -314,6 +337,17 @@ def test_e3nn_gives_the_same(o3, mode, shared):
     x, y, weight = operands(ours)
     weight = None if shared else weight
     torch.testing.assert_close(ours(x, y, weight), theirs(x, y, weight), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("by_path", ["element", "path"])
+def test_variances_of_e3nn(o3, by_path):
+    given = [tuple(path) for path in paths("uvw")]
+    variances = [[0.5 + n for n in range(len(Irreps(irreps)))] for irreps in SHAPES["uvw"]]
+    how = dict(zip(("in1_var", "in2_var", "out_var"), variances, strict=True), path_normalization=by_path)
+    theirs, ours = o3.TensorProduct(*SHAPES["uvw"], given, **how), TensorProduct(*SHAPES["uvw"], given, **how)
+    ours.load_state_dict(theirs.state_dict())
+    x, y, _ = operands(ours)
+    torch.testing.assert_close(ours(x, y), theirs(x, y), atol=1e-12, rtol=0)
 
 
 def test_fully_connected_of_e3nn(o3):

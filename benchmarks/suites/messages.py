@@ -20,6 +20,7 @@ PASSES = ("fwd", "fwd+bwd", "fwd+bwd+bwd")
 """The message; its gradients; and their gradients, as in training on forces."""
 HIGHEST, FILTERS, NEIGHBOURS = 2, 3, 50  # degrees of features and filters, edges of a node
 MATERIALIZED = 100_000  # edges up to which messages fit in memory, and what their gradients need
+TRAINED = 1_000_000  # edges up to which weights of 128 channels fit in memory with their gradients
 CHUNK = 20_000  # edges per step of the float64 reference
 
 Found = Tensor | Sequence[Tensor]
@@ -55,10 +56,13 @@ def paths(channels: int) -> tuple[tuple[Irreps, Irreps, Irreps], list[Instructio
 
 def messages(setup: Setup) -> Iterator[Row]:
     """Random graphs of 50 edges a node, 128 channels."""
-    for nodes, channels in ((8, 4),) if setup.quick else ((2_000, 128), (10_000, 128)):
-        given = graph(setup, nodes, channels)
-        for order, name in enumerate(PASSES):
-            if setup.wants(case := f"messages/N{nodes}/C{channels}/{name}"):
+    for nodes, channels in ((8, 4),) if setup.quick else ((2_000, 128), (10_000, 128), (100_000, 128)):
+        names = PASSES[:1] if nodes * NEIGHBOURS > TRAINED else PASSES
+        cases = {order: f"messages/N{nodes}/C{channels}/{name}" for order, name in enumerate(names)}
+        cases = {order: case for order, case in cases.items() if setup.wants(case)}
+        if cases:
+            given = graph(setup, nodes, channels)
+            for order, case in cases.items():
                 yield from _one(setup, case, given, order)
 
 
@@ -69,7 +73,9 @@ def graph(setup: Setup, nodes: int, channels: int) -> Messages:
     edges = torch.randint(0, nodes, (2, count), generator=chance).to(setup.device)
     shapes = (nodes, x.dim), (count, y.dim), (count, len(every) * channels), (nodes, z.dim)
     a, b, c, *_ = (setup.filled(*shape, seed=n) for n, shape in enumerate(shapes[:3]))
-    p, q, r, s = (setup.filled(*shape, seed=5 + n) for n, shape in enumerate(shapes))
+    one = torch.ones((), device=setup.device)
+    large = count > TRAINED  # Cotangents are not read then, and take no memory.
+    p, q, r, s = (one.expand(shape) if large else setup.filled(*shape, seed=5 + n) for n, shape in enumerate(shapes))
     # By target, as neighbour lists are.
     return Messages(channels, (a, b, c), edges[:, edges[1].argsort(stable=True)], (p, q, r, s))
 
@@ -141,17 +147,17 @@ def _e3nn_way(setup: Setup, given: Messages, order: int) -> Way:
 def exact(given: Messages, order: int) -> Found:
     """In float64, CHUNK edges at a time: what is asked is linear in the messages."""
     x, y, w = given.operands
-    parts: list[tuple[Tensor, ...]] = []
+    sums, parts = torch.zeros(()), list[tuple[Tensor, ...]]()
     for first in range(0, given.edges.shape[1], CHUNK):
         part = slice(first, first + CHUNK)
         leaves = [t.double().requires_grad_(order > 0) for t in (x, y[part], w[part])]
         z = plain(given, *leaves, given.edges[:, part])
         p, q, r, s = given.cotangents
-        cut = [t.double() for t in (p, q[part], r[part], s)]
+        cut = [t.double() for t in (p, q[part], r[part], s)] if order else []
         found = _gradients(z, leaves, cut, order) if order else (z,)
-        parts.append((found[0], *(t.float() for t in found[1:])))
-    sums = torch.stack([part[0] for part in parts]).sum(0)
-    return sums if not order else [sums, *(torch.cat([part[n] for part in parts]) for n in (1, 2))]
+        sums = found[0] if not first else sums.add_(found[0])
+        parts.append(tuple(t.float() for t in found[1:]))
+    return sums if not order else [sums, *(torch.cat([part[n] for part in parts]) for n in (0, 1))]
 
 
 def _plain(given: Messages) -> Callable[..., Tensor]:

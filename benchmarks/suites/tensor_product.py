@@ -65,10 +65,11 @@ def tensor_product(setup: Setup) -> Iterator[Row]:
 
 
 def _sizes(setup: Setup) -> Sequence[tuple[int, int]]:
-    """(highest degree, channels) of the cases: each degree, each width. Tuning all pairs takes a quarter of an hour."""
+    """(highest degree, channels) of the cases: each degree, each width. Tuning all pairs takes a quarter of an hour:
+    they run in a thorough study, or by name."""
     if setup.quick:
         return ((1, 4),)
-    if setup.thorough:
+    if setup.thorough or "/l" in setup.only:
         return tuple((highest, channels) for highest in (1, 2, 3) for channels in (16, 32, 64))
     return ((2, 32), (1, 32), (3, 32), (2, 16), (2, 64))
 

@@ -62,9 +62,9 @@ def test_messages_are_unrolled_and_captured():
     x, y, w = (t.float().cuda() for t in given)
     edges = edges.cuda()
     part = made._parts[0]
-    line = pm.compile_einsum(part.along_edges, {"CG": part.format})
+    line = pm.compile_einsum(part.along_edges[0], {"CG": part.split[0].format})
     held = {"X": x.view(NODES, -1, 32), "Y": y, "W": part.weight(w), "S": edges[0], "T": edges[1], "N": NODES}
-    assert "unrolled, estimated" in line.explain(CG=made._tables[0], **held)
+    assert "unrolled, estimated" in line.explain(CG=made._tables[torch.float32][0][0], **held)
     with torch.no_grad():
         wanted = made(x, y, w, edges=edges)
         stream = torch.cuda.Stream()

@@ -19,7 +19,14 @@ NODES, EDGES = 5, 12
 PER_EDGE = "Z[T[b],k,u] = CG[k,i,j,p] * X[S[b],i,u] * Y[b,j] * W[b,p,u] ; Z:[5,_,_]"
 SHARED = "Z[T[b],k,u] = CG[k,i,j,p] * X[S[b],i,u] * Y[b,j] * W[p,u] ; Z:[5,_,_]"
 ROWS = "Z[b,k,u] = CG[k,i,j,p] * X[b,i,u] * Y[b,j] * W[b,p,u]"
-STATEMENTS = {"per edge": PER_EDGE, "shared": SHARED, "rows": ROWS, "twice": f"{ROWS} * W[b,p,u]"}
+BOTH_ENDS = "Z[T[b],k,u] = CG[k,i,j,p] * X[S[b],i,u] * X[T[b],i,u] * Y[b,j] * W[b,p,u] ; Z:[5,_,_]"
+STATEMENTS = {
+    "per edge": PER_EDGE,
+    "shared": SHARED,
+    "rows": ROWS,
+    "twice": f"{ROWS} * W[b,p,u]",
+    "both ends": BOTH_ENDS,
+}
 
 
 def operands(text: str, lanes: int, dtype: torch.dtype) -> dict[str, Tensor | pm.Sparse]:
@@ -69,19 +76,21 @@ def _weights(x: Tensor) -> Tensor:
 
 
 def check_kernels_run() -> None:
-    """The result and all gradients are unrolled kernels, but for weights that all rows share."""
-    for text, expected in ((PER_EDGE, 4), (SHARED, 3)):
-        ran = []
+    """The result is an unrolled kernel, and so are all gradients of an order, but for weights that all rows share."""
+    for text, expected in ((PER_EDGE, [1, 3, 9, 3]), (SHARED, [1, 2, 7, 2])):
+        ran = list[int]()
         launched = unrolled._launched
 
-        def run(*given, ran=ran, launched=launched):
-            return ran.append(given) or launched(*given)
+        def run(call, given, ran=ran, launched=launched):
+            return ran.append(len(call.sums.sums)) or launched(call, given)
 
         given = operands(text, 4, torch.float32)
         leaves = {n: given[n].clone().requires_grad_() for n in ("X", "Y", "W")}
         with patch.object(unrolled, "_launched", run):
-            pm.einsum(text, **{**given, **leaves}, lowering="unrolled").sum().backward()
-        assert len(ran) == expected, f"{len(ran)} kernels, expected {expected}"
+            z = pm.einsum(text, **{**given, **leaves}, lowering="unrolled").square().sum()
+            first = torch.autograd.grad(z, list(leaves.values()), create_graph=True)
+            torch.autograd.grad(sum(g.square().sum() for g in first), list(leaves.values()))
+        assert ran == expected, f"kernels of {ran} sums, expected {expected}"
 
 
 def check_refusals() -> None:

@@ -13,34 +13,31 @@ from kernels.kept import Facts, facts_of
 import pumice as pm
 from pumice.lower import kernel as lowered
 from pumice.lower import unrolled
+from pumice.lower.unrolled_source import numbers, pointers
 
 NODES, EDGES, CHANNELS = 4, 6, 128
 
 
 def answer(target: str) -> dict[str, Facts]:
-    """By the array of the result that a kernel computes: spilled bytes, and shared memory."""
-    return {name: facts_of(source, target, {"num_warps": 4}, _read) for name, source in _sources()}
+    """By kernel: spilled bytes, and shared memory."""
+    return {name: facts_of(source, target, {"num_warps": warps}, _read) for name, source, warps in _sources()}
 
 
 def _read(compiled: Any, log: str) -> Facts:
     return {"spilled": spilled(compiled.asm, log), "shared": compiled.metadata.shared}
 
 
-def _sources() -> Iterator[tuple[str, Any]]:
+def _sources() -> Iterator[tuple[str, Any, int]]:
     from triton.compiler import ASTSource
 
-    for bound, form, table, operands, _ in _launches():
-        kinds = {"f": "*fp32", "a": "*i64", "o": "*i32", "s": "*i32"}
-        names = [name for name in unrolled._pointers(form)]
-        signature = {name: "*fp32" if name == "out" else kinds[name[0]] for name in names}
-        signature |= {f"n{n}": "i64" for n, _ in enumerate(form.gathered)}
-        sizes = [operands[view.name].shape[bool(view.rows)] if view.table else 1 for view in form.factors]
-        made, _ = unrolled._kernel(form, table, (*sizes, bound.shape[1]), CHANNELS, False)
+    for name, (call, _) in zip(("message", "gradients"), _launches(), strict=True):
+        names = pointers(call.sums)
+        kinds = {"f": "*fp32", "a": "*i64", "o": "*fp32"}
+        signature = {each: "*i32" if each in ("order", "starts") else kinds[each[0]] for each in names}
+        signature |= {each: "i64" for each in numbers(call.sums)}
         aligned = {(place,): [["tt.divisibility", 16]] for place, _ in enumerate(names)}
-        yield (
-            bound.statement.target.name,
-            ASTSource(fn=made._kernel.function, signature=signature, constexprs={}, attrs=aligned),
-        )
+        function = call.kernel.launcher._kernel.function
+        yield name, ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned), call.kernel.warps
 
 
 def _launches() -> list[tuple[Any, ...]]:
@@ -51,7 +48,7 @@ def _launches() -> list[tuple[Any, ...]]:
     given = [torch.randn(shape).requires_grad_() for shape in shapes]
     edges, found = torch.zeros(2, EDGES, dtype=torch.int64), list[tuple[Any, ...]]()
 
-    def run(*launch: Any) -> torch.Tensor:
+    def run(*launch: Any) -> list[torch.Tensor]:
         found.append(launch)
         return unrolled.run_torch(*launch)
 
@@ -60,6 +57,7 @@ def _launches() -> list[tuple[Any, ...]]:
         part = made._parts[0]
         operands = {"X": given[0].view(NODES, -1, CHANNELS), "Y": given[1], "W": part.weight(given[2])}
         ends = {"S": edges[0], "T": edges[1], "N": NODES}
-        z = pm.einsum(part.along_edges, CG=made._tables[0], **operands, **ends, lowering="unrolled")
+        text, ((table,),) = part.along_edges[0], made._tables[torch.float32]
+        z = pm.einsum(text, CG=table, **operands, **ends, lowering="unrolled")
         torch.autograd.grad(z.sum(), given)
     return found

@@ -379,3 +379,17 @@ def max_items(
         for b in range(low, high + 1):
             found = tl.max(tl.where(item == b, key, -0x8000000000000000), axis=0)[None, :]
             tl.atomic_max(tops + (part * batch + b) * C + c, found, mask=c < C, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["width"])
+def sum_by_rows(x, order, starts, out, width: "i64", BLOCK: tl.constexpr):
+    """out[n, c] = sum of x[order[p], c] over starts[n] <= p < starts[n + 1], in a fixed order."""
+    blocks = tl.cdiv(width, BLOCK)
+    row, c = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    kind = tl.float64 if x.dtype.element_ty == tl.float64 else tl.float32
+    total, last = tl.zeros([8, BLOCK], kind), tl.load(starts + row + 1)
+    for first in range(tl.load(starts + row), last, 8):
+        p = first + tl.arange(0, 8)[:, None]
+        b = tl.load(order + p, mask=p < last, other=0).to(tl.int64)
+        total += tl.load(x + b * width + c, mask=(p < last) & (c < width), other=0).to(kind)
+    tl.store(out + row * width + tl.arange(0, 1)[:, None] + c, tl.sum(total, 0)[None, :], mask=c < width)

@@ -1,12 +1,13 @@
-"""Products over a small constant table on a GPU, each one kernel with the table's entries unrolled in registers:
-channelwise equivariant tensor products above all.
+"""Products over a small constant table on a GPU, with the table's entries unrolled in registers: channelwise
+equivariant tensor products above all.
 
     Z[T[b],K[q],u] += C[q] * X[S[b],I[q],u] * Y[b,J[q]] * W[b,P[q],u]        q: the table; b: rows (edges); u: lanes
 
-C and the index arrays over q are numbers in the source. A program computes one row of the result for a block of lanes:
-it loads each component of a factor once, and sums all entries in registers. Where the rows of the result are gathered
-(T), it loops over the b of its row, in a fixed order; those of a T that is not sorted are found by a sort, which is
-cached with T. A factor whose rows are -1 is zero. The gradients of such a statement are such statements, too.
+C and the index arrays over q are numbers in the source. The gradients of such a statement are such statements, too;
+those over the same operands are one kernel (`TableSums`), which reads a component of an operand once for all of them.
+A program takes one row of one index array (T) for a block of lanes, and loops over the b of its row in a fixed order;
+those of a T that is not sorted are found by a sort, which is cached with T. What is added up over the rows of another
+array (S) is written by b first, and summed in a fixed order, too. A factor whose rows are -1 is zero.
 
 Source: the unrolled coefficients are those of OpenEquivariance (Bharadwaj et al., "An Efficient Sparse Kernel Generator
 for O(3)-Equivariant Deep Networks", section 4); gathering by statement, and gradients by the same rule, are our own.
@@ -16,9 +17,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,25 +27,14 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, indices_of
+from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, UnrolledKernel, launcher, shares
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.compile import Parameter, TritonKernel, digest
-from pumice.runtime.launch import KernelLauncher, keep_for_graph
+from pumice.runtime.launch import keep_for_graph, kernel
 from pumice.schedule.predict import Work
 
 _ENTRIES = 1024  # of a table, at most: each is a line of the source
-_LANES = 128  # of a program, at most, unless it sums them
-_SUMMED = 1024
+_SPARE = 256  # Programs for rows without a place in the array that programs loop over
 _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class RowView(NamedTuple):
-    """An operand [row, component, lane], each axis optional. rows: "" without, "." for the row itself, else the index
-    array of its rows; table: the index array of its components, or ""; lanes: it has lanes."""
-
-    name: str
-    rows: str
-    table: str
-    lanes: bool
 
 
 @dataclass(frozen=True)
@@ -64,9 +54,19 @@ class TableForm:
         return [view for view in self.factors if view.rows not in ("", ".")]
 
     @property
-    def summed(self) -> bool:
-        """True if rows of the result are sums over rows."""
-        return self.target.rows != "."
+    def tables(self) -> frozenset[str]:
+        """The index arrays over the table."""
+        return frozenset(view.table for view in (*self.factors, self.target) if view.table)
+
+    def named(self, names: Mapping[str, str], target: str) -> TableForm:
+        """The form with other names of its operands and index arrays."""
+
+        def of(view: RowView, name: str) -> RowView:
+            return RowView(name, names.get(view.rows, view.rows), names.get(view.table, ""), view.lanes)
+
+        factors = tuple(of(view, names[view.name]) for view in self.factors)
+        values = tuple(names[name] for name in self.values)
+        return replace(self, values=values, factors=factors, target=of(self.target, target))
 
 
 @lru_cache(maxsize=1024)
@@ -130,8 +130,6 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
         return "fewer than two factors are read through the table"
     if bound.extents[form.entry] > _ENTRIES:
         return f"the table has {bound.extents[form.entry]} entries, at most {_ENTRIES} are unrolled"
-    if not form.target.lanes and bound.extents[form.lane] > _SUMMED:
-        return f"at most {_SUMMED} lanes are summed in a program, found {bound.extents[form.lane]}"
     if any(operands[name].dtype not in _TYPES for name in (*form.values, *(view.name for view in form.factors))):
         return "a factor is not of float64, float32, float16 or bfloat16"
     return "the table's values have a gradient" if any(operands[n].requires_grad for n in form.values) else None
@@ -150,41 +148,120 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    statement, form = bound.statement, form_of(bound.statement)
+    form = form_of(bound.statement)
     assert form is not None
-    coefficient = float(statement.terms[0].coefficient)
-    first, *others = [operands[name] for name in _table_names(form)]
-    table = table_of(first, form, coefficient, *others)
-    result = _launched(bound, form, table, operands, dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+    coefficient = float(bound.statement.terms[0].coefficient)
+    target = Target(bound.shape, dtype)
+    extents = bound.extents[form.row], bound.extents[form.lane]
+    (result,) = run_sums(((form, coefficient),), extents, (target,), operands)
+    return operands[form.target.name] + result if bound.statement.accumulate else result
 
 
-def _table_names(form: TableForm) -> list[str]:
-    return [*form.values, *(view.table for view in (*form.factors, form.target) if view.table)]
+class Target(NamedTuple):
+    """A result to compute: its shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
-class EntryTable(NamedTuple):
-    """values: of the entries; columns: the component of each entry, in each factor and, last, in the target."""
+@dataclass(frozen=True, eq=False)
+class TableCall:
+    """Sums to compute. rows, lanes: their extents; targets: of `sums.targets`; shapes: of the factors; wide: the dtype
+    of sums."""
 
-    values: tuple[float, ...]
-    columns: tuple[tuple[int, ...], ...]
+    sums: TableSums
+    table: EntryTable
+    rows: int
+    lanes: int
+    targets: tuple[Target, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    wide: torch.dtype
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Components of the factors, and of the targets."""
+
+        def components(shapes: Sequence[tuple[int, ...]], views: Sequence[RowView]) -> tuple[int, ...]:
+            return tuple(x[bool(v.rows)] if v.table else 1 for x, v in zip(shapes, views, strict=True))
+
+        targets = components([target.shape for target in self.targets], self.sums.targets)
+        return Sizes(components(self.shapes, self.sums.factors), targets, self.lanes)
+
+    @cached_property
+    def kernel(self) -> UnrolledKernel:
+        return launcher(self.sums, self.table, self.sizes, self.wide == torch.float64)
+
+    @cached_property
+    def programs(self) -> int:
+        """The rows that have programs of their own: those of the array that programs loop over, or all."""
+        if not self.sums.loop:
+            return self.rows
+        shapes = [*self.shapes, *(target.shape for target in self.targets)]
+        views = (*self.sums.factors, *self.sums.targets)
+        return max(shape[0] for shape, view in zip(shapes, views, strict=True) if view.rows == self.sums.loop)
+
+    @cached_property
+    def loop(self) -> str:
+        """The array over whose rows programs loop: what is read or written by its rows is so once. "" for none."""
+        factors, targets = self.sums.factors, self.sums.targets
+        arrays = dict.fromkeys(v.rows for v in targets if v.rows != ".")
+        if arrays and len(self.sums.sums) > 1:
+            arrays |= dict.fromkeys(v.rows for v in factors if v.rows not in ("", "."))
+        # A row that is written is read again. For each b:
+        every = [*zip(factors, self.sizes.factors, strict=True), *2 * [*zip(targets, self.sizes.targets, strict=True)]]
+        moved = {
+            array: sum(n * (self.lanes if v.lanes else 1) for v, n in every if v.rows == array) for array in arrays
+        }
+        return max(moved, key=lambda array: moved[array], default="")
+
+
+Forms = tuple[tuple[TableForm, float], ...]
+"""Forms over one table, with coefficients."""
+
+
+def run_sums(
+    forms: Forms, extents: tuple[int, int], targets: tuple[Target, ...], operands: Mapping[str, Tensor]
+) -> list[Tensor]:
+    """The targets of forms, which add up where these have a target in common. extents: of rows and lanes; targets: by
+    the forms' targets, in order."""
+    first, facts = forms[0][0], tuple([(name, x.shape, x.dtype) for name, x in operands.items()])
+    held = [operands[name] for name in (*first.values[1:], *sorted(first.tables))]
+    return _launched(_call_of(operands[first.values[0]], forms, extents, targets, facts, *held), operands)
 
 
 @cached_per_tensor
-def table_of(first: Tensor, form: TableForm, coefficient: float, *others: Tensor) -> EntryTable:
-    """The table of a form, read from the values and index arrays that `_table_names` lists. Synchronises the host."""
-    held = dict(zip(_table_names(form), [x.tolist() for x in (first, *others)], strict=True))
-    count = len(first)
-    columns = [held[view.table] if view.table else [0] * count for view in (*form.factors, form.target)]
-    values = [coefficient] * count
-    for name in form.values:
-        values = [a * b for a, b in zip(values, held[name], strict=True)]
-    kept = [n for n in range(count) if values[n] and min(column[n] for column in columns) >= 0]
-    return EntryTable(tuple(values[n] for n in kept), tuple(tuple(column[n] for n in kept) for column in columns))
+def _call_of(
+    first: Tensor, forms: Forms, extents: tuple[int, int], targets: tuple[Target, ...], facts: tuple, *held: Tensor
+) -> TableCall:
+    """The call of forms. facts: (name, shape, dtype) of the operands; first, held: the tables's values and arrays."""
+    factors = [*dict.fromkeys(view for form, _ in forms for view in form.factors)]
+    results = [*dict.fromkeys(form.target for form, _ in forms)]
+    sums = [Sum(tuple(map(factors.index, form.factors)), results.index(form.target), c) for form, c in forms]
+    shapes, kinds = {name: shape for name, shape, _ in facts}, {name: kind for name, _, kind in facts}
+    names = sorted(forms[0][0].tables)
+    values, columns = table_of(first, forms[0][0].values, tuple(names), *held)
+    columns = tuple(columns[names.index(v.table)] if v.table else (0,) * len(values) for v in (*factors, *results))
+    double = torch.float64 in {*(kinds[view.name] for view in factors), *(target.dtype for target in targets)}
+    whole = TableSums(tuple(factors), tuple(results), tuple(sums), "")
+    wide = torch.float64 if double else torch.float32
+    own = tuple(tuple(shapes[view.name]) for view in factors)
+    call = TableCall(whole, EntryTable(values, columns), *extents, targets, own, wide)
+    return replace(call, sums=whole._replace(loop=call.loop))
+
+
+@cached_per_tensor
+def table_of(first: Tensor, values: tuple[str, ...], names: tuple[str, ...], *others: Tensor) -> EntryTable:
+    """The table of values (multiplied) and of index arrays by their names. Synchronises the host."""
+    held = [x.tolist() for x in (first, *others)]
+    products = [math.prod(each) for each in zip(*held[: len(values)], strict=True)]
+    columns = held[len(values) :]
+    kept = [n for n, value in enumerate(products) if value and min((column[n] for column in columns), default=0) >= 0]
+    return EntryTable(tuple(products[n] for n in kept), tuple(tuple(column[n] for n in kept) for column in columns))
 
 
 class RowsByTarget(NamedTuple):
-    """The rows b with T[b] = n are order[starts[n]] to order[starts[n+1] - 1], ascending; int32."""
+    """The rows b with T[b] = n are order[starts[n]] to order[starts[n+1] - 1], ascending; those of other targets follow
+    as of one more; int32."""
 
     order: Tensor
     starts: Tensor
@@ -192,164 +269,85 @@ class RowsByTarget(NamedTuple):
 
 @cached_per_tensor
 def rows_by_target(array: Tensor, count: int) -> RowsByTarget:
-    """The rows of each of `count` targets; those of other targets are left out."""
+    """The rows of each of `count` targets."""
     known = torch.where((array >= 0) & (array < count), array.long(), count)
     targets, order = known.sort(stable=True)
-    starts = torch.searchsorted(targets, torch.arange(count + 1, device=array.device))
+    starts = torch.searchsorted(targets, torch.arange(count + 2, device=array.device))
     return RowsByTarget(order.int(), starts.int())
 
 
-def _launched(
-    bound: BoundStatement, form: TableForm, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
-) -> Tensor:
-    factors = [operands[view.name].contiguous() for view in form.factors]
-    out = torch.empty(bound.shape, dtype=dtype, device=factors[0].device)
-    tensors = [*factors, *(operands[view.rows] for view in form.gathered), out]
-    if form.summed:
-        tensors += keep_for_graph(rows_by_target(operands[form.target.rows], bound.shape[0]))
-    lanes = bound.extents[form.lane]
-    sizes = tuple(operands[view.name].shape[bool(view.rows)] if view.table else 1 for view in form.factors)
-    kinds = torch.float64 in {x.dtype for x in (*factors, out)}
-    components = bound.shape[1] if form.target.table else 1
-    made, block = _kernel(form, table, (*sizes, components), lanes, kinds)
-    numbers = [len(operands[view.name]) for view in form.gathered]
-    blocks = -(-lanes // block) if form.target.lanes else 1
-    made(bound.shape[0] * blocks, tensors, numbers, {}, max(1, min(4, block // 32)))
+def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
+    sums, made, count = call.sums, call.kernel, call.programs
+    factors = [operands[view.name].contiguous() for view in sums.factors]
+    outs = [_room(call, n, factors[0].device) for n, _ in enumerate(sums.targets)]
+    tensors = [*factors, *(operands[view.rows] for view in sums.gathered), *outs]
+    numbers = [*(len(operands[view.name]) for view in sums.addressed), count, call.rows]
+    spare = _SPARE * shares(sums)
+    if sums.loop:
+        tensors += keep_for_graph(rows_by_target(operands[sums.loop], count))
+    made((count + spare) * made.blocks, tensors, [*numbers, spare])
+    return [_finished(call, n, out, operands) for n, out in enumerate(outs)]
+
+
+def _room(call: TableCall, n: int, device: torch.device) -> Tensor:
+    """Memory for what a kernel writes of a target: rows of its own or of b; several sums over parts of the lanes."""
+    view, target, parts = call.sums.targets[n], call.targets[n], call.kernel.sums
+    rows = call.programs if view.rows == call.sums.loop else call.rows
+    if view.lanes or parts == 1:
+        dtype = target.dtype if view.rows in (".", call.sums.loop) else call.wide
+        return torch.empty(rows, *target.shape[1:], dtype=dtype, device=device)
+    return torch.empty(parts, rows, *target.shape[1:], dtype=call.wide, device=device)
+
+
+def _finished(call: TableCall, n: int, out: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+    view, target = call.sums.targets[n], call.targets[n]
+    out = out if out.dim() == len(target.shape) else out.sum(0)
+    if view.rows in (".", call.sums.loop):
+        return out[: target.shape[0]].to(target.dtype)
+    return _sum_by_rows(out, operands[view.rows], target)
+
+
+def _sum_by_rows(x: Tensor, array: Tensor, target: Target) -> Tensor:
+    """out[array[b]] += x[b], in the order of b."""
+    order, starts = keep_for_graph(rows_by_target(array, target.shape[0]))
+    out = torch.empty(target.shape, dtype=target.dtype, device=x.device)
+    width = math.prod(target.shape[1:])
+    block = min(256, 1 << (width - 1).bit_length())
+    programs = target.shape[0] * -(-width // block)
+    kernel("row_kernels.sum_by_rows", "lower")(programs, [x, order, starts, out], [width], {"BLOCK": block}, 2)
     return out
 
 
-def run_torch(
-    bound: BoundStatement, form: TableForm, table: EntryTable, operands: Mapping[str, Tensor], dtype: torch.dtype
-) -> Tensor:
+def run_torch(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     """As the kernel, in plain torch: one entry at a time."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rows, lanes = bound.extents[form.row], bound.extents[form.lane]
-    picked = []
-    for view in form.factors:
-        x = operands[view.name].to(wide)
-        x = x if view.rows else x.expand(rows, *x.shape)
-        if view.rows not in ("", "."):
-            index = operands[view.rows].long()
-            inside = ((index >= 0) & (index < len(x))).view(-1, *[1] * (x.dim() - 1))
-            x = torch.where(inside, x[index.clamp(0, len(x) - 1)], 0)
-        picked.append(x.reshape(rows, -1, lanes if view.lanes else 1))
-    components = bound.shape[1] if form.target.table else 1
-    total = torch.zeros(rows, components, lanes, dtype=wide, device=picked[0].device)
-    for value, *places, component in zip(table.values, *table.columns, strict=True):
-        term = value
-        for x, place in zip(picked, places, strict=True):
-            term = term * x[:, place]
-        total[:, component] += term
-    total = total if form.target.lanes else total.sum(2)
-    if form.summed:
-        order, starts = rows_by_target(operands[form.target.rows], bound.shape[0])
-        total = torch.segment_reduce(total[order.long()][: starts[-1]], "sum", lengths=starts.diff().long(), axis=0)
-    return total.reshape(bound.shape).to(dtype)
+    picked = [_picked(view, call, operands) for view in call.sums.factors]
+    count = len(call.sums.factors)
+    totals = [picked[0].new_zeros(call.rows, n, call.lanes) for n in call.sizes.targets]
+    for each in call.sums.sums:
+        for q, value in enumerate(call.table.values):
+            term = each.coefficient * value
+            for n in each.factors:
+                term = term * picked[n][:, call.table.columns[n][q]]
+            totals[each.target][:, call.table.columns[count + each.target][q]] += term
+    return [_gathered_total(call, n, total, operands) for n, total in enumerate(totals)]
 
 
-@lru_cache(maxsize=256)
-def _kernel(
-    form: TableForm, table: EntryTable, sizes: tuple[int, ...], lanes: int, double: bool
-) -> tuple[KernelLauncher, int]:
-    """(the kernel, the lanes of a program)."""
-    block = 1 << (lanes - 1).bit_length()
-    block = min(block, _LANES) if form.target.lanes else block
-    text = source(form, table, sizes, (lanes, block), double)
-    code = digest(text)
-    name = f"pumice_unrolled_{code[:24]}"
-    parameters = [Parameter(n) for n in _pointers(form)]
-    parameters += [Parameter(f"n{n}", False, False, "i64") for n, _ in enumerate(form.gathered)]
-    return KernelLauncher(TritonKernel((name, f"<{name}>", "unrolled"), text, code, parameters)), block
+def _picked(view: RowView, call: TableCall, operands: Mapping[str, Tensor]) -> Tensor:
+    """A factor as [row, component, lane]."""
+    x = operands[view.name].to(call.wide)
+    x = x if view.rows else x.expand(call.rows, *x.shape)
+    if view.rows not in ("", "."):
+        index = operands[view.rows].long()
+        inside = ((index >= 0) & (index < len(x))).view(-1, *[1] * (x.dim() - 1))
+        x = torch.where(inside, x[index.clamp(0, len(x) - 1)], 0)
+    return x.reshape(call.rows, -1, call.lanes if view.lanes else 1)
 
 
-def _pointers(form: TableForm) -> list[str]:
-    arrays = [f"a{n}" for n, _ in enumerate(form.gathered)]
-    return [*(f"f{n}" for n, _ in enumerate(form.factors)), *arrays, "out", *(["order", "starts"] * form.summed)]
-
-
-def source(form: TableForm, table: EntryTable, sizes: Sequence[int], lanes: tuple[int, int], double: bool) -> str:
-    """The Triton source of a form. sizes: components of each factor and of the target; lanes: all, of a program."""
-    every, block = lanes
-    numbers = [f"n{n}" for n, _ in enumerate(form.gathered)]
-    blocks = -(-every // block)
-    kind = "tl.float64" if double else "tl.float32"
-    writer = _UnrolledWriter(form, table, tuple(sizes), every, kind)
-    signature = ", ".join([*_pointers(form), *(f'{n}: "i64"' for n in numbers)])
-    head = [
-        f"lane = tl.program_id(0) % {blocks} * {block} + tl.arange(0, {block})",
-        f"live = lane < {every}",
-        f"row = (tl.program_id(0) // {blocks}).to(tl.int64)",
-    ]
-    body = [*writer.rows(), *writer.loads(True), *writer.sums()]
-    zeros = [f"o{n} = tl.zeros([{block}], {kind})" for n in range(sizes[-1])]
-    if form.summed:
-        loop = "for at in range(tl.load(starts + row), tl.load(starts + row + 1)):"
-        body = [loop, *(f"    {line}" for line in ["edge = tl.load(order + at).to(tl.int64)", *body])]
-    else:
-        body = ["edge = row", *body]
-    lines = "\n    ".join([*head, *writer.loads(False), *zeros, *body, *writer.stores()])
-    return (
-        '"""Written by pumice.lower.unrolled."""\n\nimport triton\nimport triton.language as tl\n\n\n'
-        f"@triton.jit(do_not_specialize={numbers})\ndef unrolled({signature}):\n    {lines}\n"
-    )
-
-
-@dataclass(frozen=True)
-class _UnrolledWriter:
-    """Lines of a kernel. Component i of factor n is the variable fn_i, component k of the target ok."""
-
-    form: TableForm
-    table: EntryTable
-    sizes: tuple[int, ...]
-    lanes: int
-    kind: str
-
-    def rows(self) -> Iterator[str]:
-        """The rows that are read in gathered factors."""
-        for n, _ in enumerate(self.form.gathered):
-            yield f"r{n} = tl.load(a{n} + edge).to(tl.int64)"
-            yield f"in{n} = (r{n} >= 0) & (r{n} < n{n})"
-
-    def loads(self, by_row: bool) -> Iterator[str]:
-        """The components of all factors that have rows, or have none."""
-        gathered = self.form.gathered
-        for n, view in enumerate(self.form.factors):
-            if bool(view.rows) != by_row:
-                continue
-            place = gathered.index(view) if view in gathered else -1
-            row = f" + {'edge' if place < 0 else f'r{place}'} * {self._size(n)}" if view.rows else ""
-            conditions = ["live"] * view.lanes + ([f"in{place}"] if place >= 0 else [])
-            mask = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
-            for i in sorted(set(self.table.columns[n])):
-                where = f"f{n}{row} + {i * (self.lanes if view.lanes else 1)}{' + lane' if view.lanes else ''}"
-                yield f"f{n}_{i} = tl.load({where}{mask}).to({self.kind})"
-
-    def _size(self, n: int) -> int:
-        """Elements of a row of a factor."""
-        return self.sizes[n] * (self.lanes if self.form.factors[n].lanes else 1)
-
-    def sums(self) -> Iterator[str]:
-        """The entries, those of one component of the target and of one other factor together."""
-        shared = self._shared()
-        groups: dict[tuple[int, int], list[int]] = {}
-        for q, k in enumerate(self.table.columns[-1]):
-            groups.setdefault((k, self.table.columns[shared][q]), []).append(q)
-        for (k, i), entries in sorted(groups.items()):
-            for q in entries:
-                factors = [f"f{n}_{c[q]}" for n, c in enumerate(self.table.columns[:-1]) if n != shared]
-                yield f"t {'=' if q == entries[0] else '+='} {' * '.join([repr(self.table.values[q]), *factors])}"
-            yield f"o{k} += t * f{shared}_{i}"
-
-    def _shared(self) -> int:
-        """The factor that most entries of a component of the target have in common."""
-        *columns, target = self.table.columns
-        return min(range(len(columns)), key=lambda n: len({*zip(columns[n], target, strict=True)}))
-
-    def stores(self) -> Iterator[str]:
-        target = self.form.target
-        step = self.lanes if target.lanes else 1
-        for k in range(self.sizes[-1]):
-            where = f"out + row * {self.sizes[-1] * step} + {k * step}"
-            value = f"o{k}" if target.lanes else f"tl.sum(o{k}, 0)"
-            rest = " + lane" if target.lanes else ""
-            yield f"tl.store({where}{rest}, {value}{', mask=live' if target.lanes else ''})"
+def _gathered_total(call: TableCall, n: int, total: Tensor, operands: Mapping[str, Tensor]) -> Tensor:
+    view, target = call.sums.targets[n], call.targets[n]
+    total = total if view.lanes else total.sum(2)
+    if view.rows != ".":
+        order, starts = rows_by_target(operands[view.rows], target.shape[0])
+        lengths = starts[:-1].diff().long()
+        total = torch.segment_reduce(total[order.long()][: starts[-2]], "sum", lengths=lengths, axis=0)
+    return total.reshape(target.shape).to(target.dtype)

@@ -22,8 +22,11 @@ MODES = {
     "uuw": ("u", "u", "w", "uw"),
     "uuu": ("u", "u", "u", "u"),
     "uvuv": ("u", "v", "uv", "uv"),
+    "uvu<v": ("q", "q", "q", "q"),
+    "u<vw": ("q", "q", "w", "qw"),
 }
-"""By mode: the channel indices of the first factor, the second, the result and the weight."""
+"""By mode: the channel indices of the first factor, the second, the result and the weight. q: the pairs u < v, of the
+channel u of the first factor and the channel v of the second."""
 LAYOUTS = ("mul_ir", "ir_mul")
 
 
@@ -45,8 +48,8 @@ class TensorProduct(nn.Module):
         Z[b,k,w] = sum over paths p of c[p] * CG[k,i,j,p] * X[b,i,u] * Y[b,j,v] * W[p,u,v,w]             (mode "uvw")
 
     where i, j, k are components and u, v, w channels; other modes share channels: "uvu" gives each channel u of X
-    a result, with weights [u, v]; "uvv", "uuw", "uuu" and "uvuv" are alike. The names, the normalizations, the order of
-    weights and the state_dict are those of e3nn.o3.TensorProduct.
+    a result, with weights [u, v]; "uvv", "uuw", "uuu", "uvuv", "uvu<v" and "u<vw" are alike. The names, the
+    normalizations, the order of weights and the state_dict are those of e3nn.o3.TensorProduct.
 
     forward(x1 [..., irreps_in1.dim], x2 [..., irreps_in2.dim], weight): the leading axes broadcast. weight: None if
     internal, [weight_numel] if shared, else [..., weight_numel]. Differentiable any number of times in all three.
@@ -62,6 +65,7 @@ class TensorProduct(nn.Module):
     irreps_in1, irreps_in2, irreps_out: Irreps or text, as "16x0e + 16x1o".
     instructions: (first, second, result, mode, has_weight[, path_weight]) each, or a mode: all paths of it, weighted.
     shared_weights: one weight for all samples (default); internal_weights: it is a parameter (default: if shared).
+    in1_var, in2_var, out_var: the variance of each of the irreps, by which paths are normalized (default: 1).
     irrep_normalization: "component", "norm" or "none"; path_normalization: "element", "path" or "none".
     layout: of the last axes: "mul_ir" (e3nn's) has the components of a channel side by side, "ir_mul" the channels of a
         component, which is what the kernels read.
@@ -82,6 +86,9 @@ class TensorProduct(nn.Module):
         *,
         shared_weights: bool | None = None,
         internal_weights: bool | None = None,
+        in1_var: Sequence[float] | Tensor | None = None,
+        in2_var: Sequence[float] | Tensor | None = None,
+        out_var: Sequence[float] | Tensor | None = None,
         irrep_normalization: str = "component",
         path_normalization: str = "element",
         layout: str = "mul_ir",
@@ -98,14 +105,16 @@ class TensorProduct(nn.Module):
         self.internal_weights = self.shared_weights and weighted if internal_weights is None else internal_weights
         if self.internal_weights and not self.shared_weights:
             raise OptionError("internal weights are shared by all samples: expected shared_weights=True, found False")
-        scales = _normalized(irreps, self.instructions, irrep_normalization, path_normalization)
+        variances = _variances(irreps, (in1_var, in2_var, out_var))
+        scales = _normalized(irreps, self.instructions, variances, (irrep_normalization, path_normalization))
         self._parts = _parts(irreps, self.instructions, scales, self.shared_weights)
         self.weight_numel = sum(math.prod(_weights(irreps, each)) for each in self.instructions if each.has_weight)
         if self.internal_weights and weighted:
             self.weight = nn.Parameter(torch.randn(self.weight_numel))
         else:
             self.register_buffer("weight", torch.empty(0))
-        reached = {each.result for each, scale in zip(self.instructions, scales, strict=True) if scale}
+        every = zip(self.instructions, scales, strict=True)
+        reached = {each.result for each, scale in every if scale and math.prod(_weights(irreps, each))}
         mask = [torch.full((ir.dim,), float(n in reached)) for n, ir in enumerate(self.irreps_out)]
         self.register_buffer("output_mask", torch.cat([torch.empty(0), *mask]))
         self._set_tables()
@@ -113,7 +122,7 @@ class TensorProduct(nn.Module):
     def _set_tables(self) -> None:
         """The tables on the module's device, rounded once to its dtype."""
         device, dtype = self.output_mask.device, self.output_mask.dtype
-        self._tables = [part.table(device, dtype) for part in self._parts]
+        self._tables = {dtype: [part.tables(device, dtype) for part in self._parts]}
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TensorProduct:
         super()._apply(fn, recurse)
@@ -137,7 +146,7 @@ class TensorProduct(nn.Module):
     ) -> Tensor:
         self.irreps_in1.check("x1", x1.shape)
         self.irreps_in2.check("x2", x2.shape)
-        weight = self._weight(weight)
+        x1, x2, weight = self._cast(x1, x2, self._weight(weight))
         if edges is None:
             x1, x2, weight, shape = self._broadcast(x1, x2, weight)
             return self._product(x1, x2, weight, {}).view(*shape, -1)
@@ -156,6 +165,18 @@ class TensorProduct(nn.Module):
             raise ShapeError(f"weight is {shape}".replace("'", "") + f", found {list(weight.shape)}")
         return weight
 
+    def _cast(self, *operands: Tensor) -> tuple[Tensor, ...]:
+        """The operands, under autocast in its dtype, of which tables are kept."""
+        kind = operands[0].device.type
+        if torch.compiler.is_compiling() or kind == "meta" or not torch.is_autocast_enabled(kind):
+            return operands
+        if torch.float64 in {x.dtype for x in operands}:
+            return operands
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype not in self._tables:
+            self._tables[dtype] = [part.tables(self.output_mask.device, dtype) for part in self._parts]
+        return tuple(x.to(dtype) for x in operands)
+
     def _broadcast(self, x1: Tensor, x2: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
         """The operands with one leading axis, and the leading shape."""
         own = () if self.shared_weights else weight.shape[:-1]
@@ -165,13 +186,12 @@ class TensorProduct(nn.Module):
 
     def _product(self, x1: Tensor, x2: Tensor, weight: Tensor, edges: dict[str, Any]) -> Tensor:
         found: dict[int, Tensor] = {}
-        for part, table in zip(self._parts, self._tables, strict=True):
+        every = self._tables.get(x1.dtype) or self._tables[self.output_mask.dtype]
+        for part, tables in zip(self._parts, every, strict=True):
             first, second, result = part.channels
-            given = {"CG": table, "X": self._split(x1, self.irreps_in1, first), **edges}
-            given["Y"] = self._split(x2, self.irreps_in2, second)
-            if part.weights:
-                given["W"] = part.weight(weight)
-            z = einsum(part.along_edges if edges else part.text, **given)
+            given = {"X": self._split(x1, self.irreps_in1, first), "Y": self._split(x2, self.irreps_in2, second)}
+            given |= part.paired(given) | edges
+            z = part(given, part.weight(weight) if part.weights else None, tables)
             z = z.flatten(2) if z.dim() > 2 else z[..., None]
             found[result] = found[result] + z if result in found else z
         return self._joined(found, x1.new_zeros(edges["N"] if edges else len(x1), 0))
@@ -251,20 +271,21 @@ def _misfit(irreps: Three, path: Instruction) -> str:
     for letters, mul in zip(MODES[path.mode], (a.mul, b.mul), strict=False):
         if sizes.setdefault(letters, mul) != mul:
             return f"{a} and {b} have {a.mul} and {mul} channels, {path.mode} takes as many of both"
-    wanted = math.prod(sizes.get(letter, c.mul) for letter in MODES[path.mode][2])
+    sizes |= _channels(irreps, path)
+    wanted = math.prod(sizes[letter] for letter in MODES[path.mode][2])
     if wanted != c.mul:
         return f"the result has {wanted} channels, {c} has {c.mul}"
-    if path.mode == "uvw" and not path.has_weight:
-        return "uvw has weights"
+    if path.mode in ("uvw", "u<vw") and not path.has_weight:
+        return f"{path.mode} has weights"
     alone = "w" not in path.mode or path.has_weight or c.mul == 1
     return "" if alone else f"without weights {path.mode} has one result, {c} has {c.mul}"
 
 
 def _channels(irreps: Three, path: Instruction) -> dict[str, int]:
-    """The extents of the channel indices u, v, w of a path."""
+    """The extents of the channel indices of a path."""
     a, b, c = (own[n].mul for own, n in zip(irreps, path[:3], strict=True))
     first, second, *_ = MODES[path.mode]
-    return {"w": c, second: b, first: a}
+    return {"w": c, "q": a * (a - 1) // 2} if first == "q" else {"w": c, second: b, first: a}
 
 
 def _weights(irreps: Three, path: Instruction) -> list[int]:
@@ -273,46 +294,100 @@ def _weights(irreps: Three, path: Instruction) -> list[int]:
     return [sizes[letter] for letter in MODES[path.mode][3]]
 
 
-def _normalized(irreps: Three, paths: Sequence[Instruction], by_irrep: str, by_path: str) -> list[float]:
-    """The factor of each path, by which results of inputs of unit variance have unit variance (e3nn's rule)."""
+def _variances(irreps: Three, given: Sequence[Sequence[float] | Tensor | None]) -> list[list[float]]:
+    """The variance of each of the irreps of the factors and the result."""
+    found = [
+        [1.0] * len(own) if each is None else [float(n) for n in each] for own, each in zip(irreps, given, strict=True)
+    ]
+    for name, own, each in zip(("in1_var", "in2_var", "out_var"), irreps, found, strict=True):
+        if len(each) != len(own):
+            raise OptionError(f"{name} has one variance for each of {own}: expected {len(own)}, found {len(each)}")
+    return found
+
+
+def _normalized(
+    irreps: Three, paths: Sequence[Instruction], variances: Sequence[Sequence[float]], rules: tuple[str, str]
+) -> list[float]:
+    """The factor of each path, by which results of inputs of these variances have theirs (e3nn's rule). rules: by irrep
+    and by path."""
+    by_irrep, by_path = rules
     for value, known in ((by_irrep, ("component", "norm", "none")), (by_path, ("element", "path", "none"))):
         if value not in known:
             raise OptionError(f"normalization {value!r} is unknown; there are {', '.join(known)}")
 
-    def terms(path: Instruction) -> int:
-        sizes = _channels(irreps, path)
-        return math.prod(sizes[n] for n in set("".join(MODES[path.mode][:2])) - set(MODES[path.mode][2]))
+    def terms(path: Instruction) -> float:
+        """The variance of a sum of all products of a path."""
+        sizes, first, second = _channels(irreps, path), variances[0][path.first], variances[1][path.second]
+        summed = set("".join(MODES[path.mode][:2])) - set(MODES[path.mode][2])
+        return first * second * math.prod(sizes[n] for n in summed)
 
     found = []
     for path in paths:
         a, b, c = (own[n].size for own, n in zip(irreps, path[:3], strict=True))
         alike = [terms(other) for other in paths if other.result == path.result]
         count = {"element": sum(alike), "path": terms(path) * len(alike), "none": 1}[by_path]
-        squared = {"component": c, "norm": a * b, "none": 1}[by_irrep] * path.path_weight
-        found.append(math.sqrt(squared / max(count, 1)))
+        squared = {"component": c, "norm": a * b, "none": 1}[by_irrep] * path.path_weight * variances[2][path.result]
+        found.append(math.sqrt(squared / count if count > 0 else squared))
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Part:
-    """Paths of one mode and the same channels, as one statement. channels: of the factors and the result; weights: the
-    place of each path's in the flat weight; shape: of a path's weight, without axes of size 1; coords [4, entries] and
-    values: of the table [k, i, j, path] of a shape; format: in which it is stored."""
+class _Table(NamedTuple):
+    """A sparse tensor of a shape, of coords [axes, entries] and values, and the format in which it is stored."""
 
-    text: str
-    along_edges: str
-    channels: tuple[int, int, int]
-    weights: tuple[slice, ...]
-    weight_shape: tuple[int, ...]
     coords: np.ndarray
     values: np.ndarray
     shape: tuple[int, ...]
     format: str
 
-    def table(self, device: torch.device, dtype: torch.dtype) -> Sparse:
+    def on(self, device: torch.device, dtype: torch.dtype) -> Sparse:
         given = torch.from_numpy(self.coords), torch.from_numpy(self.values)
         whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
+
+    def split(self) -> tuple[_Table, _Table]:
+        """As the product of tables [m, i, j] and [k, m, p], where m numbers the pairs (k, p) that occur."""
+        pairs, places = np.unique(self.coords[[0, 3]], axis=1, return_inverse=True)
+        numbers = np.arange(pairs.shape[1])
+        coords = np.stack([places.reshape(-1), self.coords[1], self.coords[2]])
+        first = _Table(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
+        mixed = np.stack([pairs[0], numbers, pairs[1]]), np.ones(len(numbers))
+        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Paths of one mode and the same channels, as one statement, or two where all samples share matrices: these mix the
+    channels last, along edges after the sum of messages.
+
+    texts, along_edges: the statements; channels: of the factors and the result; weights: the place of each path's in
+    the flat weight; weight_shape: of a path's, without axes of size 1; split: the table of each statement; pairs:
+    channels are pairs of them."""
+
+    texts: tuple[str, ...]
+    along_edges: tuple[str, ...]
+    channels: tuple[int, int, int]
+    weights: tuple[slice, ...]
+    weight_shape: tuple[int, ...]
+    split: tuple[_Table, ...]
+    pairs: bool
+
+    def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Sparse, ...]:
+        """The table of each statement."""
+        return tuple(each.on(device, dtype) for each in self.split)
+
+    def paired(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The factors for the pairs of their channels, in modes over pairs."""
+        if not self.pairs:
+            return {}
+        u, v = torch.triu_indices(self.channels[0], self.channels[0], 1, device=given["X"].device)
+        both = given["X"].index_select(-1, u), given["Y"].index_select(-1, v)
+        return dict(zip("XY", (x.squeeze(-1) if len(u) == 1 else x for x in both), strict=True))
+
+    def __call__(self, given: dict[str, Any], weight: Tensor | None, tables: tuple[Sparse, ...]) -> Tensor:
+        held: dict[str, Any] = given if weight is None else {**given, "W": weight}
+        for text, table in zip(self.along_edges if "N" in given else self.texts, tables, strict=True):
+            held = {**held, "M": einsum(text, CG=table, **{name: x for name, x in held.items() if name in text})}
+        return held["M"]
 
     def weight(self, flat: Tensor) -> Tensor:
         """The weights [..., path, channels] of the flat ones."""
@@ -327,7 +402,7 @@ def _parts(irreps: Three, paths: Sequence[Instruction], scales: Sequence[float],
     alike: dict[tuple[Any, ...], list[int]] = {}
     for number, path in enumerate(paths):
         muls = [own[n].mul for own, n in zip(irreps, path[:3], strict=True)]
-        if all(muls):
+        if all(muls) and all(_weights(irreps, path)):
             alike.setdefault((path.mode, path.has_weight, *muls), []).append(number)
     ends = np.cumsum([math.prod(_weights(irreps, path)) if path.has_weight else 0 for path in paths]).tolist()
     return [_part(irreps, [(paths[n], scales[n], ends[n]) for n in numbers], shared) for numbers in alike.values()]
@@ -341,17 +416,20 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
     blocks = [_entries(irreps, path, scale, n if has_weight else 0) for n, (path, scale, _) in enumerate(paths)]
     sums = [sum(each.size for each in own if each.mul == mul) for own, mul in zip(irreps, channels, strict=True)]
     kept = {n: size for n, size in sizes.items() if size > 1}
+    shape = sums[2], sums[0], sums[1], len(paths) if has_weight else 1
+    coords = np.concatenate([coords for coords, _ in blocks], 1)
+    # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
+    format = "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G"
+    table = _Table(coords, np.concatenate([values for _, values in blocks]), shape, format)
+    texts = _statements(first, kept, shared, False)
     return _Part(
-        _statement(first, kept, shared, False),
-        _statement(first, kept, shared, True),
+        texts,
+        _statements(first, kept, shared, True),
         (channels[0], channels[1], channels[2]),
         tuple(slice(end - numel, end) for _, _, end in paths) if has_weight else (),
         tuple(kept[n] for n in MODES[first.mode][3] if n in kept),
-        np.concatenate([coords for coords, _ in blocks], 1),
-        np.concatenate([values for _, values in blocks]),
-        (sums[2], sums[0], sums[1], len(paths) if has_weight else 1),
-        # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
-        "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G",
+        (table,) if len(texts) == 1 else table.split(),
+        "<" in first.mode,
     )
 
 
@@ -366,10 +444,20 @@ def _entries(irreps: Three, path: Instruction, scale: float, number: int) -> tup
     return np.stack(places), scale * table[i, j, k]
 
 
-def _statement(path: Instruction, kept: dict[str, int], shared: bool, edges: bool) -> str:
-    """The text of a part. kept: the channel indices of more than one channel."""
+def _statements(path: Instruction, kept: dict[str, int], shared: bool, edges: bool) -> tuple[str, ...]:
+    """The texts of a part. kept: the channel indices of more than one channel."""
     first, second, result, own = ("".join(f",{n}" for n in names if n in kept) for names in MODES[path.mode])
-    z, x, b = ("Z[T[b]", "X[S[b]", "b,") if edges else ("Z[b", "X[b", "b,")
-    weight = f" * W[{'' if shared else b}p{own}]" if path.has_weight else ""
-    text = f"{z},k{result}] = CG[k,i,j,p] * {x},i{first}] * Y[b,j{second}]{weight}"
-    return f"{text} ; Z:[N,_{',_' * result.count(',')}]" if edges else text
+    z, x = ("T[b]", "X[S[b]") if edges else ("b", "X[b")
+    factors, alike = f"{x},i{first}] * Y[b,j{second}]", {*first, *second} - {","}
+    weight = f" * W[{'' if shared else 'b,'}p{own}]" if path.has_weight else ""
+    if shared and result == ",w" and len(alike) == 1:
+        u = f",{alike.pop()}"
+        texts = [f"M[{z},m{u}] = CG[m,i,j] * {factors}", f"Z[b,k,w] = CG[k,m,p] * M[b,m{u}]{weight}"]
+    else:
+        texts = [f"Z[{z},k{result}] = CG[k,i,j,p] * {factors}{weight}"]
+    return tuple(text + _declared(text) * ("[T" in text) for text in texts)
+
+
+def _declared(text: str) -> str:
+    """The declaration of a result of N rows."""
+    return f" ; {text[0]}:[N,_{',_' * (text.partition(' = ')[0].count(',') - 1)}]"

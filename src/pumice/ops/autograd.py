@@ -12,7 +12,7 @@ so the gradients of a pass are the two other passes, each in its own dataflow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -29,7 +29,7 @@ from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
 from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.rewrite import VALUES
-from pumice.lower import maps, plan
+from pumice.lower import maps, plan, together
 from pumice.lower.call import (
     BoundCall,
     MapCall,
@@ -42,6 +42,8 @@ from pumice.lower.call import (
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.lower.reference import EIGHT_BITS
+from pumice.lower.together import Part
+from pumice.lower.unrolled import Target
 from pumice.ops.ahead import Calls, compile_layers
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.dataflow import PASSES, Chosen
@@ -283,12 +285,68 @@ def _gradients_of_steps(
 def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of the operands of a call, None if not needed."""
     grads: list[Tensor | None] = [None] * len(call.operands)
+    if call.joins(needed) and only_autograd_active((*call.operands, grad)):
+        part = Part(tuple(range(len(call.operands))), call.names, call.text, 0)
+        return _gradients_together(((part,), call.lowering), call.operands, [grad], needed)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
         for (name, form, part, local), place in call.given.places.items():
             if needed[place] and grads[place] is None:
                 grads[place] = call.gradient((name, form, part, local), grad, last)
     return grads
+
+
+_Statements = tuple[tuple[Part, ...], str]
+"""Several statements over the same operands, and their lowering, "" for any."""
+
+
+def _gradients_together(
+    of: _Statements, operands: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of the operands of several statements from those of their results: such statements, too."""
+    (parts, lowering), given, new = of, [*operands], list[Part]()
+    for number, grad in enumerate(grads):
+        if grad is not None:
+            for part in parts:
+                new += _derivatives(part, operands, grad.shape, len(given)) if part.result == number else ()
+            given.append(grad)
+    new = [part for part in new if needed[part.result]]
+    places = sorted({part.result for part in new})
+    if not places:
+        return [None] * len(operands)
+    parts = tuple(part._replace(result=places.index(part.result)) for part in new)
+    targets = tuple(Target(tuple(operands[place].shape), operands[place].dtype) for place in places)
+    found = dict(zip(places, _TogetherFunction.apply((parts, lowering), targets, *given), strict=True))
+    return [found.get(place) for place in range(len(operands))]
+
+
+def _derivatives(part: Part, operands: Sequence[Tensor], shape: Sequence[int], upstream: int) -> Iterator[Part]:
+    """The statements for the gradients of a statement's operands; results: places of these. shape and upstream: those
+    of the gradient of its result."""
+    call = _CallFunction([operands[place] for place in part.places], part.names, part.text, "", shape)
+    whole = (*part.places, upstream)
+    for (name, form, _, _), local in call.given.places.items():
+        if not form and operands[part.places[local]].dtype.is_floating_point:
+            for places, names, text in call.derivatives(name, False):
+                yield Part(tuple(whole[n] for n in places), names, text, part.places[local])
+
+
+class _TogetherFunction(torch.autograd.Function):
+    """Several statements over the same operands."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, of: _Statements, targets: tuple[Target, ...], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.of = of
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands)
+        with autocast_disabled(operands):
+            return tuple(map(writable, together.run(operands, of[0], targets, of[1])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return None, None, *_gradients_together(ctx.of, ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
 
 
 class DifferentiableCall:
@@ -487,6 +545,13 @@ class _CallFunction:
         shapes = (tuple(self.shape), *(x.shape for x in self.operands))
         known = not torch.compiler.is_compiling() and all(type(n) is int for shape in shapes for n in shape)
         return shapes if known else None
+
+    def joins(self, needed: Sequence[bool]) -> bool:
+        """True if the gradients needed, several of dense operands, may be one kernel."""
+        if sum(needed) < 2 or self.statement.accumulate:
+            return False
+        values = any(needed[place] for (_, form, _, _), place in self.given.places.items() if form)
+        return not values and together.is_candidate(self.operands[0], self.names, self.text, self.lowering)
 
     def result(self) -> Tensor:
         return einsum(self.operands, self.names, self.text, self.shape, self.lowering)
