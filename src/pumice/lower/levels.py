@@ -9,12 +9,14 @@ Source: "Unified Convolution Framework", 4.2.
 from __future__ import annotations
 
 import ctypes
-import math
+import operator
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from pumice.language.formats import KINDS, Format
 from pumice.language.iteration import COMPRESSED, DENSE, HASHED, LevelSize
 from pumice.lower import nest_c
 from pumice.lower.iterate_c import MULTIPLIER
-from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.launch import outside_inference_mode
 
 MOST_LEVELS = 16
 _DENSE, _EMPTY = 1 << 16, 64  # Positions of a dense level: in any case, and for each entry
@@ -61,18 +63,25 @@ void list_{bits}(const {word} *restrict x, const i64 *z) {{
 """
 _WORDS = {16: "unsigned short", 32: "unsigned int", 64: "unsigned long long"}
 _LEVELS = """
-/* z: levels, dense ones, entries, then by level the extents, the addresses of the coordinates, of pos and crd to write,
-   and the numbers of positions, which are written. Returns 0, -1 if entries are not sorted, -2 if two are the same. */
+/* z: levels, dense ones, entries, memory for pos and crd of the others, then by level the extents and the addresses of
+   the coordinates, and what is written: the addresses of pos and of crd, the numbers of positions, and these rounded to
+   powers of two. Returns 0, -1 if entries are not sorted, -2 if two are the same. */
 static inline __attribute__((always_inline)) i64 split(const i64 count, i64 *z) {
-    i64 filled[16] = {0}, nodes[16] = {0}, before[16], *sizes = z + 3, *positions = sizes + 4 * count;
+    i64 filled[16] = {0}, nodes[16] = {0}, before[16], *sizes = z + 4, *written = sizes + 2 * count;
     const i64 dense = z[1], entries = z[2];
     const int *c[16];
-    int *pos[16], *crd[16];
-    for (i64 d = 0; d < count; d++) {
+    int *pos[16], *crd[16], *free = (int *)z[3];
+    for (i64 d = 0, above = 1; d < count; d++) {
         before[d] = -1;
         c[d] = (const int *)sizes[count + d];
-        pos[d] = (int *)sizes[2 * count + d];
-        crd[d] = (int *)sizes[3 * count + d];
+        pos[d] = crd[d] = free;
+        if (d >= dense) {
+            crd[d] += above + 1;
+            free = crd[d] + entries;
+        }
+        above = d < dense ? above * sizes[d] : entries;
+        written[d] = (i64)pos[d];
+        written[count + d] = (i64)crd[d];
     }
     for (i64 e = 0; e < entries; e++) {
         i64 position = 0, fresh = 0;
@@ -91,9 +100,13 @@ static inline __attribute__((always_inline)) i64 split(const i64 count, i64 *z) 
         }
         if (!fresh) return -2;
     }
+    i64 *positions = written + 2 * count;
     for (i64 d = 0, above = 1; d < count; above = positions[d++]) {
         positions[d] = d < dense ? above * sizes[d] : nodes[d];
         while (d >= dense && filled[d] <= above) pos[d][filled[d]++] = nodes[d];
+        i64 power = 1;
+        while (2 * power * power < positions[d] * positions[d]) power *= 2;
+        positions[count + d] = power;
     }
     return 0;
 }
@@ -107,38 +120,150 @@ i64 levels(i64 *z) {
     }
 }
 """
+_HEAD = 4  # Integers before those by level
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """What the levels of a sparse operand depend on besides its entries. axes: those that have coordinates, outermost
+    first; locates: how their levels locate, see formats.KINDS; dense: the axes that the values have, as stored."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    locates: tuple[str, ...]
+    dense: tuple[int, ...]
+
+    @staticmethod
+    def of(format: Format, shape: tuple[int, ...], names: Collection[str]) -> StoredForm:
+        """names: of the axes that have coordinates."""
+        every = [(format.axes.index(name), level, name in names) for name, level in format.coordinates]
+        axes = tuple(axis for axis, _, given in every if given)
+        locates = tuple(KINDS[level.kind].locate for _, level, given in every if given)
+        return StoredForm(shape, axes, locates, tuple(axis for axis, _, given in every if not given))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The extents of the levels' axes."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    @cached_property
+    def hashed(self) -> tuple[int, ...]:
+        """The levels with a hash."""
+        return tuple(depth for depth, kind in enumerate(self.locates) if kind == HASHED)
+
+    @cached_property
+    def leading(self) -> list[int]:
+        """The numbers of positions of the leading dense levels."""
+        count = next((depth for depth, kind in enumerate(self.locates) if kind != DENSE), len(self.axes))
+        return [*accumulate(self.sizes[:count], operator.mul)]
+
+    @cached_property
+    def numbers(self) -> array[int]:
+        """The integers of the C function that splits entries into levels, without those of an operand."""
+        return array("q", [len(self.axes), 0, 0, 0, *self.sizes, *[0] * (5 * len(self.axes))])
+
+    def place(self, name: str, depth: int) -> int:
+        """Where Fibers.numbers has the address of "pos", "crd" or "coordinates" of a level, the "table", the "mask" or
+        the "hash_keys" of its hash, or the "order" of all."""
+        count = len(self.axes)
+        if name in _BY_LEVEL:
+            return _HEAD + _BY_LEVEL.index(name) * count + depth
+        return _HEAD + 6 * count + (1 + 3 * self.hashed.index(depth) + _OF_HASH.index(name) if name != "order" else 0)
+
+
+_BY_LEVEL, _OF_HASH = ("sizes", "coordinates", "pos", "crd"), ("table", "mask", "hash_keys")
+
+
+class StoredLevels:
+    """The coordinates of a sparse operand's entries (int32, by axis of its form), and the levels that they make."""
+
+    def __init__(self, form: StoredForm, coordinates: list[Tensor]) -> None:
+        self.form, self.coordinates = form, coordinates
+        # Inference tensors do not tell that they were written.
+        self._tracked = not any([x.is_inference() for x in coordinates])
+        self._known: tuple[list[int], Fibers | None] | None = None
+
+    @property
+    def fibers(self) -> Fibers | None:
+        """The levels, until the coordinates are written; None if two entries have the same coordinates."""
+        if not self._tracked:
+            return Fibers.of(self.form, self.coordinates)
+        known, versions = self._known, [x._version for x in self.coordinates]
+        if known is None or known[0] != versions:
+            with outside_inference_mode():
+                known = self._known = versions, Fibers.of(self.form, self.coordinates)
+        return known[1]
 
 
 class StoredOperand(NamedTuple):
-    """A sparse operand: its format, shape, coordinates of the entries by axis (int32), values [entries, dense...]."""
+    """A sparse operand: its levels, and values [entries, dense axes...], None if they are ones."""
 
-    format: Format
-    shape: tuple[int, ...]
-    coordinates: tuple[tuple[int, Tensor], ...]
+    levels: StoredLevels
     values: Tensor | None
 
     @property
     def entries(self) -> int:
-        return len(self.coordinates[0][1])
+        return self.levels.coordinates[0].shape[0]
+
+
+class Fibers:
+    """The levels of a sparse operand.
+
+    dense: number of leading dense levels; coordinates: of the entries; held: pos and crd of the other levels; order:
+    entries by position of the last level, None if they are the same; hashes: (table, keys) by level of the form's
+    `hashed`; numbers: what a nest reads, at the places of StoredForm.place.
+    key: all that a nest depends on, positions rounded to powers of two: similar scenes have one nest."""
+
+    def __init__(
+        self, form: StoredForm, coordinates: Sequence[Tensor], held: tuple[Tensor, array[int]], order: Tensor | None
+    ) -> None:
+        self.form, self.coordinates, self.order, (self.held, self.numbers) = form, coordinates, order, held
+        self.dense, count = self.numbers[1], len(form.axes)
+        self.key = self.dense, order is None, self.numbers[-count:].tobytes()
+        self.positions = self.numbers[-2 * count : -count]
+        self.numbers.append(0 if order is None else order.data_ptr())
+        keys = (_keys(self.pos[depth], self.crd[depth], form.sizes[depth]) for depth in form.hashed)
+        self.hashes = [*map(_hash, keys)] if form.hashed else []
+        for table, held_keys in self.hashes:
+            self.numbers.extend((table.data_ptr(), len(table) - 1, held_keys.data_ptr()))
+
+    @staticmethod
+    def of(form: StoredForm, coordinates: Sequence[Tensor]) -> Fibers | None:
+        """The levels of entries with these coordinates; None if two of them are the same."""
+        entries = coordinates[0].shape[0]
+        dense = bisect_right(form.leading, _DENSE + _EMPTY * entries)
+        if dense == len(form.axes):
+            return None
+        listed = [x.contiguous() for x in coordinates]
+        found, order = _split(form, listed, dense), None
+        if found == _UNSORTED:
+            order = _sorting(listed, form.sizes)
+            found, order = _split(form, [x[order] for x in listed], dense), order.int()
+        return None if isinstance(found, int) else Fibers(form, listed, found, order)
 
     @property
-    def dense(self) -> tuple[int, ...]:
-        """The axes that the values have, as stored."""
-        stored = {axis for axis, _ in self.coordinates}
-        axes = (self.format.axes.index(name) for name, _ in self.format.coordinates)
-        return tuple(axis for axis in axes if axis not in stored)
+    def entries(self) -> int:
+        return self.coordinates[0].shape[0]
 
+    @property
+    def levels(self) -> tuple[LevelSize, ...]:
+        """The levels with rounded positions."""
+        form, rounded = self.form, array("q", self.key[2])
+        kinds = (COMPRESSED if kind == DENSE and d >= self.dense else kind for d, kind in enumerate(form.locates))
+        return tuple(map(LevelSize, form.axes, form.sizes, kinds, rounded))
 
-@dataclass(frozen=True, eq=False)
-class Fibers:
-    """The levels of a sparse operand. order: entries by position of the last level, None if they are the same; hashes:
-    (table, keys) of the levels with a hash, by depth."""
+    @property
+    def pos(self) -> list[Tensor]:
+        return self._parts("pos", [above + 1 for above in (1, *self.positions[:-1])])
 
-    levels: tuple[LevelSize, ...]
-    pos: tuple[Tensor, ...]
-    crd: tuple[Tensor, ...]
-    order: Tensor | None
-    hashes: Mapping[int, tuple[Tensor, Tensor]]
+    @property
+    def crd(self) -> list[Tensor]:
+        return self._parts("crd", self.positions)
+
+    def _parts(self, name: str, sizes: Sequence[int]) -> list[Tensor]:
+        first = self.form.place(name, 0)
+        starts = [(at - self.held.data_ptr()) // 4 for at in self.numbers[first : first + len(sizes)]]
+        return [self.held[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def listed(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
@@ -161,61 +286,26 @@ def listed(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
     return tuple(c[:found] for c in coords), values[:found]
 
 
-def fibers(operand: StoredOperand) -> Fibers | None:
-    """The levels of an operand; None if two entries have the same coordinates."""
-    axes, arrays = (tuple(each) for each in zip(*operand.coordinates, strict=True))
-    sizes, kinds, positions = tuple(operand.shape[a] for a in axes), list[str](), 1
-    levels = (level for name, level in operand.format.coordinates if operand.format.axes.index(name) in axes)
-    for level, size in zip(levels, sizes, strict=True):
-        kind, positions = KINDS[level.kind].locate, positions * size
-        # Dense are leading levels with few positions, others are searched.
-        few = {*kinds} <= {DENSE} and positions <= _DENSE + _EMPTY * operand.entries
-        kinds.append(kind if kind != DENSE or few else COMPRESSED)
-    return _fibers(arrays[0], axes, sizes, tuple(kinds), *arrays[1:])
+def _split(form: StoredForm, coordinates: Sequence[Tensor], dense: int) -> tuple[Tensor, array[int]] | int:
+    """Memory with pos and crd of sorted coordinates, and the integers that tell of them; or that coordinates are not
+    sorted, or not distinct."""
+    count, entries, numbers = len(form.axes), coordinates[0].shape[0], form.numbers[:]
+    above, levels = form.leading[dense - 1] if dense else 1, count - dense
+    held = torch.empty(above + 1 + (levels - 1) * (entries + 1) + levels * entries, dtype=torch.int32, device=_CPU)
+    numbers[1], numbers[2], numbers[3] = dense, entries, held.data_ptr()
+    for place, x in enumerate(coordinates, _HEAD + count):
+        numbers[place] = x.data_ptr()
+    return _splitter()(numbers.buffer_info()[0]) or (held, numbers)
 
 
-@cached_per_tensor
-def _fibers(
-    first: Tensor, axes: tuple[int, ...], sizes: tuple[int, ...], kinds: tuple[str, ...], *others: Tensor
-) -> Fibers | None:
-    if kinds[-1] == DENSE:
-        return None
-    coordinates, order = [x.contiguous() for x in (first, *others)], None
-    found = _split(coordinates, sizes, kinds)
-    if found == _UNSORTED:
-        order = _sorting(coordinates, sizes)
-        found = _split([x[order] for x in coordinates], sizes, kinds)
-    if isinstance(found, int):
-        return None
-    positions, pos, crd = found
-    levels = tuple(map(LevelSize, axes, sizes, kinds, positions))
-    hashes = {depth: _hash(_keys(pos[depth], crd[depth], sizes[depth])) for depth, k in enumerate(kinds) if k == HASHED}
-    return Fibers(levels, pos, crd, None if order is None else order.int(), hashes)
-
-
-def _split(
-    coordinates: Sequence[Tensor], sizes: Sequence[int], kinds: Sequence[str]
-) -> tuple[list[int], tuple[Tensor, ...], tuple[Tensor, ...]] | int:
-    """(positions, pos, crd) by level of sorted coordinates; or that they are not sorted, or not distinct."""
-    count, entries, dense = len(sizes), len(coordinates[0]), sum(kind == DENSE for kind in kinds)
-    above = math.prod(sizes[:dense])
-    pos = [torch.empty(0 if d < dense else 1 + (above if d == dense else entries), **_INT32) for d in range(count)]
-    crd = [torch.empty(0 if d < dense else entries, **_INT32) for d in range(count)]
-    addresses = (x.data_ptr() for x in (*coordinates, *pos, *crd))
-    numbers = array("q", [count, dense, entries, *sizes, *addresses, *[0] * count])
+@lru_cache(maxsize=1)
+def _splitter() -> Callable[[int], int]:
     split = _library()["levels"]
-    split.restype = ctypes.c_int64
-    if (refused := split(_address(numbers))) != 0:
-        return refused
-    positions = numbers[-count:].tolist()
-    used = [n + 1 if d > dense else len(x) for d, (n, x) in enumerate(zip([1, *positions[:-1]], pos, strict=True))]
-    return (
-        positions,
-        tuple(x[:n] for x, n in zip(pos, used, strict=True)),
-        tuple(x[:n] for x, n in zip(crd, positions, strict=True)),
-    )
+    split.argtypes, split.restype = (ctypes.c_void_p,), ctypes.c_int64
+    return split
 
 
+_CPU = torch.device("cpu")
 _INT32 = {"dtype": torch.int32, "device": "cpu"}
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -183,9 +183,11 @@ class Einsum:
             return seen.joined(operands)
         if not autograd.is_plain_call(tensors):
             return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
-        if seen.plan is None:
-            seen.plan = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
-        return plan.execute_plan(seen.plan, tensors)
+        sizes = tuple([x.shape for x in tensors]) if seen.counted else ()
+        known = seen.plans.get(sizes)
+        if known is None:
+            known = seen.plans.keep(sizes, plan.plan_for(tensors, seen.names, self.text, None, self.lowering))
+        return plan.execute_plan(known, tensors)
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
@@ -199,7 +201,8 @@ class Einsum:
             return joined(ready.operands)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
         if not dense and unchanged:
-            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
+            counted = any(isinstance(x, Sparse) for x in ready.operands.values())
+            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks, counted=counted))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def _meets(self, ready: _CheckedOperands) -> bool:
@@ -281,13 +284,14 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: the operator's; plan: of the first plain call; joined: of
-    a statement that takes a join."""
+    """Cached call of operands that need no conversion. names: the operator's; joined: of a statement that takes a join;
+    plans: of plain calls, if `counted` by the numbers of entries of sparse operands."""
 
     names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
-    plan: plan.Plan | None = None
     joined: JoinedStatement | None = None
+    counted: bool = False
+    plans: BoundedCache[plan.Plan] = field(default_factory=lambda: BoundedCache(64))
 
 
 class OneOperandEinsum:

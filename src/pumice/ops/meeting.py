@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from pumice.errors import DeviceError, OptionError, ShapeError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
-from pumice.language.iteration import IterationChoices
 from pumice.language.meet import (
     Flattened,
     Source,
@@ -38,9 +37,10 @@ from pumice.language.meet import (
 from pumice.language.nodes import ANY, Access, Range, Statement, Term, accesses_of
 from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
+from pumice.lower.iterate import ReadyProduct
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import best_dense, choices_of, computed, contiguous, explained, windowed
+from pumice.ops.direct import LevelNests, choices_of, contiguous, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
@@ -53,17 +53,6 @@ def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
 
 def _shapes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in operands.items()}
-
-
-# Nests are planned once for equal bound statements: operands of other entries and the same shapes have one.
-@lru_cache(maxsize=1024)
-def _bound(statement: Statement, shapes: tuple[Any, ...], shape: tuple[int, ...] | None) -> BoundStatement:
-    return bind(statement, dict(shapes), shape)
-
-
-@lru_cache(maxsize=1024)
-def _of_term(bound: BoundStatement, step: Statement) -> BoundStatement:
-    return replace(bound, statement=step)
 
 
 def _entries(x: Sparse) -> int:
@@ -99,12 +88,14 @@ class JoinedStatement:
     ) -> None:
         if meta := [name for name, x in operands.items() if isinstance(x, Sparse) and x.device.type == "meta"]:
             raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")
-        operands, self.terms = stored(operands), list[_Plain | _Term]()
+        given, operands = operands, stored(operands)
+        self.entrywise = [*map(id, given.values())] == [*map(id, operands.values())]
+        self.terms = list[_Plain | _Term]()
         self.positions = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None
         if self.positions is not None:
             return
-        bound, union = _bound(statement, tuple(_shapes(operands).items()), shape), statement.pattern == ANY
+        bound, union = bind(statement, _shapes(operands), shape), statement.pattern == ANY
         self.total, self.shape = statement.target.name if statement.accumulate else "", bound.shape
         for step in single_terms(replace(statement, accumulate=False)):
             step = replace(step, text=statement.text)
@@ -117,21 +108,21 @@ class JoinedStatement:
 
     def __call__(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result; a Sparse if the target has a pattern or positions."""
-        operands = stored(operands)
+        operands = operands if self.entrywise else stored(operands)
         if self.positions is not None:
             return self.positions.found(operands)
         if self.union is not None:
             return self.union.found(operands)
         total: Any = operands[self.total] if self.total else None
         for term in self.terms:
-            found = term.evaluated({name: operands[name] for name in term.read})
+            found = term.evaluated(operands)
             total = found if total is None else total + found
         return torch.zeros(self.shape) if total is None else total
 
     def explained(self, operands: Mapping[str, Any]) -> list[str]:
         """How each term is computed, as text."""
         operands = stored(operands)
-        return [term.explained({name: operands[name] for name in term.read}) for term in self.terms]
+        return [term.explained(operands) for term in self.terms]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,21 +200,26 @@ class _Plain:
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         self.read, self.text, self.shape = [*operands], str(declare(step, bound.ranges)), bound.shape
-        self.lowering, self.bound = lowering, _of_term(bound, step)
-        axes = {name: found.coordinates for name, found in _stored_axes(operands).items()}
+        self.lowering, axes = lowering, {name: found.coordinates for name, found in _stored_axes(operands).items()}
         # Otherwise vectors in place are faster, in a loop over the entries.
-        self.levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
+        levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
+        self.nests = LevelNests(replace(bound, statement=step), operands) if levels else None
+        _, self.names, self.dense = flatten_used(self.text, operands, ())
 
     def explained(self, operands: Mapping[str, Any]) -> str:
-        if not self.levels:
-            return f"a statement of its own: {self.text}"
-        return explained(self.bound, operands, -1, IterationChoices())
+        return f"a statement of its own: {self.text}" if self.nests is None else self.nests.explained(operands)
 
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        if self.levels and (direct := computed(self.bound, operands, -1, IterationChoices())) is not None:
-            return direct
-        tensors, names, _ = flatten_used(self.text, operands, ())
-        return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
+        if self.nests is not None and (ready := self.nests.ready(operands)) is not None:
+            return ready.run()
+        if self.dense:
+            tensors, names, _ = flatten_used(self.text, {name: operands[name] for name in self.read}, ())
+            return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
+        tensors = list[Tensor]()
+        for name in self.read:
+            x = operands[name]
+            tensors += x.facts[0] if isinstance(x, Sparse) else (x,)
+        return autograd.einsum(tensors, self.names, self.text, self.shape, self.lowering)
 
 
 class _Term:
@@ -239,7 +235,7 @@ class _Term:
         if not sparse:
             raise OptionError(f"{step.target} has a computed pattern: expected a sparse operand in `{step.terms[0]}`")
         union, step = step.pattern == ANY, step if step.pattern != ANY else replace(step, pattern="")
-        self.bound, self.place = _of_term(bound, step), pattern_place(step, sparse) if step.pattern else -1
+        self.bound, place = replace(bound, statement=step), pattern_place(step, sparse) if step.pattern else -1
         shapes, self.is_sparse = _shapes(operands) | {step.target.name: bound.shape}, bool(step.pattern)
         window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern or union else with_pattern(step, sparse)
@@ -249,6 +245,7 @@ class _Term:
         self.text, read = str(declare(found.statement, bound.ranges)), accesses_of(found.statement)
         self.dense = [name for name in {access.name: 0 for access in read} if isinstance(operands.get(name), Tensor)]
         self.denser = dict[frozenset[str], JoinedStatement]()  # by the operands that are used in dense form
+        self.nests = None if self.choices is None else LevelNests(self.bound, operands, place, self.choices)
         self.format, self.like = _format([*found.sources], found.first), step.pattern
         self.made = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
 
@@ -256,10 +253,12 @@ class _Term:
         """The result; a Sparse if the statement has a pattern."""
         # The first way that applies, the fastest first.
         result = None if self.prescribed else self.over_map(operands)
-        if result is None and (result := self.partly_dense(operands)) is not None:
-            return result
-        if result is None and (result := self.over_levels(operands)) is not None and not self.is_sparse:
-            return result
+        if result is None and self.nests is not None and (ready := self.nests.ready(operands)) is not None:
+            if names := self.used_dense(ready):
+                return self.partly_dense(operands, names)
+            result = ready.run()
+            if not self.is_sparse:
+                return result
         result = self.over_join(operands) if result is None else result
         if self.made is None:
             return result
@@ -267,17 +266,19 @@ class _Term:
         found = Sparse(self.made, self.shape, (part,), result.numel())
         return found if self.is_sparse else found.to_dense()
 
-    @property
-    def tried_dense(self) -> bool:
-        """True if operands may be used in dense form."""
-        return not (self.lowering or self.prescribed or self.is_sparse)
+    def used_dense(self, ready: ReadyProduct) -> frozenset[str]:
+        """The operands that are best used in dense form, if they may be."""
+        fixed = self.lowering or self.prescribed or self.is_sparse or self.nests is None
+        return frozenset() if fixed else self.nests.best_dense(ready)
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         if self.meeting.roles and not self.prescribed:
             return "kernel map of the window"
-        if self.tried_dense and (names := best_dense(self.bound, operands)):
+        if self.nests is None:
+            return "a join of the entries"
+        if (ready := self.nests.ready(operands)) is not None and (names := self.used_dense(ready)):
             return f"with {', '.join(sorted(names))} in dense form, by the cost model"
-        return explained(self.bound, operands, self.place, self.choices or IterationChoices())
+        return self.nests.explained(operands)
 
     def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result over a kernel map; None if what meets is none."""
@@ -289,15 +290,9 @@ class _Term:
         named = (self.second.map + token.removeprefix("map") for token in tokens)
         return self.aggregated(operands, values | dict(zip(named, arrays, strict=True)))
 
-    def over_levels(self, operands: Mapping[str, Any]) -> Tensor | None:
-        """The result by a loop nest over the levels of the operands; None if there is none for them."""
-        return None if self.choices is None else computed(self.bound, operands, self.place, self.choices)
-
-    def partly_dense(self, operands: Mapping[str, Any]) -> Tensor | None:
-        """The result with sparse operands in dense form where that is faster, else None."""
-        if not self.tried_dense or not (names := best_dense(self.bound, operands)):
-            return None
-        operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
+    def partly_dense(self, operands: Mapping[str, Any], names: frozenset[str]) -> Tensor:
+        """The result with these operands in dense form."""
+        operands = {name: _dense(operands[name]) if name in names else operands[name] for name in self.read}
         if names not in self.denser:
             statement = declare(self.bound.statement, self.bound.ranges)
             self.denser[names] = JoinedStatement(statement, operands, self.lowering, self.shape)
@@ -392,7 +387,7 @@ class _Union:
         self.format = Format(kept, levels)
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
-        results = [term.over_keys({name: operands[name] for name in term.read}) for term in self.terms]
+        results = [term.over_keys(operands) for term in self.terms]
         keys = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results]).unique()
         total = results[0][1]
         if len(results) > 1:
@@ -422,21 +417,25 @@ class _Positions:
         ranges, names = bind(sized(statement), shapes).ranges, [str(e.bare) for e in statement.target.indices]
         window, sources = window_of(term, sparse, ranges, shapes), {name: own[of[name]] for name in names}
         self.meeting = _Meeting(term, sources, ranges, shapes, window)
-        every = ((operands[of[name]], own[of[name]]) for name in names)
-        self.shape = tuple(
-            math.prod(x.shape[n] for n in s.axes) if isinstance(s, Flattened) else _entries(x) for x, s in every
-        )
-        # Grouped by the smallest axis, in a convolution the offsets of its window.
-        self.format = _format(names, min(names, key=lambda name: self.shape[names.index(name)]))
+        self.axes = {name: (of[name], own[of[name]]) for name in names}
+
+    def extent(self, name: str, operands: Mapping[str, Any]) -> int:
+        """The number of positions along an axis."""
+        operand, source = self.axes[name]
+        x = operands[operand]
+        return math.prod(x.shape[n] for n in source.axes) if isinstance(source, Flattened) else _entries(x)
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
         """The positions of the entries that meet."""
-        axes, found = self.format.levels[0].axes, self.meeting.whole_map(operands)
+        sizes = {name: self.extent(name, operands) for name in self.axes}
+        # Grouped by the smallest axis, in a convolution the offsets of its window.
+        format = _format([*sizes], min(sizes, key=lambda name: sizes[name]))
+        axes, found = format.levels[0].axes, self.meeting.whole_map(operands)
         if found is not None and axes[0] == self.meeting.roles["k"]:
             # Pairs are sorted so.
             lists = {self.meeting.roles[role]: x for role, x in pairs_of(found, self.meeting.turned).items()}
         else:
-            lists, extents = self.meeting.lists(operands), [self.shape[self.format.axes.index(axis)] for axis in axes]
-            lists = _in_order(lists, raveled([lists[axis] for axis in axes], extents))
-        part = FormatBucket({axis: lists[axis].int() for axis in self.format.axes}, None)
-        return Sparse(self.format, self.shape, (part,), len(lists[axes[0]]))
+            lists = self.meeting.lists(operands)
+            lists = _in_order(lists, raveled([lists[axis] for axis in axes], [sizes[axis] for axis in axes]))
+        part = FormatBucket({axis: lists[axis].int() for axis in sizes}, None)
+        return Sparse(format, (*sizes.values(),), (part,), len(lists[axes[0]]))

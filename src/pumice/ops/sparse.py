@@ -96,10 +96,11 @@ class Sparse:
 
     @cached_property
     def facts(self) -> tuple[tuple[Tensor, ...], tuple[Hashable, ...]]:
-        """The arrays in the order of `named`, and their cache key: format, shape, and name, shape, dtype and device of
-        every array. Not for use under torch.compile."""
-        arrays = ((n, name, array.shape, array.dtype, array.device) for n, name, array in self.named)
-        return tuple(array for _, _, array in self.named), (str(self.format), self.shape, *arrays)
+        """The arrays in the order of `named`, and what plans depend on besides the number of entries: format, shape,
+        number of parts, dtype of the values (None: ones) and device. Not for use under torch.compile."""
+        arrays, values = tuple([array for _, _, array in self.named]), self.parts[0].values
+        kind = None if values is None else values.dtype
+        return arrays, (str(self.format), self.shape, len(self.parts), kind, arrays[0].device)
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
         """`build(self)`, cached as `name` also for `with_values`; must depend on the coordinates only."""
