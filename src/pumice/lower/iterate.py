@@ -81,7 +81,7 @@ class SparseProduct:
         self._refused = self._refusal()
         self._planned = BoundedCache[PlannedProduct](256)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Of the result."""
         return next(f.dtype for f in self.forms if f.dtype is not None and f.dtype.is_floating_point)
@@ -108,12 +108,12 @@ class SparseProduct:
         """The product of these operands, or the reason why it is not computed by nests over levels here."""
         if self._refused is not None:
             return self._refused
-        values = [x if isinstance(x, Tensor) else x.values for x in factors]
-        if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in values]):
-            return "an operand takes gradients"
-        held, keys = list[Fibers | None](), list[Hashable]()
+        held, values, keys = list[Fibers | None](), list[Tensor | None](), list[Hashable]()
+        recorded = torch.is_grad_enabled()
         for x in factors:
-            found = None
+            found, own = None, x if isinstance(x, Tensor) else x.values
+            if own is not None and recorded and own.requires_grad:
+                return "an operand takes gradients"
             if not isinstance(x, Tensor):
                 if not x.entries:
                     return "it is empty"
@@ -121,8 +121,8 @@ class SparseProduct:
                     return "entries of an operand have the same coordinates"
                 keys.append(found.key)
             held.append(found)
-        key = tuple(keys)
-        planned = self._planned.get(key) or self._planned.keep(key, self._plan(held))
+            values.append(own)
+        planned = self._planned.get(tuple(keys)) or self._planned.keep(tuple(keys), self._plan(held))
         return planned.refused or ReadyProduct(planned, held, values)
 
     def _plan(self, held: Sequence[Fibers | None]) -> PlannedProduct:

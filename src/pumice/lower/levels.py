@@ -26,7 +26,6 @@ from pumice.language.formats import KINDS, Format
 from pumice.language.iteration import COMPRESSED, DENSE, HASHED, LevelSize
 from pumice.lower import nest_c
 from pumice.lower.iterate_c import MULTIPLIER
-from pumice.runtime.launch import outside_inference_mode
 
 MOST_LEVELS = 16
 _DENSE, _EMPTY = 1 << 16, 64  # Positions of a dense level: in any case, and for each entry
@@ -171,7 +170,7 @@ class StoredForm:
         return _HEAD + 6 * count + (1 + 3 * self.hashed.index(depth) + _OF_HASH.index(name) if name != "order" else 0)
 
 
-_BY_LEVEL, _OF_HASH = ("sizes", "coordinates", "pos", "crd"), ("table", "mask", "hash_keys")
+_BY_LEVEL, _OF_HASH = ("sizes", "coordinates", "pos", "crd", "positions"), ("table", "mask", "hash_keys")
 
 
 class StoredLevels:
@@ -179,20 +178,19 @@ class StoredLevels:
 
     def __init__(self, form: StoredForm, coordinates: list[Tensor]) -> None:
         self.form, self.coordinates = form, coordinates
-        # Inference tensors do not tell that they were written.
-        self._tracked = not any([x.is_inference() for x in coordinates])
-        self._known: tuple[list[int], Fibers | None] | None = None
+        self._versions, self._fibers = list[int](), None
 
     @property
     def fibers(self) -> Fibers | None:
         """The levels, until the coordinates are written; None if two entries have the same coordinates."""
-        if not self._tracked:
+        try:
+            versions = [x._version for x in self.coordinates]
+        except RuntimeError:
+            # Inference tensors do not tell that they were written.
             return Fibers.of(self.form, self.coordinates)
-        known, versions = self._known, [x._version for x in self.coordinates]
-        if known is None or known[0] != versions:
-            with outside_inference_mode():
-                known = self._known = versions, Fibers.of(self.form, self.coordinates)
-        return known[1]
+        if self._versions != versions:
+            self._versions, self._fibers = versions, Fibers.of(self.form, self.coordinates)
+        return self._fibers
 
 
 class StoredOperand(NamedTuple):
@@ -218,14 +216,13 @@ class Fibers:
         self, form: StoredForm, coordinates: Sequence[Tensor], held: tuple[Tensor, array[int]], order: Tensor | None
     ) -> None:
         self.form, self.coordinates, self.order, (self.held, self.numbers) = form, coordinates, order, held
-        self.dense, count = self.numbers[1], len(form.axes)
-        self.key = self.dense, order is None, self.numbers[-count:].tobytes()
-        self.positions = self.numbers[-2 * count : -count]
+        self.dense, self.hashes = self.numbers[1], list[tuple[Tensor, Tensor]]()
+        self.key = self.dense, order is None, self.numbers[-len(form.axes) :].tobytes()
         self.numbers.append(0 if order is None else order.data_ptr())
-        keys = (_keys(self.pos[depth], self.crd[depth], form.sizes[depth]) for depth in form.hashed)
-        self.hashes = [*map(_hash, keys)] if form.hashed else []
-        for table, held_keys in self.hashes:
-            self.numbers.extend((table.data_ptr(), len(table) - 1, held_keys.data_ptr()))
+        for depth in form.hashed:
+            table, keys = found = _hash(_keys(self.pos[depth], self.crd[depth], form.sizes[depth]))
+            self.hashes.append(found)
+            self.numbers.extend((table.data_ptr(), len(table) - 1, keys.data_ptr()))
 
     @staticmethod
     def of(form: StoredForm, coordinates: Sequence[Tensor]) -> Fibers | None:
@@ -244,6 +241,12 @@ class Fibers:
     @property
     def entries(self) -> int:
         return self.coordinates[0].shape[0]
+
+    @property
+    def positions(self) -> array[int]:
+        """Of each level."""
+        first = self.form.place("positions", 0)
+        return self.numbers[first : first + len(self.form.axes)]
 
     @property
     def levels(self) -> tuple[LevelSize, ...]:

@@ -96,7 +96,7 @@ def only_reverse_mode_active(operands: Sequence[Tensor]) -> bool:
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
     """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_active_mode():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or has_active_mode():
         return False
     recorded = torch.is_grad_enabled()
     # A loop: calls and lists would take twice as long, in every layer.
@@ -110,7 +110,7 @@ def is_plain_on_cpu(x: Tensor, parameters: Sequence[Tensor]) -> bool:
     """is_plain_call of a tensor on a CPU and of parameters, in half the time if the processor's caches are cold."""
     if type(x) not in _ORDINARY or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if _has_active_mode() or torch.is_autocast_enabled("cpu"):
+    if has_active_mode() or torch.is_autocast_enabled("cpu"):
         return False
     return not torch.is_grad_enabled() or not (x.requires_grad or any([p.requires_grad for p in parameters]))
 
@@ -130,7 +130,7 @@ def _in_functorch_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _has_active_mode() -> bool:
+def has_active_mode() -> bool:
     """True within a torch.func transform, forward-mode AD or a torch function mode."""
     return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _in_functorch_transform()
 

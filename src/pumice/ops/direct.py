@@ -14,6 +14,7 @@ from pumice.language.iteration import IterationChoices
 from pumice.language.nodes import Access, Statement, indices_of
 from pumice.lower.iterate import ReadyProduct, SparseProduct
 from pumice.lower.levels import StoredForm, StoredLevels, StoredOperand
+from pumice.ops import autograd
 from pumice.ops.sparse import Sparse
 from pumice.schedule.loop_rule import PRESETS
 from pumice.schedule.loops import LoopSchedule, check_of_levels
@@ -68,6 +69,8 @@ class LevelNests:
 
     def ready(self, operands: Mapping[str, Any]) -> ReadyProduct | None:
         """The product of these operands; None if no nest computes it."""
+        if autograd.has_active_mode():
+            return None
         found = self._product.ready(self._factors(operands))
         return None if isinstance(found, str) else found
 
@@ -90,10 +93,13 @@ def stored(x: Sparse) -> StoredOperand:
 
 def _levels(x: Sparse) -> StoredLevels:
     coords = x.parts[0].coords
-    form = _form(str(x.format), x.shape, tuple(coords))
-    return StoredLevels(form, [coords[x.format.axes[axis]] for axis in form.axes])
+    form, names = _form(str(x.format), x.shape, tuple(coords))
+    return StoredLevels(form, [coords[name] for name in names])
 
 
 @lru_cache(maxsize=1024)
-def _form(format: str, shape: tuple[int, ...], names: tuple[str, ...]) -> StoredForm:
-    return StoredForm.of(parse_format(format), shape, names)
+def _form(text: str, shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[StoredForm, tuple[str, ...]]:
+    """The form of an operand, and the names of the axes that have coordinates, outermost first."""
+    format = parse_format(text)
+    form = StoredForm.of(format, shape, names)
+    return form, tuple(format.axes[axis] for axis in form.axes)

@@ -40,6 +40,7 @@ from pumice.ops.operands import (
     flatten_used,
     one_dtype,
     problem_of,
+    tensors_of,
     validate_operands,
     value_names_of,
 )
@@ -173,7 +174,7 @@ class Einsum:
     def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
-        tensors, facts = facts_of(operands)
+        facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
             return self._first_call(operands, facts)
@@ -181,6 +182,7 @@ class Einsum:
             check.check(operands)
         if seen.joined is not None:
             return seen.joined(operands)
+        tensors = tensors_of(operands.values())
         if not autograd.is_plain_call(tensors):
             return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
         sizes = tuple([x.shape for x in tensors]) if seen.counted else ()
@@ -301,7 +303,7 @@ class OneOperandEinsum:
 
     def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
         self._text, self._name, self._fixed = text, name, fixed
-        self._values = [t for t in facts_of(fixed)[0] if t.is_floating_point()]
+        self._values = [t for t in tensors_of(fixed.values()) if t.is_floating_point()]
         self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -327,8 +329,8 @@ class OneOperandEinsum:
 
     def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The call as one loop nest or kernel, once it has run; None if it is no such."""
-        tensors, facts = facts_of({**self._fixed, self._name: x})
-        seen = _compiled(self._text, "")._checked_calls.get(facts)
+        operands = {**self._fixed, self._name: x}
+        tensors, seen = tensors_of(operands.values()), _compiled(self._text, "")._checked_calls.get(facts_of(operands))
         if seen is None:
             return None
         return plan.of_one(plan.plan_for(tensors, seen.names, self._text, None, ""), tensors, x)

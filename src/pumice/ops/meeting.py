@@ -42,7 +42,7 @@ from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
 from pumice.ops.direct import LevelNests, choices_of, contiguous, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
-from pumice.ops.operands import flatten_used
+from pumice.ops.operands import flatten_used, tensors_of
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import cached_per_values
 
@@ -215,10 +215,7 @@ class _Plain:
         if self.dense:
             tensors, names, _ = flatten_used(self.text, {name: operands[name] for name in self.read}, ())
             return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
-        tensors = list[Tensor]()
-        for name in self.read:
-            x = operands[name]
-            tensors += x.facts[0] if isinstance(x, Sparse) else (x,)
+        tensors = tensors_of([operands[name] for name in self.read])
         return autograd.einsum(tensors, self.names, self.text, self.shape, self.lowering)
 
 

@@ -94,13 +94,22 @@ class Sparse:
                 found.append((number, "values", part.values))
         return tuple(found)
 
+    @property
+    def arrays(self) -> list[Tensor]:
+        """The arrays in the order of `named`."""
+        found = list[Tensor]()
+        for part in self.parts:
+            found += part.coords.values() if part.values is None else (*part.coords.values(), part.values)
+        return found
+
     @cached_property
-    def facts(self) -> tuple[tuple[Tensor, ...], tuple[Hashable, ...]]:
-        """The arrays in the order of `named`, and what plans depend on besides the number of entries: format, shape,
-        number of parts, dtype of the values (None: ones) and device. Not for use under torch.compile."""
-        arrays, values = tuple([array for _, _, array in self.named]), self.parts[0].values
-        kind = None if values is None else values.dtype
-        return arrays, (str(self.format), self.shape, len(self.parts), kind, arrays[0].device)
+    def facts(self) -> tuple[Hashable, ...]:
+        """What plans depend on besides the number of entries: format, shape, number of parts, dtype of the values (None:
+        ones) and device. Not for use under torch.compile."""
+        part = self.parts[0]
+        if (values := part.values) is None:
+            return str(self.format), self.shape, len(self.parts), None, self.device
+        return str(self.format), self.shape, len(self.parts), values.dtype, values.device
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
         """`build(self)`, cached as `name` also for `with_values`; must depend on the coordinates only."""
