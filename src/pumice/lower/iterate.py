@@ -108,12 +108,12 @@ class SparseProduct:
         """The product of these operands, or the reason why it is not computed by nests over levels here."""
         if self._refused is not None:
             return self._refused
-        held, values, keys = list[Fibers | None](), list[Tensor | None](), list[Hashable]()
-        recorded = torch.is_grad_enabled()
+        values = [x if isinstance(x, Tensor) else x.values for x in factors]
+        if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in values]):
+            return "an operand takes gradients"
+        held, keys = list[Fibers | None](), list[Hashable]()
         for x in factors:
-            found, own = None, x if isinstance(x, Tensor) else x.values
-            if own is not None and recorded and own.requires_grad:
-                return "an operand takes gradients"
+            found = None
             if not isinstance(x, Tensor):
                 if not x.entries:
                     return "it is empty"
@@ -121,7 +121,6 @@ class SparseProduct:
                     return "entries of an operand have the same coordinates"
                 keys.append(found.key)
             held.append(found)
-            values.append(own)
         planned = self._planned.get(tuple(keys)) or self._planned.keep(tuple(keys), self._plan(held))
         return planned.refused or ReadyProduct(planned, held, values)
 

@@ -60,6 +60,21 @@ void list_{bits}(const {word} *restrict x, const i64 *z) {{
     }}
 }}
 """
+_SCATTER = """
+/* z: entries, address of the values (0: ones), of the array to add them to, levels, then by level the strides and the
+   addresses of the coordinates. */
+void scatter_{real}(const i64 *z) {{
+    const i64 count = z[3], *strides = z + 4, *addresses = strides + count;
+    const {real} *values = (const {real} *)z[1];
+    {real} *to = ({real} *)z[2];
+    for (i64 e = 0; e < z[0]; e++) {{
+        i64 at = 0;
+        for (i64 d = 0; d < count; d++) at += strides[d] * ((const int *)addresses[d])[e];
+        to[at] += values ? values[e] : 1;
+    }}
+}}
+"""
+_REALS = {torch.float32: "float", torch.float64: "double"}
 _WORDS = {16: "unsigned short", 32: "unsigned int", 64: "unsigned long long"}
 _LEVELS = """
 /* z: levels, dense ones, entries, memory for pos and crd of the others, then by level the extents and the addresses of
@@ -289,6 +304,21 @@ def listed(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
     return tuple(c[:found] for c in coords), values[:found]
 
 
+def scattered(operand: StoredOperand, dtype: torch.dtype) -> Tensor | None:
+    """The dense array of an operand without dense axes, in C; None if there is no kernel."""
+    form, coordinates = operand.levels.form, [x.contiguous() for x in operand.levels.coordinates]
+    if form.dense or dtype not in _REALS or nest_c.unavailable():
+        return None
+    found = torch.zeros(form.shape, dtype=dtype, device=_CPU)
+    values = None if operand.values is None else operand.values.contiguous()
+    addresses = [0 if values is None else values.data_ptr(), found.data_ptr()]
+    strides = [found.stride(axis) for axis in form.axes]
+    lists = (x.data_ptr() for x in coordinates)
+    numbers = array("q", [operand.entries, *addresses, len(strides), *strides, *lists])
+    _library()[f"scatter_{_REALS[dtype]}"](_address(numbers))
+    return found
+
+
 def _split(form: StoredForm, coordinates: Sequence[Tensor], dense: int) -> tuple[Tensor, array[int]] | int:
     """Memory with pos and crd of sorted coordinates, and the integers that tell of them; or that coordinates are not
     sorted, or not distinct."""
@@ -346,4 +376,5 @@ def _sorting(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _library() -> CDLL:
-    return nest_c.library("".join(_LIST.format(bits=bits, word=word) for bits, word in _WORDS.items()) + _LEVELS)
+    lists = (_LIST.format(bits=bits, word=word) for bits, word in _WORDS.items())
+    return nest_c.library("".join((*lists, *(_SCATTER.format(real=real) for real in _REALS.values()), _LEVELS)))

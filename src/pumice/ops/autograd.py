@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
@@ -80,6 +80,26 @@ def einsum(
         # torch's operators support forward tangents and functorch transforms; a kernel would drop them.
         return plan.execute(operands, names, text, known, "graph")
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
+
+
+@dataclass(eq=False)
+class KnownStatement:
+    """`einsum` of operands of known dtypes on a known device; the plans of plain calls are kept by their shapes."""
+
+    names: str
+    text: str
+    shape: tuple[int, ...] | None
+    lowering: str
+    _plans: BoundedCache[plan.Plan] = field(default_factory=lambda: BoundedCache(64))
+
+    def __call__(self, operands: Sequence[Tensor]) -> Tensor:
+        if not is_plain_call(operands):
+            return einsum(operands, self.names, self.text, self.shape, self.lowering)
+        shapes = tuple([x.shape for x in operands])
+        if (known := self._plans.get(shapes)) is None:
+            made = plan.plan_for(operands, self.names, self.text, self.shape, self.lowering)
+            known = self._plans.keep(shapes, made)
+        return plan.execute_plan(known, operands)
 
 
 def only_autograd_active(operands: Sequence[Tensor]) -> bool:

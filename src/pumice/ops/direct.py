@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pumice.language.bind import BoundStatement
@@ -16,6 +17,7 @@ from pumice.lower.iterate import ReadyProduct, SparseProduct
 from pumice.lower.levels import StoredForm, StoredLevels, StoredOperand
 from pumice.ops import autograd
 from pumice.ops.sparse import Sparse
+from pumice.runtime.cache import BoundedCache
 from pumice.schedule.loop_rule import PRESETS
 from pumice.schedule.loops import LoopSchedule, check_of_levels
 
@@ -63,9 +65,10 @@ class LevelNests:
     ) -> None:
         self._names = [f.name for f in bound.statement.terms[0].factors if isinstance(f, Access)]
         self._product = SparseProduct(bound, self._factors(operands), pattern, choices)
+        self._dense = BoundedCache[frozenset[str]](256)
 
     def _factors(self, operands: Mapping[str, Any]) -> list[Tensor | StoredOperand]:
-        return [x if isinstance(x := operands[name], Tensor) else stored(x) for name in self._names]
+        return [x if isinstance(x := operands[name], Tensor) else stored_operand(x) for name in self._names]
 
     def ready(self, operands: Mapping[str, Any]) -> ReadyProduct | None:
         """The product of these operands; None if no nest computes it."""
@@ -74,9 +77,27 @@ class LevelNests:
         found = self._product.ready(self._factors(operands))
         return None if isinstance(found, str) else found
 
-    def best_dense(self, ready: ReadyProduct) -> frozenset[str]:
-        """The sparse operands that are best used in dense form: vectors run along dense axes alone."""
-        return frozenset([self._names[place] for place in ready.planned.dense])
+    def choose(self, operands: Mapping[str, Any]) -> ReadyProduct | frozenset[str] | None:
+        """The same, or the sparse operands that are best used in dense form: vectors run along dense axes alone. The
+        latter are remembered by about the numbers of entries: levels of such operands are not needed again."""
+        if autograd.has_active_mode():
+            return None
+        sizes, recorded = list[int](), torch.is_grad_enabled()
+        for name in self._names:
+            x = operands[name]
+            if isinstance(x, Sparse):
+                sizes.append(x.nnz.bit_length())
+                x = x.parts[0].values
+            if recorded and x is not None and x.requires_grad:
+                return None
+        if (names := self._dense.get(key := tuple(sizes))) is not None:
+            return names
+        found = self._product.ready(self._factors(operands))
+        if isinstance(found, str):
+            return None
+        if not found.planned.dense:
+            return found
+        return self._dense.keep(key, frozenset([self._names[place] for place in found.planned.dense]))
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         """The loop nest of the product and its C source, or the reason why there is none."""
@@ -86,7 +107,7 @@ class LevelNests:
         return f"loop nest over levels\n{found.planned.source}"
 
 
-def stored(x: Sparse) -> StoredOperand:
+def stored_operand(x: Sparse) -> StoredOperand:
     """An operand without groups and blocks."""
     return StoredOperand(x.storage("levels", _levels), x.parts[0].values)
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -180,16 +180,10 @@ class Einsum:
             return self._first_call(operands, facts)
         for check in seen.checks:
             check.check(operands)
-        if seen.joined is not None:
+        if seen.statement is None:
+            assert seen.joined is not None
             return seen.joined(operands)
-        tensors = tensors_of(operands.values())
-        if not autograd.is_plain_call(tensors):
-            return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
-        sizes = tuple([x.shape for x in tensors]) if seen.counted else ()
-        known = seen.plans.get(sizes)
-        if known is None:
-            known = seen.plans.keep(sizes, plan.plan_for(tensors, seen.names, self.text, None, self.lowering))
-        return plan.execute_plan(known, tensors)
+        return seen.statement(tensors_of(operands.values()))
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
@@ -199,12 +193,12 @@ class Einsum:
         if self._meets(ready):
             joined = JoinedStatement(ready.statement, ready.operands, self.lowering)
             if unchanged:
-                self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
+                self._checked_calls.keep(facts, _CheckedCall(ready.checks, joined=joined))
             return joined(ready.operands)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
         if not dense and unchanged:
-            counted = any(isinstance(x, Sparse) for x in ready.operands.values())
-            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks, counted=counted))
+            known = autograd.KnownStatement(names, self.text, None, self.lowering)
+            self._checked_calls.keep(facts, _CheckedCall(ready.checks, known))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def _meets(self, ready: _CheckedOperands) -> bool:
@@ -286,14 +280,11 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: the operator's; joined: of a statement that takes a join;
-    plans: of plain calls, if `counted` by the numbers of entries of sparse operands."""
+    """Cached call of operands that need no conversion: of a statement, or of one that takes a join."""
 
-    names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
+    statement: autograd.KnownStatement | None = None
     joined: JoinedStatement | None = None
-    counted: bool = False
-    plans: BoundedCache[plan.Plan] = field(default_factory=lambda: BoundedCache(64))
 
 
 class OneOperandEinsum:
@@ -331,9 +322,9 @@ class OneOperandEinsum:
         """The call as one loop nest or kernel, once it has run; None if it is no such."""
         operands = {**self._fixed, self._name: x}
         tensors, seen = tensors_of(operands.values()), _compiled(self._text, "")._checked_calls.get(facts_of(operands))
-        if seen is None:
+        if seen is None or seen.statement is None:
             return None
-        return plan.of_one(plan.plan_for(tensors, seen.names, self._text, None, ""), tensors, x)
+        return plan.of_one(plan.plan_for(tensors, seen.statement.names, self._text, None, ""), tensors, x)
 
 
 def _generation(x: Tensor) -> Hashable:

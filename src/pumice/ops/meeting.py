@@ -37,14 +37,14 @@ from pumice.language.meet import (
 from pumice.language.nodes import ANY, Access, Range, Statement, Term, accesses_of
 from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
-from pumice.lower.iterate import ReadyProduct
+from pumice.lower.levels import StoredOperand, scattered
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import LevelNests, choices_of, contiguous, windowed
+from pumice.ops.direct import LevelNests, choices_of, contiguous, stored_operand, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used, tensors_of
 from pumice.ops.sparse import Sparse
-from pumice.runtime.cache import cached_per_values
+from pumice.runtime.cache import KeptResult
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
@@ -60,18 +60,20 @@ def _entries(x: Sparse) -> int:
 
 
 def _dense(x: Sparse) -> Tensor:
-    """The dense tensor, cached with the values."""
-    (part,) = x.parts
-    names, arrays = zip(*part.coords.items(), strict=True)
-    return x.to_dense() if part.values is None else _dense_of(part.values, x.format, x.shape, names, *arrays)
+    """The dense tensor on a CPU, kept with the values."""
+    return x.to_dense() if x.parts[0].values is None else x.kept("dense", _dense_of).get()
 
 
-@cached_per_values
-def _dense_of(
-    values: Tensor, format: Format, shape: tuple[int, ...], names: tuple[str, ...], *arrays: Tensor
-) -> Tensor:
-    part = FormatBucket(dict(zip(names, arrays, strict=True)), values)
-    return Sparse(format, shape, (part,), values.numel()).to_dense()
+def _dense_of(x: Sparse) -> KeptResult[Tensor]:
+    levels = stored_operand(x).levels
+
+    def made(values: Tensor) -> Tensor:
+        found = scattered(StoredOperand(levels, values), values.dtype)
+        return x.to_dense() if found is None else found
+
+    values = x.parts[0].values
+    assert values is not None
+    return KeptResult(values, made)
 
 
 class JoinedStatement:
@@ -204,7 +206,8 @@ class _Plain:
         # Otherwise vectors in place are faster, in a loop over the entries.
         levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
         self.nests = LevelNests(replace(bound, statement=step), operands) if levels else None
-        _, self.names, self.dense = flatten_used(self.text, operands, ())
+        _, names, self.dense = flatten_used(self.text, operands, ())
+        self.statement = autograd.KnownStatement(names, self.text, self.shape, lowering)
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         return f"a statement of its own: {self.text}" if self.nests is None else self.nests.explained(operands)
@@ -215,8 +218,7 @@ class _Plain:
         if self.dense:
             tensors, names, _ = flatten_used(self.text, {name: operands[name] for name in self.read}, ())
             return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
-        tensors = tensors_of([operands[name] for name in self.read])
-        return autograd.einsum(tensors, self.names, self.text, self.shape, self.lowering)
+        return self.statement(tensors_of([operands[name] for name in self.read]))
 
 
 class _Term:
@@ -250,11 +252,12 @@ class _Term:
         """The result; a Sparse if the statement has a pattern."""
         # The first way that applies, the fastest first.
         result = None if self.prescribed else self.over_map(operands)
-        if result is None and self.nests is not None and (ready := self.nests.ready(operands)) is not None:
-            if names := self.used_dense(ready):
-                return self.partly_dense(operands, names)
-            result = ready.run()
-            if not self.is_sparse:
+        if result is None and self.nests is not None:
+            ready = self.nests.choose(operands) if self.tried_dense else self.nests.ready(operands)
+            if isinstance(ready, frozenset):
+                return self.partly_dense(operands, ready)
+            result = None if ready is None else ready.run()
+            if result is not None and not self.is_sparse:
                 return result
         result = self.over_join(operands) if result is None else result
         if self.made is None:
@@ -263,17 +266,17 @@ class _Term:
         found = Sparse(self.made, self.shape, (part,), result.numel())
         return found if self.is_sparse else found.to_dense()
 
-    def used_dense(self, ready: ReadyProduct) -> frozenset[str]:
-        """The operands that are best used in dense form, if they may be."""
-        fixed = self.lowering or self.prescribed or self.is_sparse or self.nests is None
-        return frozenset() if fixed else self.nests.best_dense(ready)
+    @property
+    def tried_dense(self) -> bool:
+        """True if operands may be used in dense form."""
+        return not (self.lowering or self.prescribed or self.is_sparse)
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         if self.meeting.roles and not self.prescribed:
             return "kernel map of the window"
         if self.nests is None:
             return "a join of the entries"
-        if (ready := self.nests.ready(operands)) is not None and (names := self.used_dense(ready)):
+        if self.tried_dense and isinstance(names := self.nests.choose(operands), frozenset):
             return f"with {', '.join(sorted(names))} in dense form, by the cost model"
         return self.nests.explained(operands)
 

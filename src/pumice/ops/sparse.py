@@ -52,6 +52,7 @@ class Sparse:
     parts: tuple[FormatBucket, ...]
     nnz: int
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
     @property
     def layout(self) -> FormatLayout:
@@ -104,8 +105,8 @@ class Sparse:
 
     @cached_property
     def facts(self) -> tuple[Hashable, ...]:
-        """What plans depend on besides the number of entries: format, shape, number of parts, dtype of the values (None:
-        ones) and device. Not for use under torch.compile."""
+        """What plans depend on besides the number of entries: format, shape, number of parts, dtype of the values
+        (None: ones) and device. Not for use under torch.compile."""
         part = self.parts[0]
         if (values := part.values) is None:
             return str(self.format), self.shape, len(self.parts), None, self.device
@@ -116,6 +117,12 @@ class Sparse:
         if name not in self._storages:
             self._storages[name] = build(self)
         return self._storages[name]
+
+    def kept(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
+        """`build(self)`, cached as `name` for this operand alone."""
+        if name not in self._kept:
+            self._kept[name] = build(self)
+        return self._kept[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
         """int32 [extent + 1]: first entry of each coordinate (block) of the first flattened axis; CSR: row pointers."""
