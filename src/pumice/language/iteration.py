@@ -28,7 +28,8 @@ from pumice.language.nodes import Access, Affine, indices_of
 
 DENSE, COMPRESSED, HASHED = "multiply", "search", "hash"  # How a level locates, see formats.KINDS
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
-_MOST_INDICES = 10
+_MOST_INDICES, _MANY_INDICES, _MANY_FACTORS = 10, 6, 3
+_MOST_SETS = 64  # Of indices, that are continued in the search for an order of loops
 _MOST_POINTS = 1 << 36  # Of the loops, as estimated: declared ranges may be any
 _LANES = 8
 # Nanoseconds, measured on a core with AVX2: a step of loops over levels; a vector of products inside them, and of
@@ -247,7 +248,10 @@ def densified(product: LevelProduct) -> tuple[int, ...]:
 
     Vectors run along dense axes alone: with one factor dense, there are more products, in vectors."""
     sparse = [n for n, f in enumerate(product.factors) if f.levels and n != product.pattern]
-    every = (left for count in range(len(sparse)) for left in combinations(sparse, count))
+    # Of many loops or factors, comparing all takes long.
+    many = len(product.ranges) > _MANY_INDICES or len(sparse) > _MANY_FACTORS
+    counts = {0, len(sparse) - 1} if many else range(len(sparse))
+    every = (left for count in counts for left in combinations(sparse, count))
     return min(every, key=lambda places: _nanoseconds(_with_dense(product, places)) + len(places) * _DENSE_FORM)
 
 
@@ -510,7 +514,7 @@ def _cheapest(
                 if name not in bound:
                     total, after = float(f"{spent + cost(bound, name):.9g}"), bound | {name}
                     found[after] = min(found.get(after, (math.inf, ())), (total, (*order, place)))
-        best = found
+        best = dict(sorted(found.items(), key=lambda item: item[1])[:_MOST_SETS])
     ((spent, order),) = best.values()
     return [names[place] for place in order], spent
 

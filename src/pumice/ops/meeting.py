@@ -35,6 +35,7 @@ from pumice.language.meet import (
     with_pattern,
 )
 from pumice.language.nodes import ANY, Access, Range, Statement, Term, accesses_of
+from pumice.language.parts import in_parts
 from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
 from pumice.lower.levels import StoredOperand, scattered
@@ -92,7 +93,7 @@ class JoinedStatement:
             raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")
         given, operands = operands, stored(operands)
         self.entrywise = [*map(id, given.values())] == [*map(id, operands.values())]
-        self.terms = list[_Plain | _Term]()
+        self.terms = list[_Plain | _Term | _Parts]()
         self.positions = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None
         if self.positions is not None:
@@ -105,7 +106,11 @@ class JoinedStatement:
             given = {name: x for name, x in operands.items() if name in read}
             axes = {name: found.coordinates for name, found in _stored_axes(given).items()}
             joins = step.pattern or meets(step.terms[0], axes)
-            self.terms.append((_Term if joins else _Plain)(step, given, bound, lowering))
+            parts = in_parts(step, bound.ranges) if joins and not lowering and _is_wide(given) else (step,)
+            if len(parts) > 1:
+                self.terms.append(_Parts(parts, bound.shape))
+            else:
+                self.terms.append((_Term if joins else _Plain)(step, given, bound, lowering))
         self.union = _Union(statement, bound.shape, self.terms) if union else None
 
     def __call__(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
@@ -197,6 +202,34 @@ def _in_order(lists: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
     return {name: x[order] for name, x in lists.items()}
 
 
+def _is_wide(operands: Mapping[str, Any]) -> bool:
+    """True if sums of these operands may be rounded in their dtype: they are not of half precision."""
+    return all(x.dtype not in (torch.float16, torch.bfloat16) for x in operands.values())
+
+
+class _Parts:
+    """A statement of one term that is evaluated as several, see pumice.language.parts."""
+
+    def __init__(self, parts: Sequence[Statement], shape: tuple[int, ...]) -> None:
+        self.parts, self.shape, self.made = parts, shape, list[JoinedStatement]()
+
+    def explained(self, operands: Mapping[str, Any]) -> str:
+        return "\n".join(["as several statements", *(f"  {part}" for part in self.parts)])
+
+    def evaluated(self, operands: Mapping[str, Any]) -> Any:
+        given, result = dict(operands), None
+        for number, part in enumerate(self.parts):
+            read = {access.name: given[access.name] for access in accesses_of(*part.terms)}
+            if number == len(self.made):
+                shape = self.shape if number + 1 == len(self.parts) else None
+                self.made.append(JoinedStatement(part, read, "", shape))
+            given[part.target.name] = result = self.made[number](read)
+        return result
+
+    def over_keys(self, operands: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a statement with a pattern is not evaluated in parts")
+
+
 class _Plain:
     """A statement of one term that takes no join."""
 
@@ -206,8 +239,7 @@ class _Plain:
         # Otherwise vectors in place are faster, in a loop over the entries.
         levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
         self.nests = LevelNests(replace(bound, statement=step), operands) if levels else None
-        _, names, self.dense = flatten_used(self.text, operands, ())
-        self.statement = autograd.KnownStatement(names, self.text, self.shape, lowering)
+        self.known: tuple[autograd.KnownStatement, bool] | None = None
 
     def explained(self, operands: Mapping[str, Any]) -> str:
         return f"a statement of its own: {self.text}" if self.nests is None else self.nests.explained(operands)
@@ -215,10 +247,13 @@ class _Plain:
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
         if self.nests is not None and (ready := self.nests.ready(operands)) is not None:
             return ready.run()
-        if self.dense:
-            tensors, names, _ = flatten_used(self.text, {name: operands[name] for name in self.read}, ())
-            return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
-        return self.statement(tensors_of([operands[name] for name in self.read]))
+        if self.known is None or self.known[1]:
+            given = {name: operands[name] for name in self.read}
+            tensors, names, dense = flatten_used(self.text, given, ())
+            statement = autograd.KnownStatement(names, self.text, self.shape, self.lowering)
+            self.known = statement, bool(dense)
+            return statement(tensors)
+        return self.known[0](tensors_of([operands[name] for name in self.read]))
 
 
 class _Term:
