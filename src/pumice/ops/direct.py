@@ -52,6 +52,28 @@ def choices_of(lowering: str, sparse: Sequence[str]) -> IterationChoices | None:
     return IterationChoices(schedule.order, schedule.vector[0][0] if schedule.vector else None, schedule.locate)
 
 
+def choices_of_windows(
+    lowering: str, statement: Statement, sparse: Mapping[str, tuple[int, ...]]
+) -> IterationChoices | None:
+    """What a lowering prescribes for the nest of a statement that reads one sparse operand, through windows; None if it
+    asks for something else. Raises OptionError if it cannot have the schedule. sparse: as above."""
+    name, _, preset = lowering.partition("/")
+    if preset == "deepsparse":
+        # Of each pixel its entries, in the order in which they are stored; vectors along the output channels.
+        names = indices_of(
+            statement.target, *(e for f in _reads(statement, sparse) for e in f.indices), *statement.terms
+        )
+        return IterationChoices(names)
+    if name not in ("", "nest") or (preset in PRESETS and preset != "direct"):
+        return None
+    return IterationChoices() if lowering == "nest" else choices_of(lowering, [*sparse])
+
+
+def _reads(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> list[Access]:
+    factors = (f for term in statement.terms for f in term.factors)
+    return [f for f in factors if isinstance(f, Access) and f.name in sparse]
+
+
 class LevelNests:
     """Nests over the levels of a product's operands, which are of the formats and shapes of these. pattern: the place
     of the factor at whose entries the target has values, which are returned; or -1."""

@@ -26,7 +26,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.lower.call import global_settings
 from pumice.ops import autograd
-from pumice.ops.direct import windowed
+from pumice.ops.direct import choices_of_windows, windowed
 from pumice.ops.meeting import JoinedStatement
 from pumice.ops.operands import (
     DeclarationCheck,
@@ -204,8 +204,11 @@ class Einsum:
     def _meets(self, ready: _CheckedOperands) -> bool:
         """True for statements of sparse operands that meet, or, on a CPU, that are read through windows."""
         axes = _coordinate_axes(ready.operands)
-        nests = not self.lowering and all(ready.operands[name].device.type == "cpu" for name in axes)
-        return joins(ready.statement, axes) or (nests and windowed(ready.statement, axes))
+        if joins(ready.statement, axes):
+            return True
+        on_cpu = all(ready.operands[name].device.type == "cpu" for name in axes)
+        read = on_cpu and windowed(ready.statement, axes)
+        return read and choices_of_windows(self.lowering, ready.statement, axes) is not None
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""

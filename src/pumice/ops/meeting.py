@@ -20,6 +20,7 @@ from pumice.errors import DeviceError, OptionError, ShapeError
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import declare, fresh
 from pumice.language.formats import Format, Level
+from pumice.language.iteration import IterationChoices
 from pumice.language.meet import (
     Flattened,
     Source,
@@ -41,7 +42,7 @@ from pumice.lower import maps, plan
 from pumice.lower.levels import StoredOperand, scattered
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import LevelNests, choices_of, contiguous, stored_operand, windowed
+from pumice.ops.direct import LevelNests, choices_of, choices_of_windows, contiguous, stored_operand, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
 from pumice.ops.operands import flatten_used, tensors_of
 from pumice.ops.sparse import Sparse
@@ -235,10 +236,14 @@ class _Plain:
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         self.read, self.text, self.shape = [*operands], str(declare(step, bound.ranges)), bound.shape
-        self.lowering, axes = lowering, {name: found.coordinates for name, found in _stored_axes(operands).items()}
-        # Otherwise vectors in place are faster, in a loop over the entries.
-        levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
-        self.nests = LevelNests(replace(bound, statement=step), operands) if levels else None
+        axes = {name: found.coordinates for name, found in _stored_axes(operands).items()}
+        choices = choices_of_windows(lowering, step, axes) if windowed(step, axes) else None
+        # Not of levels: vectors in place are faster, in a loop over the entries.
+        if choices is None and not lowering and not contiguous(step, axes):
+            choices = IterationChoices()
+        self.nests = None if choices is None else LevelNests(replace(bound, statement=step), operands, -1, choices)
+        # A schedule is of the nest. Where that does not run, the statement has none.
+        self.lowering = lowering if choices is None else ""
         self.known: tuple[autograd.KnownStatement, bool] | None = None
 
     def explained(self, operands: Mapping[str, Any]) -> str:
