@@ -34,7 +34,7 @@ _MOST_POINTS = 1 << 36  # Of the loops, as estimated: declared ranges may be any
 _LANES = 8
 # Nanoseconds, measured on a core with AVX2: a step of loops over levels; a vector of products inside them, and of
 # entries; an element of dense arrays that is read or written; the use of an operand in dense form
-_STEP, _VECTOR, _ENTRY_VECTOR, _ELEMENT, _DENSE_FORM = 3.0, 1.1, 0.6, 3.0, 2e4
+_STEP, _VECTOR, _ENTRY_VECTOR, _ELEMENT, _DENSE_FORM = 3.0, 1.0, 0.6, 3.0, 2e4
 _COLUMNS = 64  # Of a tile of vectors
 _CACHED = ((8192, 0.4), (32768, 0.4))  # Values that a level of caches holds, and the cost of reading a vector behind it
 _SHARED = 16  # Points of a loop that are enough to share them among threads

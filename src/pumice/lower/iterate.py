@@ -162,11 +162,10 @@ class PlannedProduct:
         dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
         nest = loop_nest(self.symbols, product.choices)
         skipped = len(nest.factors[product.pattern].levels) if product.pattern >= 0 else 0
-        target = _Array.of(
-            nest.target, tuple(range(skipped, len(nest.target.indices))), nest.vector, product.pattern >= 0
-        )
+        axes, loops = range(skipped, len(nest.target.indices)), [name for step in nest.steps for name in step.indices]
+        target = _Array.of(nest.target, axes, product.pattern >= 0, nest.vector, ())
         arrays = [
-            _Array.of(f.access, form.dense, nest.vector, bool(f.levels))
+            _Array.of(f.access, form.dense, bool(f.levels), nest.vector, loops)
             for f, form in zip(nest.factors, product.forms, strict=True)
         ]
         along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
@@ -203,49 +202,52 @@ class ReadyProduct(NamedTuple):
 
 
 class _Array(NamedTuple):
-    """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; vector:
-    the axis of the vector index, None without."""
+    """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; order: of
+    the axes as a nest reads and writes them, that of the vector index last."""
 
     axes: tuple[Affine, ...]
     stored: bool
-    vector: int | None
+    order: tuple[int, ...]
 
     @staticmethod
-    def of(access: Access, axes: Sequence[int], vector: str, stored: bool) -> _Array:
+    def of(access: Access, axes: Sequence[int], stored: bool, vector: str, loops: Sequence[str]) -> _Array:
+        """loops: the indices whose loops give the order of the other axes if the array is copied; () keeps it."""
         expressions = tuple(access.indices[axis] for axis in axes)
-        at = next((n for n, e in enumerate(expressions) if vector and e.bare == vector), None)
-        return _Array(expressions, stored, at)
+        order, at = [*range(len(expressions))], [n for n, e in enumerate(expressions) if vector and e.bare == vector]
+        if at and at[0] != order[-1]:
+            order.remove(at[0])
+            depths = {name: depth for depth, name in enumerate(loops)}
+            order.sort(key=lambda n: max((depths.get(name, -1) for name in indices_of(expressions[n])), default=-1))
+            order.append(at[0])
+        return _Array(expressions, stored, tuple(order))
 
     @property
     def indices(self) -> tuple[str, ...]:
         return indices_of(*self.axes)
 
-    @property
-    def last(self) -> tuple[Affine, ...]:
-        """The axes with that of the vector index last."""
-        at = len(self.axes) if self.vector is None else self.vector
-        return (*self.axes[:at], *self.axes[at + 1 :], *self.axes[at : at + 1])
-
     def held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The values as a nest reads them."""
-        at = None if self.vector is None else self.vector + self.stored
-        if x.dtype == dtype and x.is_contiguous() and at in (None, x.ndim - 1):
-            return x
-        return _copied(x, at, dtype)
+        kept = self.order == _IN_ORDER[: len(self.order)]
+        return x if kept and x.dtype == dtype and x.is_contiguous() else _copied(x, self._permutation(), dtype)
+
+    def _permutation(self) -> tuple[int, ...]:
+        return (*_IN_ORDER[: self.stored], *(n + self.stored for n in self.order))
 
     def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """The sizes of the axes as a nest reads and writes them."""
-        at = len(sizes) if self.vector is None else self.vector
-        return (*sizes[:at], *sizes[at + 1 :], *sizes[at : at + 1])
+        return tuple(sizes[n] for n in self.order)
 
     def restored(self, x: Tensor) -> Tensor:
-        at = -1 if self.vector is None else self.vector + self.stored
-        return x if at in (-1, x.ndim - 1) else x.movedim(-1, at).contiguous()
+        if self.order == _IN_ORDER[: len(self.order)]:
+            return x
+        permutation = self._permutation()
+        return x.permute([permutation.index(n) for n in range(x.ndim)]).contiguous()
 
     def strides(self, sizes: Sequence[int]) -> dict[str, int]:
         """Elements between neighbouring points of each index; "": what constants add. sizes: of the axes."""
         found, stride = {"": 0}, 1
-        for expression, size in reversed([*zip(self.last, self.shape(sizes), strict=True)]):
+        for axis in reversed(self.order):
+            expression, size = self.axes[axis], sizes[axis]
             for coefficient, atom in expression.terms:
                 found[str(atom)] = found.get(str(atom), 0) + coefficient * stride
             found[""] += expression.constant * stride
@@ -253,9 +255,12 @@ class _Array(NamedTuple):
         return found
 
 
+_IN_ORDER = tuple(range(64))
+
+
 @cached_per_values
-def _copied(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
-    return (x if axis is None else x.movedim(axis, -1)).to(dtype).contiguous()
+def _copied(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return x.permute(axes).to(dtype).contiguous()
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ Source: "Unified Convolution Framework", 4.2.
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from array import array
 from bisect import bisect_right
@@ -32,31 +33,60 @@ _DENSE, _EMPTY = 1 << 16, 64  # Positions of a dense level: in any case, and for
 _UNSORTED = -1
 
 _LIST = """
-/* The number of floating-point values of {bits} bits that are not 0: whose bits but for the sign are not all 0. */
-i64 count_{bits}(const {word} *x, i64 n) {{
+typedef {word} w{bits} __attribute__((vector_size(8 * sizeof({word})), aligned(sizeof({word})), may_alias));
+/* Marks the floating-point values of {bits} bits that are not 0, whose bits but for the sign are not all 0, by one bit
+   each in words of 64; returns their number. */
+i64 mark_{bits}(const {word} *x, i64 n, unsigned char *marks) {{
     i64 found = 0;
-    for (i64 i = 0; i < n; i++) found += ({word})(x[i] << 1) != 0;
+    for (i64 i = 0; i < n / 8; i++) {{
+        w{bits} f = (w{bits})((*(const w{bits} *)(x + 8 * i) << 1) != 0) & (w{bits}){{1, 2, 4, 8, 16, 32, 64, 128}};
+        f |= __builtin_shufflevector(f, f, 4, 5, 6, 7, 0, 1, 2, 3);
+        f |= __builtin_shufflevector(f, f, 2, 3, 0, 1, 6, 7, 4, 5);
+        f |= __builtin_shufflevector(f, f, 1, 0, 3, 2, 5, 4, 7, 6);
+        marks[i] = f[0];
+        found += __builtin_popcount(marks[i]);
+    }}
+    for (i64 i = n / 8; i % 8 || i == n / 8; i++) marks[i] = 0;
+    for (i64 i = n & ~7ll; i < n; i++) {{
+        const int kept = ({word})(x[i] << 1) != 0;
+        marks[i / 8] |= kept << i % 8;
+        found += kept;
+    }}
     return found;
 }}
-/* z: axes, rows, length of a row (the last axis), address of the values to write, then by axis the extents and the
-   addresses of the coordinates to write. There is room for one more than are found. */
-void list_{bits}(const {word} *restrict x, const i64 *z) {{
-    const i64 axes = z[0], length = z[2], *extents = z + 4, *addresses = extents + axes;
-    {word} *restrict values = ({word} *)z[3];
-    int *restrict last = (int *)addresses[axes - 1];
-    i64 found = 0;
-    for (i64 row = 0; row < z[1]; row++, x += length) {{
-        const i64 first = found;
-        for (i64 i = 0; i < length; i++) {{
+/* z: axes, values, length of a row (the last axis), addresses of the marks, of the values to write and of the first one
+   of each row to write, then by axis the extents and the addresses of the coordinates to write. */
+static inline __attribute__((always_inline))
+void list_of_{bits}(const i64 axes, const {word} *restrict x, const i64 *z) {{
+    const i64 length = z[2], *extents = z + 6, *addresses = extents + axes;
+    const unsigned long long *marks = (const unsigned long long *)z[3];
+    {word} *restrict values = ({word} *)z[4];
+    int *first = (int *)z[5], at[16] = {{0}}, *to[16];
+    for (i64 d = 0; d < axes; d++) to[d] = (int *)addresses[d];
+    i64 found = 0, start = 0;
+    *first++ = 0;
+    for (i64 n = 0; 64 * n < z[1]; n++) {{
+        for (unsigned long long left = marks[n]; left; left &= left - 1) {{
+            const i64 i = 64 * n + __builtin_ctzll(left);
+            while (i >= start + length) {{
+                start += length;
+                *first++ = found;
+                for (i64 d = axes - 2; d >= 0 && ++at[d] == extents[d]; d--) at[d] = 0;
+            }}
             values[found] = x[i];
-            last[found] = i;
-            found += ({word})(x[i] << 1) != 0;
+            #pragma GCC unroll 4
+            for (i64 d = 0; d < axes - 1; d++) to[d][found] = at[d];
+            to[axes - 1][found++] = i - start;
         }}
-        for (i64 axis = axes - 2, rest = row; axis >= 0 && found > first; rest /= extents[axis--]) {{
-            int *to = (int *)addresses[axis];
-            const int at = rest % extents[axis];
-            for (i64 e = first; e < found; e++) to[e] = at;
-        }}
+    }}
+    for (; start < z[1]; start += length) *first++ = found;
+}}
+void list_{bits}(const {word} *x, const i64 *z) {{
+    switch (z[0]) {{
+        case 2: return list_of_{bits}(2, x, z);
+        case 3: return list_of_{bits}(3, x, z);
+        case 4: return list_of_{bits}(4, x, z);
+        default: return list_of_{bits}(z[0], x, z);
     }}
 }}
 """
@@ -189,10 +219,11 @@ _BY_LEVEL, _OF_HASH = ("sizes", "coordinates", "pos", "crd", "positions"), ("tab
 
 
 class StoredLevels:
-    """The coordinates of a sparse operand's entries (int32, by axis of its form), and the levels that they make."""
+    """The coordinates of a sparse operand's entries (int32, by axis of its form), and the levels that they make. rows:
+    of ListedEntries, if they were listed in this order and not written since."""
 
-    def __init__(self, form: StoredForm, coordinates: list[Tensor]) -> None:
-        self.form, self.coordinates = form, coordinates
+    def __init__(self, form: StoredForm, coordinates: list[Tensor], rows: Tensor | None = None) -> None:
+        self.form, self.coordinates, self._rows = form, coordinates, rows
         self._versions, self._fibers = list[int](), None
 
     @property
@@ -204,7 +235,8 @@ class StoredLevels:
             # Inference tensors do not tell that they were written.
             return Fibers.of(self.form, self.coordinates)
         if self._versions != versions:
-            self._versions, self._fibers = versions, Fibers.of(self.form, self.coordinates)
+            rows = None if any(versions) else self._rows
+            self._versions, self._fibers = versions, Fibers.of(self.form, self.coordinates, rows)
         return self._fibers
 
 
@@ -228,7 +260,11 @@ class Fibers:
     key: all that a nest depends on, positions rounded to powers of two: similar scenes have one nest."""
 
     def __init__(
-        self, form: StoredForm, coordinates: Sequence[Tensor], held: tuple[Tensor, array[int]], order: Tensor | None
+        self,
+        form: StoredForm,
+        coordinates: Sequence[Tensor],
+        held: tuple[Tensor, array[int]],
+        order: Tensor | None = None,
     ) -> None:
         self.form, self.coordinates, self.order, (self.held, self.numbers) = form, coordinates, order, held
         self.dense, self.hashes = self.numbers[1], list[tuple[Tensor, Tensor]]()
@@ -240,12 +276,14 @@ class Fibers:
             self.numbers.extend((table.data_ptr(), len(table) - 1, keys.data_ptr()))
 
     @staticmethod
-    def of(form: StoredForm, coordinates: Sequence[Tensor]) -> Fibers | None:
+    def of(form: StoredForm, coordinates: Sequence[Tensor], rows: Tensor | None = None) -> Fibers | None:
         """The levels of entries with these coordinates; None if two of them are the same."""
         entries = coordinates[0].shape[0]
         dense = bisect_right(form.leading, _DENSE + _EMPTY * entries)
         if dense == len(form.axes):
             return None
+        if rows is not None and dense == len(form.axes) - 1 and form.locates[-1] == COMPRESSED:
+            return Fibers(form, coordinates, (rows, _of_rows(form, coordinates, rows)))
         listed = [x.contiguous() for x in coordinates]
         found, order = _split(form, listed, dense), None
         if found == _UNSORTED:
@@ -280,28 +318,45 @@ class Fibers:
 
     def _parts(self, name: str, sizes: Sequence[int]) -> list[Tensor]:
         first = self.form.place(name, 0)
-        starts = [(at - self.held.data_ptr()) // 4 for at in self.numbers[first : first + len(sizes)]]
-        return [self.held[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        places = self.numbers[first : first + len(sizes)]
+        return [self._part(at, size) for at, size in zip(places, sizes, strict=True)]
+
+    def _part(self, address: int, size: int) -> Tensor:
+        """A part of the memory, nothing for dense levels."""
+        for memory in (self.held, self.coordinates[-1]):
+            start = (address - memory.data_ptr()) // 4
+            if 0 <= start <= memory.numel() - size:
+                return memory[start : start + size]
+        return self.held[:0]
 
 
-def listed(x: Tensor) -> tuple[tuple[Tensor, ...], Tensor] | None:
-    """(int32 coordinates by axis, values) of the nonzeros (and NaN) of a dense array, in row-major order. None if there
-    is no kernel: there is one for floating-point values on a CPU with a C compiler."""
-    if not x.dtype.is_floating_point or x.device.type != "cpu" or not x.ndim or nest_c.unavailable():
+class ListedEntries(NamedTuple):
+    """Entries in row-major order: int32 coordinates by axis, values, and the first entry of each row [rows + 1]."""
+
+    coordinates: tuple[Tensor, ...]
+    values: Tensor
+    rows: Tensor
+
+
+def listed(x: Tensor) -> ListedEntries | None:
+    """The nonzeros (and NaN) of a dense array, in row-major order. None if there is no kernel: there is one for
+    floating-point values on a CPU with a C compiler."""
+    if not x.dtype.is_floating_point or x.device.type != "cpu" or not 0 < x.ndim <= MOST_LEVELS:
         return None
     bits = 8 * x.element_size()
-    if bits not in _WORDS:
+    if bits not in _WORDS or nest_c.unavailable():
         return None
-    x = x.detach().contiguous()
-    count = _library()[f"count_{bits}"]
-    count.restype = ctypes.c_int64
-    address = ctypes.c_void_p(x.data_ptr())
-    found = count(address, ctypes.c_int64(x.numel()))
-    values, coords = x.new_empty(found + 1), [torch.empty(found + 1, **_INT32) for _ in x.shape]
-    rows = x.numel() // max(1, x.shape[-1])
-    numbers = array("q", [x.ndim, rows, x.shape[-1], values.data_ptr(), *x.shape, *(c.data_ptr() for c in coords)])
+    x, length = x.detach().contiguous(), x.shape[-1]
+    marks = torch.empty(-(-x.numel() // 64) + 1, dtype=torch.int64, device=_CPU)
+    mark, address = _library()[f"mark_{bits}"], ctypes.c_void_p(x.data_ptr())
+    mark.restype = ctypes.c_int64
+    found = mark(address, ctypes.c_int64(x.numel()), ctypes.c_void_p(marks.data_ptr()))
+    values, coords = x.new_empty(found), tuple([torch.empty(found, dtype=torch.int32, device=_CPU) for _ in x.shape])
+    rows = torch.empty(x.numel() // max(1, length) + 1, dtype=torch.int32, device=_CPU)
+    written = marks.data_ptr(), values.data_ptr(), rows.data_ptr()
+    numbers = array("q", [x.ndim, x.numel(), length, *written, *x.shape, *(c.data_ptr() for c in coords)])
     _library()[f"list_{bits}"](address, _address(numbers))
-    return tuple(c[:found] for c in coords), values[:found]
+    return ListedEntries(coords, values, rows)
 
 
 def scattered(operand: StoredOperand, dtype: torch.dtype) -> Tensor | None:
@@ -331,6 +386,20 @@ def _split(form: StoredForm, coordinates: Sequence[Tensor], dense: int) -> tuple
     return _splitter()(numbers.buffer_info()[0]) or (held, numbers)
 
 
+def _of_rows(form: StoredForm, coordinates: Sequence[Tensor], rows: Tensor) -> array[int]:
+    """The same integers where all levels are dense but the last, whose pos and crd are known."""
+    count, entries, numbers = len(form.axes), coordinates[0].shape[0], form.numbers[:]
+    positions = (*form.leading, entries)
+    numbers[1], numbers[2] = count - 1, entries
+    for depth, x in enumerate(coordinates):
+        numbers[form.place("coordinates", depth)] = x.data_ptr()
+        numbers[form.place("positions", depth)] = positions[depth]
+        numbers[form.place("positions", depth) + count] = 1 << round(math.log2(positions[depth] or 1))
+    numbers[form.place("pos", count - 1)] = rows.data_ptr()
+    numbers[form.place("crd", count - 1)] = coordinates[-1].data_ptr()
+    return numbers
+
+
 @lru_cache(maxsize=1)
 def _splitter() -> Callable[[int], int]:
     split = _library()["levels"]
@@ -339,7 +408,6 @@ def _splitter() -> Callable[[int], int]:
 
 
 _CPU = torch.device("cpu")
-_INT32 = {"dtype": torch.int32, "device": "cpu"}
 
 
 def _address(numbers: array[int]) -> ctypes.c_void_p:

@@ -137,7 +137,7 @@ def stored_operand(x: Sparse) -> StoredOperand:
 def _levels(x: Sparse) -> StoredLevels:
     coords = x.parts[0].coords
     form, names = _form(str(x.format), x.shape, tuple(coords))
-    return StoredLevels(form, [coords[name] for name in names])
+    return StoredLevels(form, [coords[name] for name in names], x.storage("rows", lambda _: None))
 
 
 @lru_cache(maxsize=1024)
