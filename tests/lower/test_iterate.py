@@ -120,7 +120,7 @@ def test_values_at_the_entries_of_a_mask(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C"):
+        for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C", "(n p q):H p:M8 q:M4"):
             given = {"M": pm.sparse(mask, form), "I": pm.sparse(image, "(n h w):C c:U"), "F": weight}
             got = product(text, pattern=0, **given).run()
             at = [given["M"].parts[0].coords[name].long() for name in "npq"]

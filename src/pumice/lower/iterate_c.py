@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pumice.language.iteration import DENSE, HASHED, AxisOf, Count, EntryLoop, LevelOf, LoopNest, LoopStep, Merge, Walk
 from pumice.language.nodes import Affine, indices_of
@@ -82,7 +82,7 @@ class Emitted:
     ("table" | "mask" | "hash_keys", level); ("coordinates", factor, depth); ("hints",): their number."""
 
     source: str
-    arguments: tuple[tuple[Hashable, ...], ...]
+    arguments: tuple[tuple[Any, ...], ...]
 
 
 def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) -> Emitted:

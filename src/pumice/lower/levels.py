@@ -206,6 +206,15 @@ class StoredForm:
         """The integers of the C function that splits entries into levels, without those of an operand."""
         return array("q", [len(self.axes), 0, 0, 0, *self.sizes, *[0] * (5 * len(self.axes))])
 
+    @cached_property
+    def numbers_of_rows(self) -> array[int]:
+        """The same with what is known if all levels are dense but the last."""
+        found, count = self.numbers[:], len(self.axes)
+        found[1] = count - 1
+        for depth, positions in enumerate(self.leading):
+            found[_HEAD + 4 * count + depth], found[_HEAD + 5 * count + depth] = positions, _rounded(positions)
+        return found
+
     def place(self, name: str, depth: int) -> int:
         """Where Fibers.numbers has the address of "pos", "crd" or "coordinates" of a level, the "table", the "mask" or
         the "hash_keys" of its hash, or the "order" of all."""
@@ -269,6 +278,10 @@ class Fibers:
         self.form, self.coordinates, self.order, (self.held, self.numbers) = form, coordinates, order, held
         self.dense, self.hashes = self.numbers[1], list[tuple[Tensor, Tensor]]()
         self.key = self.dense, order is None, self.numbers[-len(form.axes) :].tobytes()
+        if order is not None:
+            # The levels were split from sorted copies.
+            for place, x in enumerate(coordinates, form.place("coordinates", 0)):
+                self.numbers[place] = x.data_ptr()
         self.numbers.append(0 if order is None else order.data_ptr())
         for depth in form.hashed:
             table, keys = found = _hash(_keys(self.pos[depth], self.crd[depth], form.sizes[depth]))
@@ -388,16 +401,18 @@ def _split(form: StoredForm, coordinates: Sequence[Tensor], dense: int) -> tuple
 
 def _of_rows(form: StoredForm, coordinates: Sequence[Tensor], rows: Tensor) -> array[int]:
     """The same integers where all levels are dense but the last, whose pos and crd are known."""
-    count, entries, numbers = len(form.axes), coordinates[0].shape[0], form.numbers[:]
-    positions = (*form.leading, entries)
-    numbers[1], numbers[2] = count - 1, entries
-    for depth, x in enumerate(coordinates):
-        numbers[form.place("coordinates", depth)] = x.data_ptr()
-        numbers[form.place("positions", depth)] = positions[depth]
-        numbers[form.place("positions", depth) + count] = 1 << round(math.log2(positions[depth] or 1))
-    numbers[form.place("pos", count - 1)] = rows.data_ptr()
-    numbers[form.place("crd", count - 1)] = coordinates[-1].data_ptr()
+    count, entries, numbers = len(form.axes), coordinates[0].shape[0], form.numbers_of_rows[:]
+    for place, x in enumerate(coordinates, _HEAD + count):
+        numbers[place] = x.data_ptr()
+    last = _HEAD + 3 * count - 1  # The place of pos, before those of crd, of positions, and of rounded ones
+    numbers[2], numbers[last], numbers[last + count] = entries, rows.data_ptr(), numbers[_HEAD + 2 * count - 1]
+    numbers[last + 2 * count], numbers[last + 3 * count] = entries, _rounded(entries)
     return numbers
+
+
+def _rounded(count: int) -> int:
+    """The nearest power of two."""
+    return 1 << round(math.log2(count or 1))
 
 
 @lru_cache(maxsize=1)

@@ -104,7 +104,7 @@ class Sparse:
         return found
 
     @cached_property
-    def facts(self) -> tuple[Hashable, ...]:
+    def facts(self) -> tuple[Any, ...]:
         """What plans depend on besides the number of entries: format, shape, number of parts, dtype of the values
         (None: ones) and device. Not for use under torch.compile."""
         part = self.parts[0]
