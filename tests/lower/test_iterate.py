@@ -247,6 +247,26 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize(("channels", "axes"), [(70, (0, 1, 2, 3)), (64, (3, 2, 0, 1)), (41, (2, 3, 1, 0))])
+def test_weights_are_stored_by_tiles(channels, axes):
+    """Whole tiles, and vectors and single channels beside them; the weight's axes in any order."""
+    image, weight = draw(2, 9, 8, 16, density=0.5), draw(4, 3, 16, channels)
+    letters, wanted = (
+        "rscm",
+        torch.nn.functional.conv2d(image.permute(0, 3, 1, 2), weight[1:].permute(3, 2, 0, 1), padding=1).permute(
+            0, 2, 3, 1
+        ),
+    )
+    read = ",".join({"r": "r+1"}.get(letters[axis], letters[axis]) for axis in axes)
+    text = f"O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[{read}] ; p:9, q:8, r:3"
+    given = {"I": pm.sparse(image, "n:U h:U w:U c:C"), "F": weight.permute(axes).contiguous()}
+    made = product(text, **given)
+    assert made.planned.nest.arrays[1].tiles
+    torch.testing.assert_close(made.run(), wanted)
+    given["F"].mul_(2)
+    torch.testing.assert_close(pm.einsum(text, **given), 2 * wanted)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_with_other_operands(name):
     """What formats and shapes determine is computed once: counts, values, coordinates and layouts differ by call."""

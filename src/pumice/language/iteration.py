@@ -223,7 +223,7 @@ class LevelProduct:
     pattern: int = -1
 
 
-def _products(product: LevelProduct) -> float:
+def products_of(product: LevelProduct) -> float:
     """The estimated number of products of present values."""
     shares = math.prod(f.share(depth) for f in product.factors for depth in range(len(f.levels)))
     return math.prod(stop - start for _, start, stop in product.ranges) * shares
@@ -231,7 +231,7 @@ def _products(product: LevelProduct) -> float:
 
 def _nanoseconds(product: LevelProduct) -> float:
     """The estimated time of a product; of entries alone whose vectors are neighbours, that of loops over entries."""
-    sparse, products = [f for f in product.factors if f.levels], _products(product)
+    sparse, products = [f for f in product.factors if f.levels], products_of(product)
     bare = len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels)))
     if bare and not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}:
         dense = sum(math.prod(f.sizes) for f in product.factors if not f.levels)
@@ -287,7 +287,7 @@ def refused(product: LevelProduct) -> str | None:
         return f"it has {len(names)} indices, expected 1 to {_MOST_INDICES}"
     if any(e.arrays for e in (*target.indices, *(e for f in factors for e in f.access.indices))):
         return "it has index arrays"
-    if (points := _products(product)) > _MOST_POINTS:
+    if (points := products_of(product)) > _MOST_POINTS:
         return f"its loops have some {points:.0e} points, at most {_MOST_POINTS} are taken"
     return None if any(f.levels for f in factors) else "no factor is sparse"
 

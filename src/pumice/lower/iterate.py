@@ -30,11 +30,12 @@ from pumice.language.iteration import (
     LoopNest,
     densified,
     loop_nest,
+    products_of,
     refused,
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import HEADER, Emitted, Reads, emitted
+from pumice.lower.iterate_c import HEADER, Emitted, Reads, emitted, widths
 from pumice.lower.levels import MOST_LEVELS, Fibers, StoredForm, StoredOperand
 from pumice.lower.nest_form import MOST_ELEMENTS
 from pumice.runtime.cache import BoundedCache, cached_per_values
@@ -42,6 +43,7 @@ from pumice.runtime.native import parallel_region
 from pumice.runtime.workspace import require_memory
 
 _TASKS = 8  # Tasks per thread
+_REUSED, _MANY = 16, 1 << 12  # A factor stored by tiles: reads of each value, number of values
 Factor = StoredOperand | Tensor
 
 
@@ -170,9 +172,21 @@ class PlannedProduct:
         ]
         along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
         length = product.bound.extents[nest.vector] if nest.vector else 1
-        reads = Reads(along, tuple(form.dtype is not None for form in product.forms), self.ordered)
+        tiles = widths(length, nest_c.lanes_of(dtype)[1]) if nest.vector and not nest.sums else []
+        arrays = [
+            a._replace(tiles=tuple(tiles)) if has and len(tiles) > 1 and self.reused(n) else a
+            for n, (a, has) in enumerate(zip(arrays, along[1:], strict=True))
+        ]
+        valued = tuple(form.dtype is not None for form in product.forms)
+        reads = Reads(along, valued, self.ordered, tuple(bool(a.tiles) for a in arrays))
         code = emitted(nest, reads, length, nest_c.lanes_of(dtype))
         return PreparedNest(product, nest, code, target, tuple(arrays), dtype)
+
+    def reused(self, place: int) -> bool:
+        """True if each value of a dense factor is read so often that it may be copied, and they are many."""
+        values = math.prod(self.product.forms[place].shape)
+        dense = not self.symbols.factors[place].levels and values >= _MANY
+        return dense and values * _REUSED <= products_of(self.symbols)
 
     @property
     def source(self) -> str:
@@ -203,11 +217,13 @@ class ReadyProduct(NamedTuple):
 
 class _Array(NamedTuple):
     """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; order: of
-    the axes as a nest reads and writes them, that of the vector index last."""
+    the axes as a nest reads and writes them, that of the vector index last; tiles: of the vector index, by which the
+    array is stored, () if it is not."""
 
     axes: tuple[Affine, ...]
     stored: bool
     order: tuple[int, ...]
+    tiles: tuple[int, ...] = ()
 
     @staticmethod
     def of(access: Access, axes: Sequence[int], stored: bool, vector: str, loops: Sequence[str]) -> _Array:
@@ -227,6 +243,8 @@ class _Array(NamedTuple):
 
     def held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The values as a nest reads them."""
+        if self.tiles:
+            return _tiled(x, self.order, self.tiles, dtype)
         kept = self.order == _IN_ORDER[: len(self.order)]
         return x if kept and x.dtype == dtype and x.is_contiguous() else _copied(x, self._permutation(), dtype)
 
@@ -244,10 +262,11 @@ class _Array(NamedTuple):
         return x.permute([permutation.index(n) for n in range(x.ndim)]).contiguous()
 
     def strides(self, sizes: Sequence[int]) -> dict[str, int]:
-        """Elements between neighbouring points of each index; "": what constants add. sizes: of the axes."""
+        """Elements (of tiles: rows) between neighbouring points of each index; "": what constants add. sizes: of the
+        axes."""
         found, stride = {"": 0}, 1
         for axis in reversed(self.order):
-            expression, size = self.axes[axis], sizes[axis]
+            expression, size = self.axes[axis], 1 if self.tiles and axis == self.order[-1] else sizes[axis]
             for coefficient, atom in expression.terms:
                 found[str(atom)] = found.get(str(atom), 0) + coefficient * stride
             found[""] += expression.constant * stride
@@ -256,6 +275,12 @@ class _Array(NamedTuple):
 
 
 _IN_ORDER = tuple(range(64))
+
+
+@cached_per_values
+def _tiled(x: Tensor, axes: tuple[int, ...], tiles: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    rows = x.permute(axes).to(dtype).flatten(0, -2) if x.ndim > 1 else x.to(dtype)[None]
+    return torch.cat([part.reshape(-1) for part in rows.split(tiles, 1)])
 
 
 @cached_per_values
@@ -370,7 +395,9 @@ class _ArgumentBuilder:
         levels = defaultdict[int, list[tuple[int, int]]](list)
         for place, (name, *of) in enumerate(keys, HEADER):
             if name == "values":
-                values.append((place, of[0] + 1, self.strides[of[0] + 1][""] * self.prepared.dtype.itemsize))
+                tiled = of[0] >= 0 and self.prepared.arrays[of[0]].tiles
+                constant = 0 if tiled else self.strides[of[0] + 1][""]
+                values.append((place, of[0] + 1, constant * self.prepared.dtype.itemsize))
             elif name in _OF_LEVELS:
                 levels[of[0]].append((place, self.place(str(name), *of)))
             elif name == "hints" and of:
@@ -420,6 +447,13 @@ class _ArgumentBuilder:
 
     def stride(self, factor: int, index: str) -> int:
         return self.strides[factor + 1][index]
+
+    def offset(self, factor: int) -> int:
+        return self.strides[factor + 1][""]
+
+    def rows(self, factor: int) -> int:
+        sizes = self.sizes[factor + 1]
+        return math.prod(sizes) // sizes[self.prepared.arrays[factor].order[-1]]
 
     def span(self, factor: int) -> int:
         return math.prod(self.sizes[factor + 1])
