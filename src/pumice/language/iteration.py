@@ -34,7 +34,7 @@ _MOST_POINTS = 1 << 36  # Of the loops, as estimated: declared ranges may be any
 _LANES = 8
 # Nanoseconds, measured on a core with AVX2: a step of loops over levels; a vector of products inside them, and of
 # entries; an element of dense arrays that is read or written; the use of an operand in dense form
-_STEP, _VECTOR, _ENTRY_VECTOR, _ELEMENT, _DENSE_FORM = 3.0, 1.0, 0.6, 3.0, 2e4
+_STEP, _VECTOR, _ENTRY_VECTOR, _ELEMENT, _DENSE_FORM = 3.0, 0.8, 0.6, 3.0, 2e4
 _COLUMNS = 64  # Of a tile of vectors
 _CACHED = ((8192, 0.4), (32768, 0.4))  # Values that a level of caches holds, and the cost of reading a vector behind it
 _SHARED = 16  # Points of a loop that are enough to share them among threads
@@ -87,6 +87,8 @@ class IteratedAccess:
     def share(self, depth: int) -> float:
         """Coordinates present in a level, of those below a position of the level above."""
         level, above = self.levels[depth], self.levels[depth - 1].positions if depth else 1
+        if level.kind == DENSE:
+            return 1.0  # Positions are rounded.
         return level.positions / max(1, above * level.extent)
 
 
@@ -484,8 +486,9 @@ class _Planner:
             if kinds and kinds[0]:
                 shares.append(factor.share(start))
         points = before * self.extent(index) * min(shares, default=1.0)
-        # Inside a loop that sums, each point reads and writes its part of the target.
-        stores = 2 * self.vectors * points * (index in self.written and not bound <= self.written)
+        # Inside a loop that sums, each point of the target's last loop reads and writes its part.
+        stored = index in self.written and not bound <= self.written and self.written <= after | {self.vector}
+        stores = 2 * self.vectors * points * stored
         return 4 * before + points * (1 + 4 * max(0, located - bool(shares))) + stores + self.reloads(after, index)
 
     def reloads(self, bound: frozenset[str], index: str) -> float:
