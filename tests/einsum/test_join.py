@@ -4,11 +4,14 @@ Against the oracle's loops on dense tensors; gradients against those of dense op
 """
 
 import itertools
+import string
+import time
 
 import numpy as np
 import pytest
 import torch
 from einsum_oracle import evaluate
+from torch import Tensor
 
 import pumice as pm
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError, StatementError
@@ -212,7 +215,7 @@ def test_rows_with_many_columns_are_refused_earlier(monkeypatch):
     text = " * ".join(f"A{n}[i{n},i{n + 1}]" for n in range(20))
     chain = {f"A{n}": pm.sparse(torch.ones(2, 2), "CSR") for n in range(20)}
     with pytest.raises(OptionError, match="in 128 combinations of entries, expected at most 85"):
-        pm.einsum(f"O = {text}", **chain)
+        pm.einsum(f"O = {text}", lowering="graph", **chain)  # Without one, it is evaluated in parts
 
 
 def test_loops_of_endless_ranges_are_refused():
@@ -384,3 +387,72 @@ def test_a_computed_pattern_of_nothing():
     a, b = pm.sparse(torch.zeros(4, 5), "CSR"), pm.sparse(torch.ones(5, 3), "CSR")
     got = pm.einsum("C[i,j] = A[i,k] * B[k,j] ; C:pattern(*)", A=a, B=b)
     assert got.nnz == 0 and got.shape == (4, 3) and torch.equal(got.to_dense(), torch.zeros(4, 3))
+
+
+def chain(count: int, extent: int, density: float = 0.1) -> tuple[str, dict[str, Tensor]]:
+    """Matrices A0[a,b] * A1[b,c] * ..., and the text of their product."""
+    names = string.ascii_letters
+    chance = torch.Generator().manual_seed(count)
+    dense = {}
+    for n in range(count):
+        x = torch.randn(extent, extent, generator=chance, dtype=torch.float64)
+        dense[f"A{n}"] = x * (torch.rand(extent, extent, generator=chance) < density)
+    return " * ".join(f"A{n}[{names[n]},{names[n + 1]}]" for n in range(count)), dense
+
+
+@pytest.mark.parametrize("count", [7, 12, 30])
+def test_chains_are_evaluated_in_parts(count: int):
+    text, dense = chain(count, 20, 0.2)
+    given = {name: pm.sparse(x, "CSR") for name, x in dense.items()}
+    wanted = torch.linalg.multi_dot([*dense.values()])
+    torch.testing.assert_close(pm.einsum(f"O[a] = {text}", **given), wanted.sum(1))
+    last = string.ascii_letters[count]
+    torch.testing.assert_close(pm.einsum(f"O[a,{last}] = -3 * {text}", **given), -3 * wanted)
+    found = pm.einsum(f"O[a] = {text} + more[a]", more=wanted[0], **given)
+    torch.testing.assert_close(found, wanted.sum(1) + wanted[0])
+    leaf = dense["A1"].clone().requires_grad_()
+    pm.einsum(f"O[a] = {text}", **{**given, "A1": pm.sparse(leaf, "CSR")}).sum().backward()
+    before, after = dense["A0"].sum(0), torch.linalg.multi_dot([*dense.values()][2:]).sum(1)
+    torch.testing.assert_close(leaf.grad, torch.outer(before, after) * (dense["A1"] != 0))
+    assert "as several statements" in pm.compile_einsum(f"O[a] = {text}").explain(**given)
+
+
+def test_windows_among_many_indices():
+    chance = torch.Generator().manual_seed(0)
+    shapes = {"I": (9, 4), "F": (3, 4), "A": (4, 5), "B": (5, 6), "C": (6, 3), "D": (3, 7)}
+    dense = {name: torch.randn(shape, generator=chance, dtype=torch.float64) for name, shape in shapes.items()}
+    given = {name: pm.sparse(x * (x > 0), "CSR") for name, x in dense.items()}
+    text = "O[p] = I[p+r-1,a] * F[r,a] * A[a,b] * B[b,c] * C[c,d] * D[d,e] ; p:9"
+    assert "as several statements" in pm.compile_einsum(text).explain(**given)
+    rest = torch.linalg.multi_dot([given[name].to_dense() for name in "ABCD"]).sum(1)
+    image, weight = given["I"].to_dense() * rest, given["F"].to_dense()
+    wanted = torch.nn.functional.conv1d(image.T[None], weight.T[None], padding=1)[0, 0]
+    torch.testing.assert_close(pm.einsum(text, **given), wanted)
+
+
+def test_joins_that_grow_are_refused_at_once():
+    text, dense = chain(30, 40)
+    given = {name: pm.sparse(x, "CSR") for name, x in dense.items()}
+    before = time.process_time()
+    with pytest.raises(OptionError, match="30 sparse operands meet in some .* combinations"):
+        pm.einsum(f"O[a,{string.ascii_letters[30]}] = {text} ; O:pattern(*)", **given)
+    assert time.process_time() - before < 10
+
+
+@pytest.mark.parametrize("operator", ["max", "min", "mean"])
+@pytest.mark.parametrize("form", ["CSR", "COO", "[m,k] k:U m:C", "(m k):H"])
+def test_reductions_of_stored_entries(operator: str, form: str):
+    a = torch.randn(7, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 1
+    a *= torch.rand(7, 9, generator=torch.Generator().manual_seed(2)) < 0.4
+    a[2] = 0  # A row without entries gives 0.
+    reduce = {"max": torch.amax, "min": torch.amin, "mean": torch.nanmean}[operator]
+    gone = {"max": -torch.inf, "min": torch.inf, "mean": torch.nan}[operator]
+    for axis, index in ((1, "i"), (0, "j")):
+        leaf = a.clone().requires_grad_()
+        got = pm.einsum(f"O[{index}] {operator}= 2 * A[i,j]", A=pm.sparse(leaf, form))
+        other = a.clone().requires_grad_()
+        found = reduce(torch.where(a != 0, 2 * other, gone), axis)
+        wanted = torch.where((a != 0).any(axis), found, 0)
+        torch.testing.assert_close(got, wanted)
+        (one,), (two,) = torch.autograd.grad(got.sum(), leaf), torch.autograd.grad(wanted.nan_to_num().sum(), other)
+        torch.testing.assert_close(one, two.nan_to_num())

@@ -124,18 +124,33 @@ def test_two_sparse_operands():
 
 @pytest.mark.parametrize("operator", ["max=", "min=", "mean="])
 def test_the_other_operators_refuse_what_has_no_form(operator):
-    for right, reason in (
-        ("A[m,m] * B[m,n]", "cannot be solved"),
-        ("A[m,k] * B[m,n]", "its coordinate k appears nowhere else"),
-        ("exists(A[m,k]) * B[k,n]", "is not a factor of a term"),
+    for right, form, reason in (
+        ("A[m,m] * B[m,n]", "CSR", "cannot be solved"),
+        ("A[m,k] * B[m,n]", "ELL", "its coordinate k appears nowhere else"),
+        ("exists(A[m,k]) * B[k,n]", "CSR", "is not a factor of a term"),
     ):
         with pytest.raises(OptionError) as raised:
-            lower_statement(parse(f"C[m,n] {operator} {right}"), {"A": stored("CSR")})
+            lower_statement(parse(f"C[m,n] {operator} {right}"), {"A": stored(form)})
         assert reason in str(raised.value) and operator in str(raised.value) and "pass it dense" in str(raised.value)
     with pytest.raises(OptionError, match="stored in 2 parts"):
         lower_statement(parse(f"C[m,n] {operator} A[m,k] * B[k,n]"), {"A": stored("m:C k:G1,2", 2)})
     with pytest.raises(OptionError, match="`k`, in blocks, appears nowhere else"):
         lower_statement(parse(f"C[m] {operator} A[m,k]"), {"A": stored("m:U k:U k:B4")})
+
+
+@pytest.mark.parametrize("operator", ["max=", "min=", "mean="])
+def test_lists_without_padding_need_no_coordinate_to_tell_it(operator):
+    found = "C[A_m[p]] {} A_values[p] ; A_m:sorted"
+    assert steps(f"C[m] {operator} A[m,k]", A=stored("CSR")) == [found.format(operator)]
+    for form in ("ELL", "GroupCOO", "BCSR"):
+        with pytest.raises(OptionError, match="appears nowhere else"):
+            lower_statement(parse(f"C[m] {operator} A[m,k]"), {"A": stored(form)})
+    # Entries of ones are counted by a coordinate.
+    assert steps(f"C[m] {operator} A[m,k] * B[m]", A=stored("CSR", ones=True)) == [
+        f"C[A_m[p]] {operator} B[A_m[p]] ; A_m:sorted"
+    ]
+    with pytest.raises(OptionError, match="coordinate k appears nowhere else"):
+        lower_statement(parse(f"s {operator} A[k]"), {"A": stored("k:C", ones=True)})
 
 
 def test_patterns_have_no_values():

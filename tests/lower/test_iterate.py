@@ -15,18 +15,23 @@ from pumice.language.bind import bind
 from pumice.language.iteration import IterationChoices
 from pumice.language.parse import parse
 from pumice.lower import iterate, nest_c
-from pumice.ops.direct import stored
+from pumice.ops.direct import stored_operand
 
 pytestmark = pytest.mark.skipif(nest_c.unavailable() is not None, reason="no C compiler")
 
 
 def product(text, pattern=-1, choices=None, **operands):
-    """A statement of one product."""
+    """A statement of one product with operands, or the reason why it is not computed by nests."""
     statement = parse(text, {})
     bound = bind(statement, {name: tuple(x.shape) for name, x in operands.items()})
     given = (operands[f.name] for f in statement.terms[0].factors)
-    factors = tuple(x if isinstance(x, torch.Tensor) else stored(x) for x in given)
-    return iterate.SparseProduct(bound, factors, pattern, choices or IterationChoices())
+    factors = tuple(x if isinstance(x, torch.Tensor) else stored_operand(x) for x in given)
+    return iterate.SparseProduct(bound, factors, pattern, choices or IterationChoices()).ready(factors)
+
+
+def refusal(*args, **options):
+    made = product(*args, **options)
+    return made if isinstance(made, str) else None
 
 
 def loops(text, dense):
@@ -38,10 +43,10 @@ def check(text, dense, formats, wanted=None, **options):
     """Evaluate a statement with operands in these formats, and compare it with loops over dense ones."""
     given = {name: pm.sparse(x, formats[name]) if name in formats else x for name, x in dense.items()}
     made = product(text, **options, **given)
-    if (why := iterate.refusal(made)) is not None:
-        assert why == "it is empty", f"{text}: {why}"
+    if isinstance(made, str):
+        assert made == "it is empty", f"{text}: {made}"
         return made
-    got = iterate.run(made, torch.float64)
+    got = made.run()
     wanted = loops(text, dense) if wanted is None else wanted
     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9, msg=lambda found: f"{text} {formats}\n{found}")
     return made
@@ -115,9 +120,9 @@ def test_values_at_the_entries_of_a_mask(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C"):
+        for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C", "(n p q):H p:M8 q:M4"):
             given = {"M": pm.sparse(mask, form), "I": pm.sparse(image, "(n h w):C c:U"), "F": weight}
-            got = iterate.run(product(text, pattern=0, **given), torch.float64)
+            got = product(text, pattern=0, **given).run()
             at = [given["M"].parts[0].coords[name].long() for name in "npq"]
             torch.testing.assert_close(got, wanted[tuple(at)])
     finally:
@@ -128,7 +133,7 @@ def test_sums_over_vectors():
     for inner in (1, 7, 8, 37):
         dense = {"S": draw(9, 8, density=0.4), "P": draw(9, inner), "Q": draw(8, inner)}
         made = check("O[i,j] = S[i,j] * P[i,k] * Q[j,k]", dense, {"S": "(m k):C"})
-        assert "vectors of k" in iterate.source_of(made, torch.float64) or inner == 1
+        assert "vectors of k" in made.planned.source or inner == 1
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -176,16 +181,16 @@ def test_entries_of_sums_of_indices_are_not_shared():
     dense = {"M": draw(40, density=0.6), "X": draw(31, density=0.6), "F": draw(10)}
     given = {"M": pm.sparse(dense["M"], "a:C"), "X": pm.sparse(dense["X"], "a:C"), "F": dense["F"]}
     made = product("O[p+r] = M[p+r] * X[p] * F[r]", pattern=0, **given)
-    assert "shared" not in iterate.source_of(made, torch.float64)
+    assert "shared" not in made.planned.source
     wanted = loops("O[p+r] = M[p+r] * X[p] * F[r]", dense)
-    torch.testing.assert_close(iterate.run(made, torch.float64), wanted[given["M"].parts[0].coords["a"].long()])
+    torch.testing.assert_close(made.run(), wanted[given["M"].parts[0].coords["a"].long()])
 
 
 def test_dense_levels_of_many_positions_are_searched():
     entries = (np.ones(3, np.float32), (np.array([0, 10, 1 << 27]), np.array([0, 1, 2])))
     made = pm.sparse(scipy.sparse.coo_array(entries, (1 << 28, 4)), "m:U k:C")
     (found,) = product("C[k] = H[m,k]", H=made).fibers
-    assert [len(pos) for pos in found.pos] == [2, 4] and [level.positions for level in found.levels] == [3, 3]
+    assert [len(pos) for pos in found.pos] == [2, 4] and [*found.positions] == [3, 3]
     got = pm.einsum("C[k] = H[m,k] * v[k]", H=made, v=pm.sparse(torch.ones(4), "k:C"))
     assert got.tolist() == [1, 1, 1, 0]
 
@@ -193,18 +198,17 @@ def test_dense_levels_of_many_positions_are_searched():
 def test_what_is_refused():
     a, b = pm.sparse(draw(3, 4, density=0.5), "m:U k:C"), draw(4, 5)
     text = "C[i,j] = A[i,k] * B[k,j]"
-    assert iterate.refusal(product(text, A=a, B=b)) is None
-    assert "gradients" in iterate.refusal(product(text, A=a, B=b.clone().requires_grad_()))
+    assert refusal(text, A=a, B=b) is None
+    assert "gradients" in refusal(text, A=a, B=b.clone().requires_grad_())
     with torch.no_grad():
-        assert iterate.refusal(product(text, A=a, B=b.clone().requires_grad_())) is None
-    assert "sparse" in iterate.refusal(product(text, A=draw(3, 4), B=b))
-    assert "index arrays" in iterate.refusal(product("C[i] = A[i,K[i]]", A=a, K=torch.zeros(3, dtype=torch.int32)))
-    assert "sum" in iterate.refusal(product("C[i] max= A[i,k]", A=a))
-    assert "empty" in iterate.refusal(product(text, A=pm.sparse(torch.zeros(3, 4), "m:U k:C"), B=b))
+        assert refusal(text, A=a, B=b.clone().requires_grad_()) is None
+    assert "sparse" in refusal(text, A=draw(3, 4), B=b)
+    assert "index arrays" in refusal("C[i] = A[i,K[i]]", A=a, K=torch.zeros(3, dtype=torch.int32))
+    assert "sum" in refusal("C[i] max= A[i,k]", A=a)
+    assert "empty" in refusal(text, A=pm.sparse(torch.zeros(3, 4), "m:U k:C"), B=b)
     many = ",".join("abcdefghijk")
-    assert "11 indices" in iterate.refusal(
-        product(f"C[a] = A[{many}]", A=pm.sparse(torch.ones([1] * 11), f"({many.replace(',', ' ')}):C"))
-    )
+    ones = pm.sparse(torch.ones([1] * 11), f"({many.replace(',', ' ')}):C")
+    assert "11 indices" in refusal(f"C[a] = A[{many}]", A=ones)
 
 
 def test_einsum_takes_nests_and_their_dtypes():
@@ -232,7 +236,75 @@ def test_similar_scenes_share_a_nest():
         )
         for d in (0.2, 0.21)
     ]
-    assert len({iterate.source_of(each, torch.float64) for each in made}) == 1
+    assert len({each.planned.source for each in made}) == 1
+
+
+CALLS = {
+    "rows by rows": ("C[i,j] = A[i,k] * B[k,j]", {"A": (9, 12), "B": (12, 7)}, {"A": "CSR", "B": "m:C k:C"}),
+    "window": ("O[p,m] = I[p+r-1,c] * F[r,c,m] ; p:9", {"I": (9, 5), "F": (3, 5, 11)}, {"I": "h:U c:C"}),
+    "unsorted": ("O[p] = I[p+r-1] * F[r] ; p:9", {"I": (9,), "F": (3,)}, {"I": "h:H", "F": "r:C"}),
+    "pattern": ("O[p,m] = M[p] * I[p,c] * F[c,m] ; O:pattern(M)", {"M": (9,), "I": (9, 5), "F": (5, 11)}, {}),
+}
+
+
+@pytest.mark.parametrize(("channels", "axes"), [(70, (0, 1, 2, 3)), (64, (3, 2, 0, 1)), (41, (2, 3, 1, 0))])
+def test_weights_are_stored_by_tiles(channels, axes):
+    """Whole tiles, and vectors and single channels beside them; the weight's axes in any order."""
+    image, weight = draw(2, 9, 8, 16, density=0.5), draw(4, 3, 16, channels)
+    letters, wanted = (
+        "rscm",
+        torch.nn.functional.conv2d(image.permute(0, 3, 1, 2), weight[1:].permute(3, 2, 0, 1), padding=1).permute(
+            0, 2, 3, 1
+        ),
+    )
+    read = ",".join({"r": "r+1"}.get(letters[axis], letters[axis]) for axis in axes)
+    text = f"O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[{read}] ; p:9, q:8, r:3"
+    given = {"I": pm.sparse(image, "n:U h:U w:U c:C"), "F": weight.permute(axes).contiguous()}
+    made = product(text, **given)
+    assert made.planned.nest.arrays[1].tiles
+    torch.testing.assert_close(made.run(), wanted)
+    given["F"].mul_(2)
+    torch.testing.assert_close(pm.einsum(text, **given), 2 * wanted)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_with_other_operands(name):
+    """What formats and shapes determine is computed once: counts, values, coordinates and layouts differ by call."""
+    text, shapes, formats = CALLS[name]
+    formats = formats or {"M": "a:C", "I": "(a b):C"}
+    statement, held = pm.compile_einsum(text), {}
+    for seed, density in enumerate((0.4, 0.1, 0.9, 0.4, 0.3, 1.0, 0.0, 0.5)):
+        dense = {key: draw(*shape, density=density, seed=seed) for key, shape in shapes.items()}
+        given = {key: pm.sparse(x, formats[key]) if key in formats else x for key, x in dense.items()}
+        if seed == 5:
+            given = {
+                key: x.mT.contiguous().mT if isinstance(x, torch.Tensor) and x.ndim > 1 else x
+                for key, x in given.items()
+            }
+        wanted = loops(text.replace(" ; O:pattern(M)", ""), dense)
+        held[seed] = given, wanted
+        for _ in range(2):
+            got = statement(**given)
+            torch.testing.assert_close(got if isinstance(got, torch.Tensor) else got.to_dense(), wanted)
+    for given, wanted in held.values():
+        got = statement(**given)
+        torch.testing.assert_close(got if isinstance(got, torch.Tensor) else got.to_dense(), wanted)
+    assert len(statement._checked_calls) == 1
+
+
+def test_calls_notice_what_is_written():
+    image, weight = draw(6, 5, 4, density=0.5), draw(3, 3, 4, 6, density=0.5)
+    text = "O[p,q,m] = I[p+r-1,q+s-1,c] * F[r,s,c,m] ; p:6, q:5"
+    given = {"I": pm.sparse(image, "h:U w:U c:C"), "F": pm.sparse(weight, "r:U s:U c:U m:C")}
+    for name in "IF":
+        before = pm.einsum(text, **given)
+        given[name].parts[0].values.mul_(2)
+        torch.testing.assert_close(pm.einsum(text, **given), 2 * before)
+        given[name].parts[0].values.data.mul_(3)
+        torch.testing.assert_close(pm.einsum(text, **given), 6 * before)
+    channels = given["I"].parts[0].coords["c"]
+    channels.copy_(3 - channels)  # in another order, too
+    torch.testing.assert_close(pm.einsum(text, **given), loops(text, {"I": given["I"].to_dense(), "F": 6 * weight}))
 
 
 def test_explain_shows_the_nest():
@@ -285,13 +357,38 @@ def test_the_cost_model_takes_operands_dense():
         torch.testing.assert_close(pm.einsum(text, **given), pm.einsum(text, I=image, F=weight * kept))
 
 
+@pytest.mark.parametrize(("image", "weight", "dense"), [(0.5, 0.2, "I"), (0.5, 0.02, "I"), (0.02, 0.3, "F")])
+def test_the_cost_model_takes_the_better_operand_dense(image, weight, dense):
+    x, w = draw(1, 64, 14, 14, density=image).float(), draw(64, 64, 3, 3, density=weight).float()
+    statement = pm.compile_einsum("O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s] ; p:14, q:14")
+    given = {"I": pm.sparse(x, "[n,c,h,w] n:U h:U w:U c:C"), "F": pm.sparse(w, "m:U (c r s):C")}
+    assert f"with {dense} in dense form" in statement.explain(**given)
+    wanted = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
+    torch.testing.assert_close(statement(**given).double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_presets_of_an_image_read_through_windows():
+    image, weight = draw(2, 7, 6, 5, density=0.4), draw(3, 3, 5, 11)
+    text = "O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:7, q:6"
+    given, wanted = {"I": pm.sparse(image, "n:U h:U w:U c:C"), "F": weight}, loops(text, {"I": image, "F": weight})
+    for schedule in ("nest/deepsparse", "nest/direct", "nest", "nest/order n r p s q c; vector m"):
+        torch.testing.assert_close(pm.einsum(text, **given, lowering=schedule), wanted)
+    told = pm.compile_einsum(text, lowering="nest/deepsparse").explain(**given).split("typedef")[0]
+    assert [line.split()[1] for line in told.splitlines() if line.strip().startswith(("Count", "Walk"))] == [*"npqrsc"]
+    with pytest.raises(OptionError, match="the target is written through windows"):
+        pm.einsum(text, **given, lowering="nest/skimcaffe")
+    leaf = weight.clone().requires_grad_()
+    pm.einsum(text, I=given["I"], F=leaf, lowering="nest/deepsparse").sum().backward()
+    dense = weight.clone().requires_grad_()
+    pm.einsum(text, I=image, F=dense).sum().backward()
+    torch.testing.assert_close(leaf.grad, dense.grad)
+
+
 def test_offsets_beyond_int32_windows_are_bounded():
     """A window far outside its operand has no points."""
     dense = {"I": draw(6, 2, density=0.6), "F": draw(3, 2)}
-    got = iterate.run(
-        product("O[p] = I[p+r+2000000000,c] * F[r,c] ; p:4", I=pm.sparse(dense["I"], "h:C c:C"), F=dense["F"]),
-        torch.float64,
-    )
+    text = "O[p] = I[p+r+2000000000,c] * F[r,c] ; p:4"
+    got = product(text, I=pm.sparse(dense["I"], "h:C c:C"), F=dense["F"]).run()
     assert np.all(got.numpy() == 0)
 
 

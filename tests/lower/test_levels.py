@@ -12,6 +12,7 @@ import pumice as pm
 from pumice.language.formats import parse_format
 from pumice.language.iteration import DENSE
 from pumice.lower import levels, nest_c
+from pumice.ops.direct import stored_operand
 
 pytestmark = pytest.mark.skipif(nest_c.unavailable() is not None, reason="needs a C compiler")
 
@@ -19,20 +20,24 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(7,), (0,), (3, 0), (0, 3), (1, 1, 1), (4, 5), (3, 4, 2), (2, 3, 1, 4, 2)])
+@pytest.mark.parametrize(
+    "shape", [(7,), (0,), (3, 0), (0, 3), (1, 1, 1), (4, 5), (3, 4, 2), (2, 3, 1, 4, 2), (64,), (3, 130), (9, 7, 8)]
+)
 def test_nonzeros_of_dense_arrays(shape: tuple[int, ...], dtype: torch.dtype):
     x = torch.randn(shape).mul(torch.rand(shape) < 0.5).to(dtype)
-    coords, values = levels.listed(x)
+    coords, values, rows = levels.listed(x)
     wanted = x.nonzero().unbind(1)
     assert all(c.dtype == torch.int32 for c in coords)
     assert [c.tolist() for c in coords] == [c.tolist() for c in wanted]
     assert torch.equal(values, x[wanted])
+    counts = (x != 0).reshape(-1, shape[-1]).sum(1) if x.numel() else torch.zeros(len(rows) - 1, dtype=torch.int64)
+    assert rows.tolist() == [0, *counts.cumsum(0).tolist()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_zeros_of_both_signs_are_none_and_nan_is_stored(dtype: torch.dtype):
     x = torch.tensor([-0.0, 0.0, NAN, torch.finfo(dtype).smallest_normal, -torch.inf], dtype=dtype)
-    (found,), values = levels.listed(x)
+    (found,), values, _ = levels.listed(x)
     assert found.tolist() == [2, 3, 4] and torch.equal(values[1:], x[3:]) and bool(values[0].isnan())
 
 
@@ -77,11 +82,26 @@ def test_entries_that_are_repeated_have_no_levels():
     assert made_of([(1, 1), (0, 1), (1, 1)], [2, 2], 1) is None
 
 
+@pytest.mark.parametrize("format", ["a:U b:U c:C", "[a,b,c] c:U b:U a:C", "[a,b,c] b:U a:U c:C", "(a b c):C"])
+def test_levels_of_what_was_listed_are_those_of_its_coordinates(format: str):
+    x = torch.randn(5, 4, 9) * (torch.rand(5, 4, 9) < 0.4)
+    made = stored_operand(pm.sparse(x, format)).levels
+    found, wanted = made.fibers, levels.StoredLevels(made.form, made.coordinates).fibers
+    assert found.key == wanted.key and [*found.positions] == [*wanted.positions]
+    for depth in range(found.dense, 3):
+        assert torch.equal(found.pos[depth], wanted.pos[depth]) and torch.equal(found.crd[depth], wanted.crd[depth])
+    # Until coordinates are written: here two entries become one.
+    x = pm.sparse(torch.tensor([[0.0, 2.0, 3.0]]), "a:U b:C")
+    x.parts[0].coords["b"].fill_(1)
+    assert stored_operand(x).levels.fibers is None
+
+
 def made_of(cells: list[tuple[int, ...]], sizes: list[int], dense: int) -> levels.Fibers | None:
     axes = [f"a{n}" for n in range(len(sizes))]
     format = parse_format(" ".join(f"{axis}:{'U' if n < dense else 'C'}" for n, axis in enumerate(axes)))
     columns = torch.tensor(cells, dtype=torch.int32).unbind(1)
-    return levels.fibers(levels.StoredOperand(format, tuple(sizes), tuple(enumerate(columns)), None))
+    form = levels.StoredForm.of(format, tuple(sizes), axes)
+    return levels.StoredLevels(form, [*columns]).fibers
 
 
 def walk(found: levels.Fibers, count: int, above: int = 0, cell: tuple[int, ...] = ()):
@@ -90,9 +110,10 @@ def walk(found: levels.Fibers, count: int, above: int = 0, cell: tuple[int, ...]
     if depth == count:
         yield cell, above
         return
-    if found.levels[depth].kind == DENSE:
-        for x in range(found.levels[depth].extent):
-            yield from walk(found, count, above * found.levels[depth].extent + x, (*cell, x))
+    level = found.levels[depth]
+    if level.kind == DENSE:
+        for x in range(level.extent):
+            yield from walk(found, count, above * level.extent + x, (*cell, x))
         return
     first, last = found.pos[depth][above : above + 2].tolist()
     for p in range(first, last):

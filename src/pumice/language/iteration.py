@@ -28,11 +28,13 @@ from pumice.language.nodes import Access, Affine, indices_of
 
 DENSE, COMPRESSED, HASHED = "multiply", "search", "hash"  # How a level locates, see formats.KINDS
 _MERGED = 4  # Two levels are merged if the longer one has fewer than so many times the coordinates of the shorter
-_MOST_INDICES = 10
+_MOST_INDICES, _MANY_INDICES, _MANY_FACTORS = 10, 6, 3
+_MOST_SETS = 64  # Of indices, that are continued in the search for an order of loops
 _MOST_POINTS = 1 << 36  # Of the loops, as estimated: declared ranges may be any
 _LANES = 8
-# Of a product: in vectors, one by one over entries, and one by one over levels (measured, in that of a full vector)
-_VECTOR_COST, _ENTRY_COST, _SCALAR_COST = 2.2, 1.7, 7.0
+# Nanoseconds, measured on a core with AVX2: a step of loops over levels; a vector of products inside them, and of
+# entries; an element of dense arrays that is read or written; the use of an operand in dense form
+_STEP, _VECTOR, _ENTRY_VECTOR, _ELEMENT, _DENSE_FORM = 3.0, 0.8, 0.6, 3.0, 2e4
 _COLUMNS = 64  # Of a tile of vectors
 _CACHED = ((8192, 0.4), (32768, 0.4))  # Values that a level of caches holds, and the cost of reading a vector behind it
 _SHARED = 16  # Points of a loop that are enough to share them among threads
@@ -85,6 +87,8 @@ class IteratedAccess:
     def share(self, depth: int) -> float:
         """Coordinates present in a level, of those below a position of the level above."""
         level, above = self.levels[depth], self.levels[depth - 1].positions if depth else 1
+        if level.kind == DENSE:
+            return 1.0  # Positions are rounded.
         return level.positions / max(1, above * level.extent)
 
 
@@ -221,19 +225,24 @@ class LevelProduct:
     pattern: int = -1
 
 
-def _products(product: LevelProduct) -> float:
+def products_of(product: LevelProduct) -> float:
     """The estimated number of products of present values."""
     shares = math.prod(f.share(depth) for f in product.factors for depth in range(len(f.levels)))
     return math.prod(stop - start for _, start, stop in product.ranges) * shares
 
 
-def _cost(product: LevelProduct) -> float:
-    """The estimated operations of a product's nest; of entries alone, without windows, those of vectors of them."""
-    sparse = [f for f in product.factors if f.levels]
-    if len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels))):
-        in_vectors = not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}
-        return _products(product) * (1 / _LANES if in_vectors else _ENTRY_COST)
-    return _products(product) * (_VECTOR_COST / _LANES if _vector_indices(product) else _SCALAR_COST)
+def _nanoseconds(product: LevelProduct) -> float:
+    """The estimated time of a product; of entries alone whose vectors are neighbours, that of loops over entries."""
+    sparse, products = [f for f in product.factors if f.levels], products_of(product)
+    bare = len(sparse) == 1 and all(sparse[0].coordinate(depth).bare for depth in range(len(sparse[0].levels)))
+    if bare and not {*indices_of(*product.target.indices[-1:])} & {*sparse[0].stored}:
+        dense = sum(math.prod(f.sizes) for f in product.factors if not f.levels)
+        return products / _LANES * _ENTRY_VECTOR + (dense + math.prod(product.shape)) * _ELEMENT
+    planner = _planner(product, IterationChoices())
+    *_, spent = planner.order()
+    last = product.target.indices[-1].bare if product.target.indices else None
+    moved = math.prod(product.shape) if planner.vector in planner.written and planner.vector != last else 0
+    return spent * _STEP + bool(planner.vector) * products / _LANES * _VECTOR + moved * _ELEMENT
 
 
 def densified(product: LevelProduct) -> tuple[int, ...]:
@@ -241,8 +250,11 @@ def densified(product: LevelProduct) -> tuple[int, ...]:
 
     Vectors run along dense axes alone: with one factor dense, there are more products, in vectors."""
     sparse = [n for n, f in enumerate(product.factors) if f.levels and n != product.pattern]
-    every = (left for count in range(len(sparse)) for left in combinations(sparse, count))
-    return min(every, key=lambda places: _cost(_with_dense(product, places)))
+    # Of many loops or factors, comparing all takes long.
+    many = len(product.ranges) > _MANY_INDICES or len(sparse) > _MANY_FACTORS
+    counts = {0, len(sparse) - 1} if many else range(len(sparse))
+    every = (left for count in counts for left in combinations(sparse, count))
+    return min(every, key=lambda places: _nanoseconds(_with_dense(product, places)) + len(places) * _DENSE_FORM)
 
 
 def _with_dense(product: LevelProduct, places: Sequence[int]) -> LevelProduct:
@@ -252,6 +264,10 @@ def _with_dense(product: LevelProduct, places: Sequence[int]) -> LevelProduct:
 
 def loop_nest(product: LevelProduct, choices: IterationChoices) -> LoopNest:
     """The loops of a product that `refused` accepts. Raises OptionError if it cannot have the choices."""
+    return _planner(product, choices).nest()
+
+
+def _planner(product: LevelProduct, choices: IterationChoices) -> _Planner:
     possible = _vector_indices(product)
     vector = max(possible, default=(False, 0, ""))[2] if choices.vector is None else choices.vector
     if vector and vector not in (found := [name for *_, name in possible]):
@@ -262,7 +278,7 @@ def loop_nest(product: LevelProduct, choices: IterationChoices) -> LoopNest:
     ranges = {name: (start, stop) for name, start, stop in product.ranges}
     vectors = -(-(ranges[vector][1] if vector else 1) // _LANES)
     sizes = product.target, product.shape, product.factors, ranges, product.pattern
-    return _Planner(*sizes, choices, vector, vectors).nest()
+    return _Planner(*sizes, choices, vector, vectors)
 
 
 def refused(product: LevelProduct) -> str | None:
@@ -273,7 +289,7 @@ def refused(product: LevelProduct) -> str | None:
         return f"it has {len(names)} indices, expected 1 to {_MOST_INDICES}"
     if any(e.arrays for e in (*target.indices, *(e for f in factors for e in f.access.indices))):
         return "it has index arrays"
-    if (points := _products(product)) > _MOST_POINTS:
+    if (points := products_of(product)) > _MOST_POINTS:
         return f"its loops have some {points:.0e} points, at most {_MOST_POINTS} are taken"
     return None if any(f.levels for f in factors) else "no factor is sparse"
 
@@ -317,7 +333,7 @@ class _Planner:
         return self.written.union(*(f.used for f in self.factors))
 
     def nest(self) -> LoopNest:
-        order, entries = self.order()
+        order, entries, _ = self.order()
         bound, steps = frozenset[str](), list[LoopStep]()
         located = self.locatable(bound, ())
         done = set(located)
@@ -425,17 +441,18 @@ class _Planner:
 
     # Order
 
-    def order(self) -> tuple[list[str], int]:
-        """(indices in the order of their loops, the factor whose entries the first loop runs over, or -1)."""
+    def order(self) -> tuple[list[str], int, float]:
+        """(indices in the order of their loops, the factor whose entries the first loop runs over, or -1, estimated
+        steps, 0 if the order is prescribed)."""
         names = [n for n in indices_of(*(f.access for f in self.factors), self.target) if n != self.vector]
         entries = self.entries()
         if self.choices.order:
             first = self.factors[entries].stored if entries >= 0 else ()
             kept = [name for name in self.choices.order if name in names]
-            return kept, entries if kept[: len(first)] == [*first] else -1
+            return kept, entries if kept[: len(first)] == [*first] else -1, 0.0
         start = frozenset(self.factors[entries].stored) if entries >= 0 else frozenset[str]()
-        order = _cheapest(names, start, self.cost)
-        return ([*self.factors[entries].stored] if entries >= 0 else []) + order, entries
+        order, spent = _cheapest(names, start, self.cost)
+        return ([*self.factors[entries].stored] if entries >= 0 else []) + order, entries, spent
 
     def entries(self) -> int:
         """The factor with entries at which alone the target is written, -1 if there is none."""
@@ -469,8 +486,9 @@ class _Planner:
             if kinds and kinds[0]:
                 shares.append(factor.share(start))
         points = before * self.extent(index) * min(shares, default=1.0)
-        # Inside a loop that sums, each point reads and writes its part of the target.
-        stores = 2 * self.vectors * points * (index in self.written and not bound <= self.written)
+        # Inside a loop that sums, each point of the target's last loop reads and writes its part.
+        stored = index in self.written and not bound <= self.written and self.written <= after | {self.vector}
+        stores = 2 * self.vectors * points * stored
         return 4 * before + points * (1 + 4 * max(0, located - bool(shares))) + stores + self.reloads(after, index)
 
     def reloads(self, bound: frozenset[str], index: str) -> float:
@@ -486,9 +504,11 @@ class _Planner:
         return total
 
 
-def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[frozenset[str], str], float]) -> list[str]:
-    """The order of the indices not in `start` with the least sum of costs; of equal ones, that of the names: loops over
-    axes that are stored next to each other are the inner ones."""
+def _cheapest(
+    names: Sequence[str], start: frozenset[str], cost: Callable[[frozenset[str], str], float]
+) -> tuple[list[str], float]:
+    """The order of the indices not in `start` with the least sum of costs, and the sum; of equal ones, that of the
+    names: loops over axes that are stored next to each other are the inner ones."""
     best: dict[frozenset[str], tuple[float, tuple[int, ...]]] = {start: (0.0, ())}
     for _ in range(len(names) - len(start)):
         found: dict[frozenset[str], tuple[float, tuple[int, ...]]] = {}
@@ -497,9 +517,9 @@ def _cheapest(names: Sequence[str], start: frozenset[str], cost: Callable[[froze
                 if name not in bound:
                     total, after = float(f"{spent + cost(bound, name):.9g}"), bound | {name}
                     found[after] = min(found.get(after, (math.inf, ())), (total, (*order, place)))
-        best = found
-    ((_, order),) = best.values()
-    return [names[place] for place in order]
+        best = dict(sorted(found.items(), key=lambda item: item[1])[:_MOST_SETS])
+    ((spent, order),) = best.values()
+    return [names[place] for place in order], spent
 
 
 def _pairs(expression: Affine) -> list[tuple[int, str]]:

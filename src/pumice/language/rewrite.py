@@ -49,6 +49,7 @@ class StorageForm:
     facts: (index array, "sorted" or "distinct").
     parts: number of buckets; each has its own arrays.
     ones: there is no values array; every stored entry is 1.
+    listed: the index arrays without padding, which have a coordinate for each entry.
     """
 
     coordinates: tuple[Affine | None, ...]
@@ -57,6 +58,7 @@ class StorageForm:
     facts: tuple[tuple[str, str], ...] = ()
     parts: int = 1
     ones: bool = False
+    listed: tuple[str, ...] = ()
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -73,7 +75,9 @@ class StorageForm:
         dense = tuple((c.position or "", n) for n, c in plain if c.array is None and c.inner is None)
         first = format.flattened[0] if format.flattened else None
         facts = ((first.axes[0], "sorted"),) if first and format.sorting[0][1] == 1 else ()
-        return StorageForm(tuple(map(_expression, shape.coordinates)), shape.values, dense, facts, parts, ones)
+        listed = tuple(c.axis for c in shape.coordinates if c.array == (shape.position,) and c.inner is None)
+        expressions = tuple(map(_expression, shape.coordinates))
+        return StorageForm(expressions, shape.values, dense, facts, parts, ones, listed)
 
 
 def _expression(c: Coordinate) -> Affine | None:
@@ -380,12 +384,14 @@ def _check_counted(step: Statement, access: Access, number: int, naming: _Naming
 
 
 def _check_used(step: Statement, access: Access, naming: _Naming) -> None:
-    """Raise _Unsolvable unless padding is recognised: by its value 0 in a sum, or its negative coordinate."""
+    """Raise _Unsolvable unless padding is recognised: by its value 0 in a sum, or its negative coordinate; or if
+    entries would not be counted."""
     if not naming.stored.ones and step.reduction == "sum":
         return
-    used = {array.name for array in arrays_of(step)}
-    missing = [local for local in naming.stored.arrays if naming.array(access.name, local) not in used]
-    if missing:
+    used, stored = {array.name for array in arrays_of(step)}, naming.stored
+    missing = [local for local in stored.arrays if naming.array(access.name, local) not in used]
+    # Without padding, each position is an entry, as long as it is read at all.
+    if missing and (set(missing) - {*stored.listed} or (stored.ones and len(missing) == len(stored.arrays))):
         raise _Unsolvable(access.name, f"its coordinate {missing[0]} appears nowhere else in the statement")
 
 

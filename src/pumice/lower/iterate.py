@@ -12,10 +12,11 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,228 +27,272 @@ from pumice.language.iteration import (
     IteratedAccess,
     IterationChoices,
     LevelProduct,
-    LevelSize,
     LoopNest,
     densified,
     loop_nest,
+    products_of,
     refused,
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import Emitted, Reads, emitted
-from pumice.lower.levels import MOST_LEVELS, Fibers, StoredOperand, fibers
+from pumice.lower.iterate_c import HEADER, Emitted, Reads, emitted, widths
+from pumice.lower.levels import MOST_LEVELS, Fibers, StoredForm, StoredOperand
 from pumice.lower.nest_form import MOST_ELEMENTS
-from pumice.runtime.cache import cached_per_values
+from pumice.runtime.cache import BoundedCache, cached_per_values
 from pumice.runtime.native import parallel_region
 from pumice.runtime.workspace import require_memory
 
 _TASKS = 8  # Tasks per thread
+_REUSED, _MANY = 16, 1 << 12  # A factor stored by tiles: reads of each value, number of values
+Factor = StoredOperand | Tensor
 
 
-def _rounded(count: int) -> int:
-    """The nearest power of two."""
-    return 1 << round(math.log2(max(1, count)))
-
-
-class _Key(NamedTuple):
-    """What a nest depends on of a factor. positions: of the levels, rounded: similar scenes have one nest; shape: of
-    the operand; dense: its axes in the array of values; ordered: see Fibers.order."""
+class FactorForm(NamedTuple):
+    """What a nest depends on of a factor besides its entries. stored: of a sparse one; dense: its axes in the array of
+    values, whose dtype is None without values."""
 
     shape: tuple[int, ...]
-    levels: tuple[LevelSize, ...]
     dense: tuple[int, ...]
-    valued: bool = True
-    ordered: bool = False
+    dtype: torch.dtype | None
+    device: str
+    stored: StoredForm | None = None
+
+    @staticmethod
+    def of(x: Factor) -> FactorForm:
+        if isinstance(x, Tensor):
+            return FactorForm(tuple(x.shape), tuple(range(x.ndim)), x.dtype, x.device.type)
+        form, dtype = x.levels.form, None if x.values is None else x.values.dtype
+        return FactorForm(form.shape, form.dense, dtype, x.levels.coordinates[0].device.type, form)
+
+
+class SparseProduct:
+    """A product of sparse and dense operands of given forms, by place of the factor; its nests by the rounded counts of
+    the operands' positions. pattern: the place of the factor at whose entries the target has values [entries, ...], -1
+    if it is dense."""
+
+    def __init__(
+        self,
+        bound: BoundStatement,
+        factors: Sequence[Factor],
+        pattern: int = -1,
+        choices: IterationChoices = IterationChoices(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.bound, self.pattern, self.choices = bound, pattern, choices
+        self.forms = tuple(map(FactorForm.of, factors))
+        self.sparse = [place for place, form in enumerate(self.forms) if form.stored is not None]
+        self._refused = self._refusal()
+        self._planned = BoundedCache[PlannedProduct](256)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of the result."""
+        return next(f.dtype for f in self.forms if f.dtype is not None and f.dtype.is_floating_point)
+
+    def _refusal(self) -> str | None:
+        """The reason why no operands of these forms are computed by nests over levels here, or None."""
+        statement = self.bound.statement
+        if statement.reduction != "sum" or not all(isinstance(f, Access) for f in statement.terms[0].factors):
+            return "it is not a sum of products of operands"
+        if not any(f.dtype is not None and f.dtype.is_floating_point for f in self.forms):
+            return "no factor is of a floating-point dtype"
+        if any(f.device != "cpu" for f in self.forms):
+            return "the operands are not on a CPU"
+        if why := nest_c.unavailable():
+            return why
+        shapes = (form.shape for form in self.forms)
+        if not all((*self.bound.extents.values(), *self.bound.shape, *(n for shape in shapes for n in shape))):
+            return "it is empty"
+        if any(form.stored is not None and len(form.stored.axes) > MOST_LEVELS for form in self.forms):
+            return f"an operand has more than {MOST_LEVELS} levels"
+        return None
+
+    def ready(self, factors: Sequence[Factor]) -> ReadyProduct | str:
+        """The product of these operands, or the reason why it is not computed by nests over levels here."""
+        if self._refused is not None:
+            return self._refused
+        values = [x if isinstance(x, Tensor) else x.values for x in factors]
+        if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in values]):
+            return "an operand takes gradients"
+        held, keys = list[Fibers | None](), list[Hashable]()
+        for x in factors:
+            found = None
+            if not isinstance(x, Tensor):
+                if not x.entries:
+                    return "it is empty"
+                if (found := x.levels.fibers) is None:
+                    return "entries of an operand have the same coordinates"
+                keys.append(found.key)
+            held.append(found)
+        planned = self._planned.get(tuple(keys)) or self._planned.keep(tuple(keys), self._plan(held))
+        return planned.refused or ReadyProduct(planned, held, values)
+
+    def _plan(self, held: Sequence[Fibers | None]) -> PlannedProduct:
+        bound, levels = self.bound, [() if found is None else found.levels for found in held]
+        ranges = tuple((name, extent.start, extent.stop) for name, extent in bound.ranges.items())
+        accesses = (f for f in bound.statement.terms[0].factors if isinstance(f, Access))
+        given = zip(accesses, self.forms, levels, strict=True)
+        iterated = tuple(IteratedAccess(access, form.shape, each) for access, form, each in given)
+        symbols = LevelProduct(bound.statement.target, bound.shape, iterated, ranges, self.pattern)
+        return PlannedProduct(self, symbols, tuple(found is not None and found.order is not None for found in held))
 
 
 @dataclass(frozen=True, eq=False)
-class SparseProduct:
-    """A product of sparse and dense operands, by place of the factor. pattern: the place of the factor at whose entries
-    the target has values [entries, ...], -1 if it is dense."""
+class PlannedProduct:
+    """A product of operands with about these counts of positions. ordered: see Fibers.order, by factor."""
 
-    bound: BoundStatement
-    factors: tuple[StoredOperand | Tensor, ...]
-    pattern: int = -1
-    choices: IterationChoices = IterationChoices()
+    product: SparseProduct
+    symbols: LevelProduct
+    ordered: tuple[bool, ...]
 
     @cached_property
-    def fibers(self) -> tuple[Fibers | None, ...]:
-        """The levels of sparse factors without repeated entries, None of others."""
-        return tuple(None if isinstance(x, Tensor) else fibers(x) for x in self.factors)
+    def refused(self) -> str | None:
+        """The reason why it is no nest, or None."""
+        return refused(self.symbols)
 
     @cached_property
-    def keys(self) -> tuple[_Key, ...]:
-        """Of the factors, without sparse ones with repeated entries."""
-        found = []
-        for x, levels in zip(self.factors, self.fibers, strict=True):
-            if isinstance(x, Tensor):
-                found.append(_Key(tuple(x.shape), (), tuple(range(x.ndim))))
-            elif levels is not None:
-                rounded = tuple(level._replace(positions=_rounded(level.positions)) for level in levels.levels)
-                found.append(_Key(x.shape, rounded, x.dense, x.values is not None, levels.order is not None))
-        return tuple(found)
+    def dense(self) -> tuple[int, ...]:
+        """The places of the sparse factors that are best used in dense form."""
+        if len(self.product.sparse) == 1:
+            return ()
+        found = densified(self.symbols)
+        sizes = (math.prod(self.product.forms[place].shape) for place in found)
+        return found if all(size <= MOST_ELEMENTS for size in sizes) else ()
+
+    @cached_property
+    def nest(self) -> PreparedNest:
+        product = self.product
+        dtype = torch.float64 if product.dtype == torch.float64 else torch.float32
+        nest = loop_nest(self.symbols, product.choices)
+        skipped = len(nest.factors[product.pattern].levels) if product.pattern >= 0 else 0
+        axes, loops = range(skipped, len(nest.target.indices)), [name for step in nest.steps for name in step.indices]
+        target = _Array.of(nest.target, axes, product.pattern >= 0, nest.vector, ())
+        arrays = [
+            _Array.of(f.access, form.dense, bool(f.levels), nest.vector, loops)
+            for f, form in zip(nest.factors, product.forms, strict=True)
+        ]
+        along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
+        length = product.bound.extents[nest.vector] if nest.vector else 1
+        tiles = widths(length, nest_c.lanes_of(dtype)[1]) if nest.vector and not nest.sums else []
+        arrays = [
+            a._replace(tiles=tuple(tiles)) if has and len(tiles) > 1 and self.reused(n) else a
+            for n, (a, has) in enumerate(zip(arrays, along[1:], strict=True))
+        ]
+        valued = tuple(form.dtype is not None for form in product.forms)
+        reads = Reads(along, valued, self.ordered, tuple(bool(a.tiles) for a in arrays))
+        code = emitted(nest, reads, length, nest_c.lanes_of(dtype))
+        return PreparedNest(product, nest, code, target, tuple(arrays), dtype)
+
+    def reused(self, place: int) -> bool:
+        """True if each value of a dense factor is read so often that it may be copied, and they are many."""
+        values = math.prod(self.product.forms[place].shape)
+        dense = not self.symbols.factors[place].levels and values >= _MANY
+        return dense and values * _REUSED <= products_of(self.symbols)
 
     @property
-    def sparse(self) -> Iterator[StoredOperand]:
-        return (x for x in self.factors if not isinstance(x, Tensor))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the target, or of its values at the entries of the pattern."""
-        if self.pattern < 0:
-            return self.bound.shape
-        stored = self.factors[self.pattern]
-        assert not isinstance(stored, Tensor)
-        return stored.entries, *self.bound.shape[len(stored.coordinates) :]
+    def source(self) -> str:
+        """The loop nest, and its C source."""
+        return f"{self.nest.nest}\n\n{self.nest.code.source}"
 
 
-def refusal(product: SparseProduct) -> str | None:
-    """The reason why a product is not computed by nests over levels here, or None."""
-    statement = product.bound.statement
-    if statement.reduction != "sum" or not all(isinstance(f, Access) for f in statement.terms[0].factors):
-        return "it is not a sum of products of operands"
-    values = [x if isinstance(x, Tensor) else x.values for x in product.factors]
-    if not any(x is not None and x.is_floating_point() for x in values):
-        return "no factor is of a floating-point dtype"
-    tensors = [x.coordinates[0][1] for x in product.sparse] + [x for x in values if x is not None]
-    if any(t.device.type != "cpu" for t in tensors):
-        return "the operands are not on a CPU"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "an operand takes gradients"
-    if why := nest_c.unavailable():
-        return why
-    if not all((*(t.numel() for t in tensors), *product.bound.extents.values(), *product.bound.shape)):
-        return "it is empty"
-    if any(len(x.coordinates) > MOST_LEVELS for x in product.sparse):
-        return f"an operand has more than {MOST_LEVELS} levels"
-    if len(product.keys) < len(product.factors):
-        return "entries of an operand have the same coordinates"
-    return _refused(product.bound, product.pattern, product.keys)
+class ReadyProduct(NamedTuple):
+    """A product and its operands: levels of sparse ones, and values."""
 
+    planned: PlannedProduct
+    fibers: list[Fibers | None]
+    values: list[Tensor | None]
 
-def dense_places(product: SparseProduct) -> tuple[int, ...]:
-    """The places of the sparse factors of a product that `refusal` accepts that are best used in dense form."""
-    if sum(not isinstance(x, Tensor) for x in product.factors) == 1:
-        return ()
-    found = _dense_places(product.bound, product.pattern, product.keys)
-    sizes = (math.prod(product.keys[place].shape) for place in found)
-    return found if all(size <= MOST_ELEMENTS for size in sizes) else ()
+    def levels(self, factor: int) -> Fibers:
+        found = self.fibers[factor]
+        assert found is not None
+        return found
 
-
-def run(product: SparseProduct, dtype: torch.dtype) -> Tensor:
-    """Evaluate a product that `refusal` accepts: the target, or its values at the entries of the pattern."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    require_memory(product.shape, wide, torch.device("cpu"), "the target")
-    nest = _prepared(product, wide)
-    result = nest.run(product)
-    if (coefficient := product.bound.statement.terms[0].coefficient) != 1:
-        result *= coefficient
-    return result.to(dtype)
-
-
-def source_of(product: SparseProduct, dtype: torch.dtype) -> str:
-    """The loop nest of a product that `refusal` accepts, and its C source."""
-    found = _prepared(product, torch.float64 if dtype == torch.float64 else torch.float32)
-    return f"{found.nest}\n\n{found.code.source}"
-
-
-@lru_cache(maxsize=1024)
-def _refused(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -> str | None:
-    return refused(_symbols(bound, pattern, keys))
-
-
-@lru_cache(maxsize=1024)
-def _dense_places(bound: BoundStatement, pattern: int, keys: tuple[_Key, ...]) -> tuple[int, ...]:
-    return densified(_symbols(bound, pattern, keys))
-
-
-def _symbols(bound: BoundStatement, pattern: int, keys: Sequence[_Key]) -> LevelProduct:
-    ranges = tuple((name, extent.start, extent.stop) for name, extent in bound.ranges.items())
-    accesses = (f for f in bound.statement.terms[0].factors if isinstance(f, Access))
-    factors = tuple(IteratedAccess(a, key.shape, key.levels) for a, key in zip(accesses, keys, strict=True))
-    return LevelProduct(bound.statement.target, bound.shape, factors, ranges, pattern)
-
-
-def _prepared(product: SparseProduct, dtype: torch.dtype) -> PreparedNest:
-    return _prepare(product.bound, product.pattern, product.choices, product.keys, dtype)
-
-
-@lru_cache(maxsize=1024)
-def _prepare(
-    bound: BoundStatement, pattern: int, choices: IterationChoices, keys: tuple[_Key, ...], dtype: torch.dtype
-) -> PreparedNest:
-    nest = loop_nest(_symbols(bound, pattern, keys), choices)
-    skipped = len(keys[pattern].levels) if pattern >= 0 else 0
-    target = _Array.of(nest.target, tuple(range(skipped, len(nest.target.indices))), nest.vector, pattern >= 0)
-    arrays = [
-        _Array.of(f.access, key.dense, nest.vector, bool(f.levels)) for f, key in zip(nest.factors, keys, strict=True)
-    ]
-    along = tuple(bool(nest.vector) and nest.vector in a.indices for a in (target, *arrays))
-    length = bound.extents[nest.vector] if nest.vector else 1
-    reads = Reads(along, tuple(key.valued for key in keys), tuple(key.ordered for key in keys))
-    return PreparedNest(nest, emitted(nest, reads, length, nest_c.lanes_of(dtype)), target, tuple(arrays), dtype)
+    def run(self) -> Tensor:
+        """The target, or its values at the entries of the pattern."""
+        product = self.planned.product
+        result, dtype = self.planned.nest.run(self), product.dtype
+        if (coefficient := product.bound.statement.terms[0].coefficient) != 1:
+            result *= coefficient
+        return result if result.dtype == dtype else result.to(dtype)
 
 
 class _Array(NamedTuple):
-    """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; vector:
-    the axis of the vector index, None without."""
+    """The array of an operand's values: expressions of its axes, behind one of the entries if stored sparse; order: of
+    the axes as a nest reads and writes them, that of the vector index last; tiles: of the vector index, by which the
+    array is stored, () if it is not."""
 
     axes: tuple[Affine, ...]
     stored: bool
-    vector: int | None
+    order: tuple[int, ...]
+    tiles: tuple[int, ...] = ()
 
     @staticmethod
-    def of(access: Access, axes: Sequence[int], vector: str, stored: bool) -> _Array:
+    def of(access: Access, axes: Sequence[int], stored: bool, vector: str, loops: Sequence[str]) -> _Array:
+        """loops: the indices whose loops give the order of the other axes if the array is copied; () keeps it."""
         expressions = tuple(access.indices[axis] for axis in axes)
-        at = next((n for n, e in enumerate(expressions) if vector and e.bare == vector), None)
-        return _Array(expressions, stored, at)
+        order, at = [*range(len(expressions))], [n for n, e in enumerate(expressions) if vector and e.bare == vector]
+        if at and at[0] != order[-1]:
+            order.remove(at[0])
+            depths = {name: depth for depth, name in enumerate(loops)}
+            order.sort(key=lambda n: max((depths.get(name, -1) for name in indices_of(expressions[n])), default=-1))
+            order.append(at[0])
+        return _Array(expressions, stored, tuple(order))
 
     @property
     def indices(self) -> tuple[str, ...]:
         return indices_of(*self.axes)
 
-    @property
-    def last(self) -> tuple[Affine, ...]:
-        """The axes with that of the vector index last."""
-        at = len(self.axes) if self.vector is None else self.vector
-        return (*self.axes[:at], *self.axes[at + 1 :], *self.axes[at : at + 1])
-
     def held(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The values as a nest reads them."""
-        at = None if self.vector is None else self.vector + self.stored
-        if x.dtype == dtype and x.is_contiguous() and at in (None, x.ndim - 1):
-            return x
-        return _copied(x, at, dtype)
+        if self.tiles:
+            return _tiled(x, self.order, self.tiles, dtype)
+        kept = self.order == _IN_ORDER[: len(self.order)]
+        return x if kept and x.dtype == dtype and x.is_contiguous() else _copied(x, self._permutation(), dtype)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros of the shape, as a nest writes them."""
-        if self.vector is None:
-            return torch.zeros(shape, dtype=dtype, device="cpu")
-        at = self.vector + self.stored
-        return torch.zeros(*shape[:at], *shape[at + 1 :], shape[at], dtype=dtype, device="cpu")
+    def _permutation(self) -> tuple[int, ...]:
+        return (*_IN_ORDER[: self.stored], *(n + self.stored for n in self.order))
+
+    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of the axes as a nest reads and writes them."""
+        return tuple(sizes[n] for n in self.order)
 
     def restored(self, x: Tensor) -> Tensor:
-        return x if self.vector is None else x.movedim(-1, self.vector + self.stored).contiguous()
+        if self.order == _IN_ORDER[: len(self.order)]:
+            return x
+        permutation = self._permutation()
+        return x.permute([permutation.index(n) for n in range(x.ndim)]).contiguous()
 
-    def strides(self, x: Tensor) -> dict[str, int]:
-        """Elements between neighbouring points of each index; "": what constants add."""
-        found = {"": 0}
-        for expression, stride in zip(self.last, x.stride()[1 if self.stored else 0 :], strict=True):
+    def strides(self, sizes: Sequence[int]) -> dict[str, int]:
+        """Elements (of tiles: rows) between neighbouring points of each index; "": what constants add. sizes: of the
+        axes."""
+        found, stride = {"": 0}, 1
+        for axis in reversed(self.order):
+            expression, size = self.axes[axis], 1 if self.tiles and axis == self.order[-1] else sizes[axis]
             for coefficient, atom in expression.terms:
                 found[str(atom)] = found.get(str(atom), 0) + coefficient * stride
             found[""] += expression.constant * stride
+            stride *= size
         return found
 
 
+_IN_ORDER = tuple(range(64))
+
+
 @cached_per_values
-def _copied(x: Tensor, axis: int | None, dtype: torch.dtype) -> Tensor:
-    return (x if axis is None else x.movedim(axis, -1)).to(dtype).contiguous()
+def _tiled(x: Tensor, axes: tuple[int, ...], tiles: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    rows = x.permute(axes).to(dtype).flatten(0, -2) if x.ndim > 1 else x.to(dtype)[None]
+    return torch.cat([part.reshape(-1) for part in rows.split(tiles, 1)])
+
+
+@cached_per_values
+def _copied(x: Tensor, axes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return x.permute(axes).to(dtype).contiguous()
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedNest:
     """A nest with its code, and the arrays of target and factors."""
 
+    product: SparseProduct
     nest: LoopNest
     code: Emitted
     target: _Array
@@ -261,66 +306,128 @@ class PreparedNest:
         found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p), None
         return found
 
-    def run(self, product: SparseProduct) -> Tensor:
-        result = self.target.empty(product.shape, self.dtype)
-        given = (x if isinstance(x, Tensor) else x.values for x in product.factors)
-        held = [None if x is None else array.held(x, self.dtype) for x, array in zip(given, self.arrays, strict=True)]
-        call = _Call(self, product, (result, *held))
-        numbers = array("q", call.numbers())
-        self.function(parallel_region(), torch.get_num_threads(), numbers.buffer_info()[0])
+    @cached_property
+    def arguments(self) -> _Arguments:
+        return _ArgumentBuilder(self).built()
+
+    def run(self, ready: ReadyProduct) -> Tensor:
+        given, pattern = self.arguments, self.product.pattern
+        shape = given.shape if pattern < 0 else (ready.levels(pattern).entries, *given.shape)
+        require_memory(shape, self.dtype, _CPU, "the target")
+        result, threads = torch.zeros(shape, dtype=self.dtype, device=_CPU), torch.get_num_threads()
+        held = [result]
+        for values, each in zip(ready.values, self.arrays, strict=True):
+            held.append(result if values is None else each.held(values, self.dtype))
+        numbers, hints = given.numbers(ready, held, threads)
+        self.function(parallel_region(), threads, numbers.buffer_info()[0])
+        del hints  # Until here, as the held arrays.
         return self.target.restored(result)
 
 
-class _Call:
-    """The integers that a nest's C function takes: see iterate_c.Emitted. arrays: of target and factors."""
+_CPU = torch.device("cpu")
+_OF_LEVELS = {"pos", "crd", "table", "hash_keys", "mask", "order", "coordinates"}
 
-    def __init__(self, prepared: PreparedNest, product: SparseProduct, arrays: Sequence[Tensor | None]) -> None:
-        self.prepared, self.product, self.arrays = prepared, product, arrays
-        layouts = (prepared.target, *prepared.arrays)
-        self.strides = [{} if x is None else a.strides(x) for a, x in zip(layouts, arrays, strict=True)]
-        self.offsets, self.positions = dict[tuple[int, int], int](), 0
-        for n, found in enumerate(product.fibers):
-            for depth in range(0 if found is None else len(found.levels)):
-                self.offsets[n, depth] = self.positions
-                self.positions += found.levels[depth - 1].positions if depth and found else 1
-        self.hint_array = torch.zeros(torch.get_num_threads() * self.positions, dtype=torch.int32, device="cpu")
 
-    def numbers(self) -> list[int]:
-        first, last = self.shared()
-        tasks = 1 if self.prepared.nest.parallel < 0 else min(max(1, last - first), _TASKS * torch.get_num_threads())
+class _Arguments(NamedTuple):
+    """The integers that a nest's C function takes, see iterate_c.Emitted: `known` for all operands of the forms, and
+    the places of the others among them.
+
+    shape: of the target, or of its part at an entry of the pattern. shared: the range of the loop that is shared among
+    threads; its end is None if it is over the entries of the factor `whole`. tasks: per thread, 0 if it is not shared.
+    values: (place, array, offset in bytes) of addresses of the target (0) and of the factors; levels: by factor,
+    (place, place in Fibers.numbers); hints: (place, factor, depth) of where searches ended; held: the place of their
+    number; last: that of the range's end."""
+
+    known: array[int]
+    shape: tuple[int, ...]
+    shared: tuple[int, int | None]
+    whole: int
+    tasks: int
+    values: Sequence[tuple[int, int, int]]
+    levels: Sequence[tuple[int, Sequence[tuple[int, int]]]]
+    hints: Sequence[tuple[int, int, int]]
+    held: int
+    last: int
+
+    def numbers(self, ready: ReadyProduct, held: Sequence[Tensor], threads: int) -> tuple[array[int], Tensor | None]:
+        """The integers, and the memory of hints that they refer to. held: the arrays of target and factors."""
+        found, (first, last) = self.known[:], self.shared
+        last = ready.levels(self.whole).entries if last is None else last
+        tasks = min(max(1, last - first), self.tasks * threads) or 1
         each = max(1, -(-(last - first) // tasks))
-        values = [getattr(self, str(key[0]))(*key[1:]) for key in self.prepared.code.arguments]
-        return [0, -(-(last - first) // each), 0, each, *values]
+        found[1], found[3], found[self.last] = -(-(last - first) // each), each, last
+        for place, number, offset in self.values:
+            found[place] = held[number].data_ptr() + offset
+        for factor, places in self.levels:
+            numbers = ready.levels(factor).numbers
+            for place, at in places:
+                found[place] = numbers[at]
+        return found, self._with_hints(found, ready, threads) if self.hints else None
 
-    def shared(self) -> tuple[int, int]:
-        """The range of the loop that is shared among threads."""
-        nest = self.prepared.nest
-        if isinstance(loop := nest.steps[0].loop, EntryLoop):
-            return 0, len(self.stored(loop.factor).coordinates[0][1])
+    def _with_hints(self, found: array[int], ready: ReadyProduct, threads: int) -> Tensor:
+        """Adds the addresses of memory for hints, whose values may be any."""
+        starts, total = list[int](), 0
+        for _, factor, depth in self.hints:
+            starts.append(total)
+            total += ready.levels(factor).positions[depth - 1] if depth else 1
+        memory = torch.empty(threads * total, dtype=torch.int32, device=_CPU)
+        first = memory.data_ptr()
+        for (place, _, _), start in zip(self.hints, starts, strict=True):
+            found[place] = first + 4 * start
+        found[self.held] = total
+        return memory
+
+
+class _ArgumentBuilder:
+    """Sorts the arguments of a nest by what they depend on."""
+
+    def __init__(self, prepared: PreparedNest) -> None:
+        self.prepared, self.nest, self.product = prepared, prepared.nest, prepared.product
+        self.layouts, pattern = (prepared.target, *prepared.arrays), self.product.pattern
+        skipped = len(self.nest.factors[pattern].levels) if pattern >= 0 else 0
+        self.sizes = [self.product.bound.shape[skipped:]]
+        self.sizes += [tuple(form.shape[axis] for axis in form.dense) for form in self.product.forms]
+        self.strides = [array.strides(sizes) for array, sizes in zip(self.layouts, self.sizes, strict=True)]
+
+    def built(self) -> _Arguments:
+        keys, loop, last, held = self.prepared.code.arguments, self.nest.steps[0].loop, 0, 0
+        known, values, hints = array("q", [0] * (HEADER + len(keys))), list[Any](), list[Any]()
+        levels = defaultdict[int, list[tuple[int, int]]](list)
+        for place, (name, *of) in enumerate(keys, HEADER):
+            if name == "values":
+                tiled = of[0] >= 0 and self.prepared.arrays[of[0]].tiles
+                constant = 0 if tiled else self.strides[of[0] + 1][""]
+                values.append((place, of[0] + 1, constant * self.prepared.dtype.itemsize))
+            elif name in _OF_LEVELS:
+                levels[of[0]].append((place, self.place(str(name), *of)))
+            elif name == "hints" and of:
+                hints.append((place, *of))
+            elif name == "hints":
+                held = place
+            elif name == "last":
+                last = place
+            else:
+                known[place] = getattr(self, name)(*of)
+        whole, tasks = loop.factor if isinstance(loop, EntryLoop) else -1, _TASKS * (self.nest.parallel >= 0)
+        shape, lists = self.layouts[0].shape(self.sizes[0]), (values, [*levels.items()], hints)
+        return _Arguments(known, shape, self.shared(), whole, tasks, *lists, held, last)
+
+    def place(self, name: str, factor: int, depth: int = 0) -> int:
+        form = self.product.forms[factor].stored
+        assert form is not None
+        return form.place(name, depth)
+
+    def shared(self) -> tuple[int, int | None]:
+        nest = self.nest
+        if isinstance(nest.steps[0].loop, EntryLoop):
+            return 0, None
         if nest.parallel < 0:
             return 0, 1
         extent = self.product.bound.ranges[nest.steps[nest.parallel].indices[0]]
         return extent.start, extent.stop
 
-    def stored(self, factor: int) -> StoredOperand:
-        found = self.product.factors[factor]
-        assert not isinstance(found, Tensor)
-        return found
-
-    def fibers(self, factor: int) -> Fibers:
-        found = self.product.fibers[factor]
-        assert found is not None
-        return found
-
-    def access(self, factor: int) -> Access:
-        nest = self.prepared.nest
-        return nest.target if factor < 0 else nest.factors[factor].access
-
     def first(self) -> int:
         return self.shared()[0]
-
-    def last(self) -> int:
-        return self.shared()[1]
 
     def start(self, index: str) -> int:
         return self.product.bound.ranges[index].start
@@ -329,46 +436,24 @@ class _Call:
         return self.product.bound.ranges[index].stop
 
     def length(self) -> int:
-        return self.product.bound.extents[self.prepared.nest.vector]
+        return self.product.bound.extents[self.nest.vector]
 
     def size(self, factor: int, axis: int) -> int:
-        return (self.product.bound.shape if factor < 0 else self.product.factors[factor].shape)[axis]
+        return (self.product.bound.shape if factor < 0 else self.product.forms[factor].shape)[axis]
 
     def constant(self, factor: int, axis: int) -> int:
-        return self.access(factor).indices[axis].constant
+        access = self.nest.target if factor < 0 else self.nest.factors[factor].access
+        return access.indices[axis].constant
 
     def stride(self, factor: int, index: str) -> int:
         return self.strides[factor + 1][index]
 
+    def offset(self, factor: int) -> int:
+        return self.strides[factor + 1][""]
+
+    def rows(self, factor: int) -> int:
+        sizes = self.sizes[factor + 1]
+        return math.prod(sizes) // sizes[self.prepared.arrays[factor].order[-1]]
+
     def span(self, factor: int) -> int:
-        x = self.arrays[factor + 1]
-        return 0 if x is None else x.stride(0)
-
-    def values(self, factor: int) -> int:
-        x = self.arrays[factor + 1]
-        return 0 if x is None else x.data_ptr() + self.strides[factor + 1][""] * x.element_size()
-
-    def order(self, factor: int) -> int:
-        found = self.fibers(factor).order
-        return 0 if found is None else found.data_ptr()
-
-    def pos(self, factor: int, depth: int) -> int:
-        return self.fibers(factor).pos[depth].data_ptr()
-
-    def crd(self, factor: int, depth: int) -> int:
-        return self.fibers(factor).crd[depth].data_ptr()
-
-    def table(self, factor: int, depth: int) -> int:
-        return self.fibers(factor).hashes[depth][0].data_ptr()
-
-    def mask(self, factor: int, depth: int) -> int:
-        return len(self.fibers(factor).hashes[depth][0]) - 1
-
-    def hash_keys(self, factor: int, depth: int) -> int:
-        return self.fibers(factor).hashes[depth][1].data_ptr()
-
-    def hints(self, *level: int) -> int:
-        return self.hint_array.data_ptr() + 4 * self.offsets[level[0], level[1]] if level else self.positions
-
-    def coordinates(self, factor: int, depth: int) -> int:
-        return self.stored(factor).coordinates[depth][1].data_ptr()
+        return math.prod(self.sizes[factor + 1])

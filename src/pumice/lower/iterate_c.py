@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pumice.language.iteration import DENSE, HASHED, AxisOf, Count, EntryLoop, LevelOf, LoopNest, LoopStep, Merge, Walk
 from pumice.language.nodes import Affine, indices_of
@@ -68,21 +68,24 @@ void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z[1],
 
 class Reads(NamedTuple):
     """along: whether the target and the factors have the vector index; valued: whether factors have values; ordered:
-    whether the entries of factors are in another order than the positions of their last level."""
+    whether the entries of factors are in another order than the positions of their last level; tiled: whether factors
+    are stored by tiles of the vector index, so that what a tile reads of them is contiguous."""
 
     along: tuple[bool, ...]
     valued: tuple[bool, ...]
     ordered: tuple[bool, ...]
+    tiled: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
 class Emitted:
     """C source, and what its arguments are: ("start" | "stop", index); ("size", level or axis); ("constant", axis);
-    ("stride", factor, index); ("values" | "span" | "order", factor); ("pos" | "crd" | "hints", level);
-    ("table" | "mask" | "hash_keys", level); ("coordinates", factor, depth); ("hints",): their number."""
+    ("stride", factor, index), of a tiled one in rows of a tile, as ("offset", factor); ("rows", factor) of a tile;
+    ("values" | "span" | "order", factor); ("pos" | "crd" | "hints", level); ("table" | "mask" | "hash_keys", level);
+    ("coordinates", factor, depth); ("hints",): their number."""
 
     source: str
-    arguments: tuple[tuple[Hashable, ...], ...]
+    arguments: tuple[tuple[Any, ...], ...]
 
 
 def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) -> Emitted:
@@ -102,6 +105,11 @@ def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) 
     start, stop = (_slot(slots, (end,)) for end in ("first", "last"))
     text.append(_MAIN.format(start=start, stop=stop, calls="\n        ".join(calls)))
     return Emitted("".join(text), tuple(slots))
+
+
+def widths(length: int, lanes: int) -> list[int]:
+    """Points of the vector index in each tile."""
+    return [count * width for count, width, times in _tiles(length, lanes) for _ in range(times)]
 
 
 def _tiles(length: int, lanes: int) -> list[tuple[int, int, int]]:
@@ -239,6 +247,8 @@ class _Writer:
             self.put(f"const i64 first_{number} = {first}, last_{number} = {last};")
         if windowed and loop.searched:
             self.search(loop.level, f"e_{number}", f"end_{number}", f"first_{number}")
+        if number + 1 == len(self.nest.steps) and not windowed:
+            self.put("#pragma GCC unroll 4")
         self.open(f"for (; e_{number} < end_{number}; e_{number}++)")
         self.put(f"const i64 c_{number} = {self.crd(loop.level)}[e_{number}]{f' - ({r})' if r != '0' else ''};")
         if windowed:
@@ -336,6 +346,8 @@ class _Writer:
             axes = range(len(self.nest.factors[self.nest.pattern].levels), len(access.indices))
         names = [n for n in indices_of(*(access.indices[axis] for axis in axes)) if n != self.nest.vector]
         found = [f"{self.name(name)} * {self.z('stride', factor, name)}" for name in names]
+        if factor >= 0 and self.reads.tiled[factor]:
+            return f"({' + '.join([*found, self.z('offset', factor)])}) * {self.count * self.width}"
         entries = self.nest.pattern if factor < 0 else factor
         if entries >= 0 and self.nest.factors[entries].levels:
             found.append(f"{self.entry(entries)} * {self.z('span', factor)}")
@@ -368,6 +380,7 @@ class _Writer:
         for n in range(len(nest.factors)):
             if self.reads.valued[n]:
                 along = " + j" * self.reads.along[n + 1]
+                along += f" * {self.z('rows', n)}" if self.reads.tiled[n] else ""
                 self.put(f"const real *f{n} = (const real *){self.z('values', n)} + ({self.address(n)}){along};")
                 (vectors if self.reads.along[n + 1] else once).append(f"f{n}")
         scale = " * ".join(f"*{f}" for f in once[1:]) or "1"

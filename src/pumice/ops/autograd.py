@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
@@ -84,6 +84,26 @@ def einsum(
     return torch.ops.pumice.einsum(operands, names, text, shape, lowering)
 
 
+@dataclass(eq=False)
+class KnownStatement:
+    """`einsum` of operands of known dtypes on a known device; the plans of plain calls are kept by their shapes."""
+
+    names: str
+    text: str
+    shape: tuple[int, ...] | None
+    lowering: str
+    _plans: BoundedCache[plan.Plan] = field(default_factory=lambda: BoundedCache(64))
+
+    def __call__(self, operands: Sequence[Tensor]) -> Tensor:
+        if not is_plain_call(operands):
+            return einsum(operands, self.names, self.text, self.shape, self.lowering)
+        shapes = tuple([x.shape for x in operands])
+        if (known := self._plans.get(shapes)) is None:
+            made = plan.plan_for(operands, self.names, self.text, self.shape, self.lowering)
+            known = self._plans.keep(shapes, made)
+        return plan.execute_plan(known, operands)
+
+
 def only_autograd_active(operands: Sequence[Tensor]) -> bool:
     """True if at most autograd is active: no tracing, functorch transform or mode, and plain non-meta tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _in_functorch_transform():
@@ -98,7 +118,7 @@ def only_reverse_mode_active(operands: Sequence[Tensor]) -> bool:
 
 def is_plain_call(operands: Sequence[Tensor]) -> bool:
     """True to skip the dispatcher (10 us): plain non-meta tensors; no autograd, autocast, tracing, transform, mode."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _has_active_mode():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or has_active_mode():
         return False
     recorded = torch.is_grad_enabled()
     # A loop: calls and lists would take twice as long, in every layer.
@@ -112,7 +132,7 @@ def is_plain_on_cpu(x: Tensor, parameters: Sequence[Tensor]) -> bool:
     """is_plain_call of a tensor on a CPU and of parameters, in half the time if the processor's caches are cold."""
     if type(x) not in _ORDINARY or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
-    if _has_active_mode() or torch.is_autocast_enabled("cpu"):
+    if has_active_mode() or torch.is_autocast_enabled("cpu"):
         return False
     return not torch.is_grad_enabled() or not (x.requires_grad or any([p.requires_grad for p in parameters]))
 
@@ -132,7 +152,7 @@ def _in_functorch_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _has_active_mode() -> bool:
+def has_active_mode() -> bool:
     """True within a torch.func transform, forward-mode AD or a torch function mode."""
     return forward_ad._current_level >= 0 or bool(torch._C._len_torch_function_stack()) or _in_functorch_transform()
 

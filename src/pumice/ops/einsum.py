@@ -26,7 +26,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import nest, plan
 from pumice.lower.call import global_settings
 from pumice.ops import autograd
-from pumice.ops.direct import windowed
+from pumice.ops.direct import choices_of_windows, windowed
 from pumice.ops.meeting import JoinedStatement
 from pumice.ops.operands import (
     DeclarationCheck,
@@ -40,6 +40,7 @@ from pumice.ops.operands import (
     flatten_used,
     one_dtype,
     problem_of,
+    tensors_of,
     validate_operands,
     value_names_of,
 )
@@ -173,19 +174,16 @@ class Einsum:
     def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
-        tensors, facts = facts_of(operands)
+        facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
             return self._first_call(operands, facts)
         for check in seen.checks:
             check.check(operands)
-        if seen.joined is not None:
+        if seen.statement is None:
+            assert seen.joined is not None
             return seen.joined(operands)
-        if not autograd.is_plain_call(tensors):
-            return autograd.einsum(tensors, seen.names, self.text, None, self.lowering)
-        if seen.plan is None:
-            seen.plan = plan.plan_for(tensors, seen.names, self.text, None, self.lowering)
-        return plan.execute_plan(seen.plan, tensors)
+        return seen.statement(tensors_of(operands.values()))
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
@@ -195,18 +193,22 @@ class Einsum:
         if self._meets(ready):
             joined = JoinedStatement(ready.statement, ready.operands, self.lowering)
             if unchanged:
-                self._checked_calls.keep(facts, _CheckedCall("", ready.checks, joined=joined))
+                self._checked_calls.keep(facts, _CheckedCall(ready.checks, joined=joined))
             return joined(ready.operands)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
         if not dense and unchanged:
-            self._checked_calls.keep(facts, _CheckedCall(names, ready.checks))
+            known = autograd.KnownStatement(names, self.text, None, self.lowering)
+            self._checked_calls.keep(facts, _CheckedCall(ready.checks, known))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def _meets(self, ready: _CheckedOperands) -> bool:
         """True for statements of sparse operands that meet, or, on a CPU, that are read through windows."""
         axes = _coordinate_axes(ready.operands)
-        nests = not self.lowering and all(ready.operands[name].device.type == "cpu" for name in axes)
-        return joins(ready.statement, axes) or (nests and windowed(ready.statement, axes))
+        if joins(ready.statement, axes):
+            return True
+        on_cpu = all(ready.operands[name].device.type == "cpu" for name in axes)
+        read = on_cpu and windowed(ready.statement, axes)
+        return read and choices_of_windows(self.lowering, ready.statement, axes) is not None
 
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
@@ -281,12 +283,10 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion. names: the operator's; plan: of the first plain call; joined: of
-    a statement that takes a join."""
+    """Cached call of operands that need no conversion: of a statement, or of one that takes a join."""
 
-    names: str
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
-    plan: plan.Plan | None = None
+    statement: autograd.KnownStatement | None = None
     joined: JoinedStatement | None = None
 
 
@@ -297,7 +297,7 @@ class OneOperandEinsum:
 
     def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
         self._text, self._name, self._fixed = text, name, fixed
-        self._values = [t for t in facts_of(fixed)[0] if t.is_floating_point()]
+        self._values = [t for t in tensors_of(fixed.values()) if t.is_floating_point()]
         self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -323,11 +323,11 @@ class OneOperandEinsum:
 
     def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
         """The call as one loop nest or kernel, once it has run; None if it is no such."""
-        tensors, facts = facts_of({**self._fixed, self._name: x})
-        seen = _compiled(self._text, "")._checked_calls.get(facts)
-        if seen is None:
+        operands = {**self._fixed, self._name: x}
+        tensors, seen = tensors_of(operands.values()), _compiled(self._text, "")._checked_calls.get(facts_of(operands))
+        if seen is None or seen.statement is None:
             return None
-        return plan.of_one(plan.plan_for(tensors, seen.names, self._text, None, ""), tensors, x)
+        return plan.of_one(plan.plan_for(tensors, seen.statement.names, self._text, None, ""), tensors, x)
 
 
 def _generation(x: Tensor) -> Hashable:

@@ -129,6 +129,7 @@ class Side:
 def join(rows: Rows, sides: Sequence[Side], ranges: Mapping[str, Range]) -> Rows:
     """The rows with the entries of further factors. Raises OptionError if they are too many."""
     left = list(sides)
+    _check_growth(left)
     while left:
         side = min(left, key=lambda s: (len(s.unknown(rows.indices)), 0 if rows.entries else s.entries))
         left.remove(side)
@@ -151,6 +152,25 @@ def _joined(rows: Rows, side: Side, ranges: Mapping[str, Range]) -> Rows:
     made = rows.taken(numbers)
     made = replace(made, entries={**made.entries, side.place: found.order[found.first[numbers] + rank]})
     return _solved(made, side, rows.indices, ranges)
+
+
+_GROWING = 5  # Factors of a join whose rows are estimated beforehand
+_CERTAIN = 64  # Times as many rows as there may be are refused on an estimate
+
+
+def _check_growth(sides: Sequence[Side]) -> None:
+    """Raise OptionError if many factors with bare coordinates will have far too many rows, if they were independent."""
+    expressions = [e.bare for side in sides for e in side.expressions]
+    if len(sides) < _GROWING or None in expressions:
+        return
+    extents = {e.bare: extent for side in sides for e, extent in zip(side.expressions, side.extents, strict=True)}
+    rows = sum(math.log2(max(1, side.entries)) for side in sides)
+    rows -= sum((expressions.count(name) - 1) * math.log2(max(1, extent)) for name, extent in extents.items())
+    if rows > math.log2(_CERTAIN * MOST_ROWS):
+        raise OptionError(
+            f"{len(sides)} sparse operands meet in some {2.0 ** min(rows, 1000):.0e} combinations of entries, expected "
+            f"at most {MOST_ROWS}; pass operands dense, or divide the statement"
+        )
 
 
 def _check_rows(count: int, rows: Rows, side: Side) -> None:

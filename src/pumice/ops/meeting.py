@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,15 +36,17 @@ from pumice.language.meet import (
     with_pattern,
 )
 from pumice.language.nodes import ANY, Access, Range, Statement, Term, accesses_of
+from pumice.language.parts import in_parts
 from pumice.language.rewrite import single_terms
 from pumice.lower import maps, plan
+from pumice.lower.levels import StoredOperand, scattered
 from pumice.ops import autograd
 from pumice.ops.convert import FormatBucket, raveled
-from pumice.ops.direct import best_dense, choices_of, computed, contiguous, explained, windowed
+from pumice.ops.direct import LevelNests, choices_of, choices_of_windows, contiguous, stored_operand, windowed
 from pumice.ops.join import Rows, Side, join, map_of, pairs_of, rows_of_map, stored
-from pumice.ops.operands import flatten_used
+from pumice.ops.operands import flatten_used, tensors_of
 from pumice.ops.sparse import Sparse
-from pumice.runtime.cache import cached_per_values
+from pumice.runtime.cache import KeptResult
 
 
 def _stored_axes(operands: Mapping[str, Any]) -> dict[str, StoredAxes]:
@@ -55,34 +57,25 @@ def _shapes(operands: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in operands.items()}
 
 
-# Nests are planned once for equal bound statements: operands of other entries and the same shapes have one.
-@lru_cache(maxsize=1024)
-def _bound(statement: Statement, shapes: tuple[Any, ...], shape: tuple[int, ...] | None) -> BoundStatement:
-    return bind(statement, dict(shapes), shape)
-
-
-@lru_cache(maxsize=1024)
-def _of_term(bound: BoundStatement, step: Statement) -> BoundStatement:
-    return replace(bound, statement=step)
-
-
 def _entries(x: Sparse) -> int:
     return next(iter(x.parts[0].coords.values())).shape[0]
 
 
 def _dense(x: Sparse) -> Tensor:
-    """The dense tensor, cached with the values."""
-    (part,) = x.parts
-    names, arrays = zip(*part.coords.items(), strict=True)
-    return x.to_dense() if part.values is None else _dense_of(part.values, x.format, x.shape, names, *arrays)
+    """The dense tensor on a CPU, kept with the values."""
+    return x.to_dense() if x.parts[0].values is None else x.kept("dense", _dense_of).get()
 
 
-@cached_per_values
-def _dense_of(
-    values: Tensor, format: Format, shape: tuple[int, ...], names: tuple[str, ...], *arrays: Tensor
-) -> Tensor:
-    part = FormatBucket(dict(zip(names, arrays, strict=True)), values)
-    return Sparse(format, shape, (part,), values.numel()).to_dense()
+def _dense_of(x: Sparse) -> KeptResult[Tensor]:
+    levels = stored_operand(x).levels
+
+    def made(values: Tensor) -> Tensor:
+        found = scattered(StoredOperand(levels, values), values.dtype)
+        return x.to_dense() if found is None else found
+
+    values = x.parts[0].values
+    assert values is not None
+    return KeptResult(values, made)
 
 
 class JoinedStatement:
@@ -99,12 +92,14 @@ class JoinedStatement:
     ) -> None:
         if meta := [name for name, x in operands.items() if isinstance(x, Sparse) and x.device.type == "meta"]:
             raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")
-        operands, self.terms = stored(operands), list[_Plain | _Term]()
+        given, operands = operands, stored(operands)
+        self.entrywise = [*map(id, given.values())] == [*map(id, operands.values())]
+        self.terms = list[_Plain | _Term | _Parts]()
         self.positions = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None
         if self.positions is not None:
             return
-        bound, union = _bound(statement, tuple(_shapes(operands).items()), shape), statement.pattern == ANY
+        bound, union = bind(statement, _shapes(operands), shape), statement.pattern == ANY
         self.total, self.shape = statement.target.name if statement.accumulate else "", bound.shape
         for step in single_terms(replace(statement, accumulate=False)):
             step = replace(step, text=statement.text)
@@ -112,26 +107,30 @@ class JoinedStatement:
             given = {name: x for name, x in operands.items() if name in read}
             axes = {name: found.coordinates for name, found in _stored_axes(given).items()}
             joins = step.pattern or meets(step.terms[0], axes)
-            self.terms.append((_Term if joins else _Plain)(step, given, bound, lowering))
+            parts = in_parts(step, bound.ranges) if joins and not lowering and _is_wide(given) else (step,)
+            if len(parts) > 1:
+                self.terms.append(_Parts(parts, bound.shape))
+            else:
+                self.terms.append((_Term if joins else _Plain)(step, given, bound, lowering))
         self.union = _Union(statement, bound.shape, self.terms) if union else None
 
     def __call__(self, operands: Mapping[str, Any]) -> Tensor | Sparse:
         """The result; a Sparse if the target has a pattern or positions."""
-        operands = stored(operands)
+        operands = operands if self.entrywise else stored(operands)
         if self.positions is not None:
             return self.positions.found(operands)
         if self.union is not None:
             return self.union.found(operands)
         total: Any = operands[self.total] if self.total else None
         for term in self.terms:
-            found = term.evaluated({name: operands[name] for name in term.read})
+            found = term.evaluated(operands)
             total = found if total is None else total + found
         return torch.zeros(self.shape) if total is None else total
 
     def explained(self, operands: Mapping[str, Any]) -> list[str]:
         """How each term is computed, as text."""
         operands = stored(operands)
-        return [term.explained({name: operands[name] for name in term.read}) for term in self.terms]
+        return [term.explained(operands) for term in self.terms]
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,26 +203,62 @@ def _in_order(lists: Mapping[str, Tensor], key: Tensor) -> dict[str, Tensor]:
     return {name: x[order] for name, x in lists.items()}
 
 
+def _is_wide(operands: Mapping[str, Any]) -> bool:
+    """True if sums of these operands may be rounded in their dtype: they are not of half precision."""
+    return all(x.dtype not in (torch.float16, torch.bfloat16) for x in operands.values())
+
+
+class _Parts:
+    """A statement of one term that is evaluated as several, see pumice.language.parts."""
+
+    def __init__(self, parts: Sequence[Statement], shape: tuple[int, ...]) -> None:
+        self.parts, self.shape, self.made = parts, shape, list[JoinedStatement]()
+
+    def explained(self, operands: Mapping[str, Any]) -> str:
+        return "\n".join(["as several statements", *(f"  {part}" for part in self.parts)])
+
+    def evaluated(self, operands: Mapping[str, Any]) -> Any:
+        given, result = dict(operands), None
+        for number, part in enumerate(self.parts):
+            read = {access.name: given[access.name] for access in accesses_of(*part.terms)}
+            if number == len(self.made):
+                shape = self.shape if number + 1 == len(self.parts) else None
+                self.made.append(JoinedStatement(part, read, "", shape))
+            given[part.target.name] = result = self.made[number](read)
+        return result
+
+    def over_keys(self, operands: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        raise AssertionError("a statement with a pattern is not evaluated in parts")
+
+
 class _Plain:
     """A statement of one term that takes no join."""
 
     def __init__(self, step: Statement, operands: Mapping[str, Any], bound: BoundStatement, lowering: str) -> None:
         self.read, self.text, self.shape = [*operands], str(declare(step, bound.ranges)), bound.shape
-        self.lowering, self.bound = lowering, _of_term(bound, step)
         axes = {name: found.coordinates for name, found in _stored_axes(operands).items()}
-        # Otherwise vectors in place are faster, in a loop over the entries.
-        self.levels = not lowering and (windowed(step, axes) or not contiguous(step, axes))
+        choices = choices_of_windows(lowering, step, axes) if windowed(step, axes) else None
+        # Not of levels: vectors in place are faster, in a loop over the entries.
+        if choices is None and not lowering and not contiguous(step, axes):
+            choices = IterationChoices()
+        self.nests = None if choices is None else LevelNests(replace(bound, statement=step), operands, -1, choices)
+        # A schedule is of the nest. Where that does not run, the statement has none.
+        self.lowering = lowering if choices is None else ""
+        self.known: tuple[autograd.KnownStatement, bool] | None = None
 
     def explained(self, operands: Mapping[str, Any]) -> str:
-        if not self.levels:
-            return f"a statement of its own: {self.text}"
-        return explained(self.bound, operands, -1, IterationChoices())
+        return f"a statement of its own: {self.text}" if self.nests is None else self.nests.explained(operands)
 
     def evaluated(self, operands: Mapping[str, Any]) -> Any:
-        if self.levels and (direct := computed(self.bound, operands, -1, IterationChoices())) is not None:
-            return direct
-        tensors, names, _ = flatten_used(self.text, operands, ())
-        return autograd.einsum(tensors, names, self.text, self.shape, self.lowering)
+        if self.nests is not None and (ready := self.nests.ready(operands)) is not None:
+            return ready.run()
+        if self.known is None or self.known[1]:
+            given = {name: operands[name] for name in self.read}
+            tensors, names, dense = flatten_used(self.text, given, ())
+            statement = autograd.KnownStatement(names, self.text, self.shape, self.lowering)
+            self.known = statement, bool(dense)
+            return statement(tensors)
+        return self.known[0](tensors_of([operands[name] for name in self.read]))
 
 
 class _Term:
@@ -239,7 +274,7 @@ class _Term:
         if not sparse:
             raise OptionError(f"{step.target} has a computed pattern: expected a sparse operand in `{step.terms[0]}`")
         union, step = step.pattern == ANY, step if step.pattern != ANY else replace(step, pattern="")
-        self.bound, self.place = _of_term(bound, step), pattern_place(step, sparse) if step.pattern else -1
+        self.bound, place = replace(bound, statement=step), pattern_place(step, sparse) if step.pattern else -1
         shapes, self.is_sparse = _shapes(operands) | {step.target.name: bound.shape}, bool(step.pattern)
         window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern or union else with_pattern(step, sparse)
@@ -249,6 +284,7 @@ class _Term:
         self.text, read = str(declare(found.statement, bound.ranges)), accesses_of(found.statement)
         self.dense = [name for name in {access.name: 0 for access in read} if isinstance(operands.get(name), Tensor)]
         self.denser = dict[frozenset[str], JoinedStatement]()  # by the operands that are used in dense form
+        self.nests = None if self.choices is None else LevelNests(self.bound, operands, place, self.choices)
         self.format, self.like = _format([*found.sources], found.first), step.pattern
         self.made = _with_dense_axes(operands[step.pattern].format, step) if step.pattern else None
 
@@ -256,10 +292,13 @@ class _Term:
         """The result; a Sparse if the statement has a pattern."""
         # The first way that applies, the fastest first.
         result = None if self.prescribed else self.over_map(operands)
-        if result is None and (result := self.partly_dense(operands)) is not None:
-            return result
-        if result is None and (result := self.over_levels(operands)) is not None and not self.is_sparse:
-            return result
+        if result is None and self.nests is not None:
+            ready = self.nests.choose(operands) if self.tried_dense else self.nests.ready(operands)
+            if isinstance(ready, frozenset):
+                return self.partly_dense(operands, ready)
+            result = None if ready is None else ready.run()
+            if result is not None and not self.is_sparse:
+                return result
         result = self.over_join(operands) if result is None else result
         if self.made is None:
             return result
@@ -275,9 +314,11 @@ class _Term:
     def explained(self, operands: Mapping[str, Any]) -> str:
         if self.meeting.roles and not self.prescribed:
             return "kernel map of the window"
-        if self.tried_dense and (names := best_dense(self.bound, operands)):
+        if self.nests is None:
+            return "a join of the entries"
+        if self.tried_dense and isinstance(names := self.nests.choose(operands), frozenset):
             return f"with {', '.join(sorted(names))} in dense form, by the cost model"
-        return explained(self.bound, operands, self.place, self.choices or IterationChoices())
+        return self.nests.explained(operands)
 
     def over_map(self, operands: Mapping[str, Any]) -> Tensor | None:
         """The result over a kernel map; None if what meets is none."""
@@ -289,15 +330,9 @@ class _Term:
         named = (self.second.map + token.removeprefix("map") for token in tokens)
         return self.aggregated(operands, values | dict(zip(named, arrays, strict=True)))
 
-    def over_levels(self, operands: Mapping[str, Any]) -> Tensor | None:
-        """The result by a loop nest over the levels of the operands; None if there is none for them."""
-        return None if self.choices is None else computed(self.bound, operands, self.place, self.choices)
-
-    def partly_dense(self, operands: Mapping[str, Any]) -> Tensor | None:
-        """The result with sparse operands in dense form where that is faster, else None."""
-        if not self.tried_dense or not (names := best_dense(self.bound, operands)):
-            return None
-        operands = {name: _dense(x) if name in names else x for name, x in operands.items()}
+    def partly_dense(self, operands: Mapping[str, Any], names: frozenset[str]) -> Tensor:
+        """The result with these operands in dense form."""
+        operands = {name: _dense(operands[name]) if name in names else operands[name] for name in self.read}
         if names not in self.denser:
             statement = declare(self.bound.statement, self.bound.ranges)
             self.denser[names] = JoinedStatement(statement, operands, self.lowering, self.shape)
@@ -392,7 +427,7 @@ class _Union:
         self.format = Format(kept, levels)
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
-        results = [term.over_keys({name: operands[name] for name in term.read}) for term in self.terms]
+        results = [term.over_keys(operands) for term in self.terms]
         keys = results[0][0] if len(results) == 1 else torch.cat([each for each, _ in results]).unique()
         total = results[0][1]
         if len(results) > 1:
@@ -422,21 +457,25 @@ class _Positions:
         ranges, names = bind(sized(statement), shapes).ranges, [str(e.bare) for e in statement.target.indices]
         window, sources = window_of(term, sparse, ranges, shapes), {name: own[of[name]] for name in names}
         self.meeting = _Meeting(term, sources, ranges, shapes, window)
-        every = ((operands[of[name]], own[of[name]]) for name in names)
-        self.shape = tuple(
-            math.prod(x.shape[n] for n in s.axes) if isinstance(s, Flattened) else _entries(x) for x, s in every
-        )
-        # Grouped by the smallest axis, in a convolution the offsets of its window.
-        self.format = _format(names, min(names, key=lambda name: self.shape[names.index(name)]))
+        self.axes = {name: (of[name], own[of[name]]) for name in names}
+
+    def extent(self, name: str, operands: Mapping[str, Any]) -> int:
+        """The number of positions along an axis."""
+        operand, source = self.axes[name]
+        x = operands[operand]
+        return math.prod(x.shape[n] for n in source.axes) if isinstance(source, Flattened) else _entries(x)
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
         """The positions of the entries that meet."""
-        axes, found = self.format.levels[0].axes, self.meeting.whole_map(operands)
+        sizes = {name: self.extent(name, operands) for name in self.axes}
+        # Grouped by the smallest axis, in a convolution the offsets of its window.
+        format = _format([*sizes], min(sizes, key=lambda name: sizes[name]))
+        axes, found = format.levels[0].axes, self.meeting.whole_map(operands)
         if found is not None and axes[0] == self.meeting.roles["k"]:
             # Pairs are sorted so.
             lists = {self.meeting.roles[role]: x for role, x in pairs_of(found, self.meeting.turned).items()}
         else:
-            lists, extents = self.meeting.lists(operands), [self.shape[self.format.axes.index(axis)] for axis in axes]
-            lists = _in_order(lists, raveled([lists[axis] for axis in axes], extents))
-        part = FormatBucket({axis: lists[axis].int() for axis in self.format.axes}, None)
-        return Sparse(self.format, self.shape, (part,), len(lists[axes[0]]))
+            lists = self.meeting.lists(operands)
+            lists = _in_order(lists, raveled([lists[axis] for axis in axes], [sizes[axis] for axis in axes]))
+        part = FormatBucket({axis: lists[axis].int() for axis in sizes}, None)
+        return Sparse(format, (*sizes.values(),), (part,), len(lists[axes[0]]))

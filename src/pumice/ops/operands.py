@@ -182,24 +182,34 @@ def flatten_used(
     return tensors, names, dense
 
 
-def facts_of(operands: Mapping[str, Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """(tensors of all operands in the order of `flatten_operands`, cache key of checks and plans). The key excludes the
-    values of index arrays, which have checks of their own."""
-    tensors: list[Tensor] = []
+def facts_of(operands: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Cache key of the checks and plans of a call. It excludes the values of index arrays, which have checks of their
+    own, and the numbers of entries of sparse operands."""
     facts: list[Any] = [torch.are_deterministic_algorithms_enabled()]
+    device = None
     for name, x in operands.items():
         if isinstance(x, Tensor):
-            tensors.append(x)
+            device = device or x.device
             facts.append((name, x.shape, x.dtype, x.device, x.layout))
         elif isinstance(x, Sparse):
-            arrays, known = x.facts
-            tensors += arrays
-            facts.append((name, known))
+            device = device or x.facts[-1]
+            facts.append((name, x.facts))
         else:
             facts.append((name, type(x), x if type(x) in (int, float) else None))
-    kind = tensors[0].device.type if tensors else "cpu"
+    kind = "cpu" if device is None else device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
-    return tensors, (torch.get_autocast_dtype(kind) if on else None, *facts)
+    return torch.get_autocast_dtype(kind) if on else None, *facts
+
+
+def tensors_of(operands: Iterable[Any]) -> list[Tensor]:
+    """The tensors of operands in the order of `flatten_operands`."""
+    tensors: list[Tensor] = []
+    for x in operands:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, Sparse):
+            tensors += x.arrays
+    return tensors
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class Sparse:
     parts: tuple[FormatBucket, ...]
     nnz: int
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
     @property
     def layout(self) -> FormatLayout:
@@ -94,18 +95,34 @@ class Sparse:
                 found.append((number, "values", part.values))
         return tuple(found)
 
+    @property
+    def arrays(self) -> list[Tensor]:
+        """The arrays in the order of `named`."""
+        found = list[Tensor]()
+        for part in self.parts:
+            found += part.coords.values() if part.values is None else (*part.coords.values(), part.values)
+        return found
+
     @cached_property
-    def facts(self) -> tuple[tuple[Tensor, ...], tuple[Hashable, ...]]:
-        """The arrays in the order of `named`, and their cache key: format, shape, and name, shape, dtype and device of
-        every array. Not for use under torch.compile."""
-        arrays = ((n, name, array.shape, array.dtype, array.device) for n, name, array in self.named)
-        return tuple(array for _, _, array in self.named), (str(self.format), self.shape, *arrays)
+    def facts(self) -> tuple[Any, ...]:
+        """What plans depend on besides the number of entries: format, shape, number of parts, dtype of the values
+        (None: ones) and device. Not for use under torch.compile."""
+        part = self.parts[0]
+        if (values := part.values) is None:
+            return str(self.format), self.shape, len(self.parts), None, self.device
+        return str(self.format), self.shape, len(self.parts), values.dtype, values.device
 
     def storage(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
         """`build(self)`, cached as `name` also for `with_values`; must depend on the coordinates only."""
         if name not in self._storages:
             self._storages[name] = build(self)
         return self._storages[name]
+
+    def kept(self, name: Hashable, build: Callable[[Sparse], Any]) -> Any:
+        """`build(self)`, cached as `name` for this operand alone."""
+        if name not in self._kept:
+            self._kept[name] = build(self)
+        return self._kept[name]
 
     def segments(self, part: FormatBucket) -> Tensor:
         """int32 [extent + 1]: first entry of each coordinate (block) of the first flattened axis; CSR: row pointers."""
@@ -219,8 +236,9 @@ def _make(tensor: Any, format: Format, group: str) -> Sparse:
     if not _readable(tensor):
         raise OptionError(f"sparse takes {_INPUTS}; found {_description(tensor)}")
     shape = checked(tuple(tensor.shape), format)
-    if isinstance(tensor, Tensor) and (part := _listed(tensor, format)) is not None:
-        return Sparse(format, shape, (part,), len(next(iter(part.coords.values()))))
+    if isinstance(tensor, Tensor) and (found := _listed(tensor, format)) is not None:
+        part, rows = found
+        return Sparse(format, shape, (part,), rows.values.shape[0], {"rows": rows.rows})
     entries = _read(tensor, shape)
     resolved, parts = arrange(entries, format, group)
     return Sparse(resolved, shape, parts, len(entries))
@@ -258,18 +276,25 @@ def _from_numpy(array: np.ndarray) -> Tensor:
         raise DtypeError(f"torch has no dtype for numpy's {array.dtype}") from error
 
 
-def _listed(tensor: Tensor, format: Format) -> FormatBucket | None:
+def _listed(tensor: Tensor, format: Format) -> tuple[FormatBucket, levels.ListedEntries] | None:
     """The nonzeros of a dense tensor in a format that lists entries in an order of axes, if there is a kernel."""
-    found, axes = layout(format), [axis for axis, _ in format.sorting]
-    plain = sorted(axes) == sorted(format.axes) and all(divisor == 1 for _, divisor in format.sorting)
     tracked = tensor.requires_grad and torch.is_grad_enabled()
-    if tensor.layout != torch.strided or tracked or not plain or found.values != (found.position,):
+    if tensor.layout != torch.strided or tracked or (axes := _listing(str(format))) is None:
         return None
     entries = levels.listed(tensor.permute([format.axes.index(axis) for axis in axes]))
     if entries is None:
         return None
-    coords = dict(zip(axes, entries[0], strict=True))
-    return FormatBucket({axis: coords[axis] for axis in format.axes}, entries[1])
+    coords = dict(zip(axes, entries.coordinates, strict=True))
+    return FormatBucket({axis: coords[axis] for axis in format.axes}, entries.values), entries
+
+
+@lru_cache(maxsize=256)
+def _listing(text: str) -> tuple[str, ...] | None:
+    """The order of the axes in which a format lists entries; None if it does something else."""
+    format = parse_format(text)
+    found, axes = layout(format), tuple(axis for axis, _ in format.sorting)
+    plain = sorted(axes) == sorted(format.axes) and all(divisor == 1 for _, divisor in format.sorting)
+    return axes if plain and found.values == (found.position,) else None
 
 
 def _of_dense(tensor: Tensor) -> Entries:

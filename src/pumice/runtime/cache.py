@@ -120,3 +120,23 @@ def cached_per_values(find: Callable[Concatenate[Tensor, Given], Found]) -> Call
         return known["found"]
 
     return call
+
+
+class KeptResult(Generic[Found]):
+    """find(tensor), computed again after the tensor was written to, as far as cached_per_values notices it. It holds
+    the tensor, and so belongs to an object that does."""
+
+    def __init__(self, tensor: Tensor, find: Callable[[Tensor], Found]) -> None:
+        self._tensor, self._find = tensor, find
+        self._tracked = tensor.is_contiguous() and not tensor.is_inference()
+        self._sample = tensor.detach().reshape(-1)[:: tensor.numel() // _SEEN + 1]
+        self._version, self._seen, self._found = -1, self._sample, None
+
+    def get(self) -> Found:
+        if not self._tracked:
+            return self._find(self._tensor)
+        if self._found is None or self._version != self._tensor._version or not torch.equal(self._seen, self._sample):
+            with outside_inference_mode(), torch.no_grad():
+                self._found = self._find(self._tensor)
+            self._version, self._seen = self._tensor._version, self._sample.clone()
+        return self._found

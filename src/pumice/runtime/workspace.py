@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import NamedTuple
 
@@ -152,6 +152,7 @@ def require_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
         )
 
 
+@lru_cache(maxsize=64)
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
