@@ -9,7 +9,7 @@ import torch
 from harmonics import turned
 
 import pumice as pm
-from pumice.errors import OptionError, ShapeError
+from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.nn import FullyConnectedTensorProduct, TensorProduct
 from pumice.ops import Irreps, clebsch_gordan
 
@@ -311,6 +311,12 @@ def test_refuses_operands():
         made(torch.ones(3, 3), y, w)
     with pytest.raises(ShapeError, match=r"weight is \[..., 2\], found \[3, 1\]"):
         made(x, y, w[:, :1])
+    with pytest.raises(DtypeError, match="x2 is a tensor, found str"):
+        made(x, "y", w)
+    with pytest.raises(DtypeError, match="weight is a tensor, found float"):
+        made(x, y, 1.0)
+    with pytest.raises(ShapeError, match=r"broadcast; found \[3\], \[2\], \[3\]"):
+        made(x, y[:2], w)
     with pytest.raises(ShapeError, match="along edges, x1 is"):
         made(x, y, w, edges=EDGES)
 

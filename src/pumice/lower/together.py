@@ -22,7 +22,7 @@ from pumice.lower.unrolled import TableForm, Target
 from pumice.runtime.cache import BoundedCache
 
 
-class Part(NamedTuple):
+class StatementPart(NamedTuple):
     """A statement over some operands of a call, by their places; result: the number of the result that it adds to."""
 
     places: tuple[int, ...]
@@ -55,7 +55,7 @@ def _has_table(names: str, text: str) -> bool:
 
 
 def run(
-    operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...], lowering: str
+    operands: Sequence[Tensor], parts: tuple[StatementPart, ...], targets: tuple[Target, ...], lowering: str
 ) -> list[Tensor]:
     """The results, new tensors of their shapes and dtypes. lowering: of all statements, "" for any."""
     joined = _joined(operands, parts, targets, lowering)
@@ -73,7 +73,7 @@ def run(
 
 
 def _joined(
-    operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...], lowering: str
+    operands: Sequence[Tensor], parts: tuple[StatementPart, ...], targets: tuple[Target, ...], lowering: str
 ) -> _Joined | None:
     if not is_candidate(operands[0], parts[0].names, parts[0].text, lowering):
         return None
@@ -83,7 +83,7 @@ def _joined(
     return _JOINED[key]
 
 
-def _join(operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Target, ...]) -> _Joined | None:
+def _join(operands: Sequence[Tensor], parts: tuple[StatementPart, ...], targets: tuple[Target, ...]) -> _Joined | None:
     found = {part: _form(operands, part, targets[part.result]) for part in parts}
     alone = {part.result for part, form in found.items() if form is None}
     ends = {(part.result, form[0].target) for part, form in found.items() if form is not None}
@@ -97,7 +97,9 @@ def _join(operands: Sequence[Tensor], parts: tuple[Part, ...], targets: tuple[Ta
     return _Joined(tuple(dict.fromkeys(part.result for part in kept)), forms, extents)
 
 
-def _form(operands: Sequence[Tensor], part: Part, target: Target) -> tuple[TableForm, float, tuple[int, int]] | None:
+def _form(
+    operands: Sequence[Tensor], part: StatementPart, target: Target
+) -> tuple[TableForm, float, tuple[int, int]] | None:
     """(form, coefficient, extents of rows and lanes) of a statement over a table, else None."""
     step = _step(part.names, part.text)
     if step is None:

@@ -27,7 +27,16 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Statement, indices_of
-from pumice.lower.unrolled_source import EntryTable, RowView, Sizes, Sum, TableSums, UnrolledKernel, launcher, shares
+from pumice.lower.unrolled_source import (
+    EntryTable,
+    RowView,
+    Sum,
+    TableSizes,
+    TableSums,
+    UnrolledKernel,
+    launcher,
+    shares,
+)
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import keep_for_graph, kernel
 from pumice.schedule.predict import Work
@@ -178,14 +187,14 @@ class TableCall:
     wide: torch.dtype
 
     @cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> TableSizes:
         """Components of the factors, and of the targets."""
 
         def components(shapes: Sequence[tuple[int, ...]], views: Sequence[RowView]) -> tuple[int, ...]:
             return tuple(x[bool(v.rows)] if v.table else 1 for x, v in zip(shapes, views, strict=True))
 
         targets = components([target.shape for target in self.targets], self.sums.targets)
-        return Sizes(components(self.shapes, self.sums.factors), targets, self.lanes)
+        return TableSizes(components(self.shapes, self.sums.factors), targets, self.lanes)
 
     @cached_property
     def kernel(self) -> UnrolledKernel:

@@ -59,7 +59,7 @@ class EntryTable(NamedTuple):
     columns: tuple[tuple[int, ...], ...]
 
 
-class Sizes(NamedTuple):
+class TableSizes(NamedTuple):
     """Components of the factors and of the targets, and the number of lanes."""
 
     factors: tuple[int, ...]
@@ -80,7 +80,7 @@ class UnrolledKernel(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def launcher(sums: TableSums, table: EntryTable, sizes: Sizes, double: bool) -> UnrolledKernel:
+def launcher(sums: TableSums, table: EntryTable, sizes: TableSizes, double: bool) -> UnrolledKernel:
     block, warps = _lanes_of(sums, sizes.lanes)
     text = source(sums, table, sizes, block, double)
     code = digest(text)
@@ -118,11 +118,11 @@ def shares(sums: TableSums) -> bool:
     return bool(sums.loop) and any(view.rows != sums.loop for view in sums.targets)
 
 
-def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double: bool) -> str:
+def source(sums: TableSums, table: EntryTable, sizes: TableSizes, block: int, double: bool) -> str:
     """block: the lanes of a program."""
     extents, blocks = numbers(sums), -(-sizes.lanes // block)
     kind = "tl.float64" if double else "tl.float32"
-    writer = _Writer(sums, table, sizes, kind, block)
+    writer = _TableWriter(sums, table, sizes, kind, block)
     body = writer.body()
     head = [
         f"part = tl.program_id(0) % {blocks}",
@@ -151,7 +151,7 @@ def source(sums: TableSums, table: EntryTable, sizes: Sizes, block: int, double:
 
 
 @dataclass
-class _Writer:
+class _TableWriter:
     """Lines of a kernel. Component i of factor n is the variable fn_i, component k of target n tn_k.
 
     head: lines before the loop; lines: of the loop; named: the variables of expressions; begun: components of targets
@@ -159,7 +159,7 @@ class _Writer:
 
     sums: TableSums
     table: EntryTable
-    sizes: Sizes
+    sizes: TableSizes
     kind: str
     block: int
     head: list[str] = field(default_factory=list)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.errors import OptionError, ShapeError
+from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.ops import Irreps, Sparse, clebsch_gordan, einsum, sparse
 from pumice.ops.graph import ends_of
 
@@ -144,6 +144,9 @@ class TensorProduct(nn.Module):
         edges: Tensor | None = None,
         num_nodes: int | None = None,
     ) -> Tensor:
+        for name, x in (("x1", x1), ("x2", x2), ("weight", weight), ("edges", edges)):
+            if not isinstance(x, Tensor) and (x is not None or name in ("x1", "x2")):
+                raise DtypeError(f"{name} is a tensor, found {type(x).__name__}")
         self.irreps_in1.check("x1", x1.shape)
         self.irreps_in2.check("x2", x2.shape)
         x1, x2, weight = self._cast(x1, x2, self._weight(weight))
@@ -180,7 +183,11 @@ class TensorProduct(nn.Module):
     def _broadcast(self, x1: Tensor, x2: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
         """The operands with one leading axis, and the leading shape."""
         own = () if self.shared_weights else weight.shape[:-1]
-        shape = torch.broadcast_shapes(x1.shape[:-1], x2.shape[:-1], own)
+        try:
+            shape = torch.broadcast_shapes(x1.shape[:-1], x2.shape[:-1], own)
+        except RuntimeError:
+            leading = ", ".join(str([*axes]) for axes in (x1.shape[:-1], x2.shape[:-1], own))
+            raise ShapeError(f"the leading axes of x1, x2 and weight broadcast; found {leading}") from None
         x1, x2 = (x.expand(*shape, -1).reshape(-1, x.shape[-1]) for x in (x1, x2))
         return x1, x2, weight if self.shared_weights else weight.expand(*shape, -1).reshape(len(x1), -1), shape
 
@@ -331,7 +338,7 @@ def _normalized(
     return found
 
 
-class _Table(NamedTuple):
+class _CoefficientTable(NamedTuple):
     """A sparse tensor of a shape, of coords [axes, entries] and values, and the format in which it is stored."""
 
     coords: np.ndarray
@@ -344,14 +351,14 @@ class _Table(NamedTuple):
         whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
         return sparse(whole, self.format).to(device, dtype)
 
-    def split(self) -> tuple[_Table, _Table]:
+    def split(self) -> tuple[_CoefficientTable, _CoefficientTable]:
         """As the product of tables [m, i, j] and [k, m, p], where m numbers the pairs (k, p) that occur."""
         pairs, places = np.unique(self.coords[[0, 3]], axis=1, return_inverse=True)
         numbers = np.arange(pairs.shape[1])
         coords = np.stack([places.reshape(-1), self.coords[1], self.coords[2]])
-        first = _Table(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
+        first = _CoefficientTable(coords, self.values, (len(numbers), *self.shape[1:3]), "(m i j):C")
         mixed = np.stack([pairs[0], numbers, pairs[1]]), np.ones(len(numbers))
-        return first, _Table(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
+        return first, _CoefficientTable(*mixed, (self.shape[0], len(numbers), self.shape[3]), "(k m p):C")
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,7 +375,7 @@ class _Part:
     channels: tuple[int, int, int]
     weights: tuple[slice, ...]
     weight_shape: tuple[int, ...]
-    split: tuple[_Table, ...]
+    split: tuple[_CoefficientTable, ...]
     pairs: bool
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Sparse, ...]:
@@ -420,7 +427,7 @@ def _part(irreps: Three, paths: Sequence[tuple[Instruction, float, int]], shared
     coords = np.concatenate([coords for coords, _ in blocks], 1)
     # Measured on an H200 (suite tensor-product): tables where each sample has its own matrices.
     format = "(k i j p):C" if shared or "w" not in first.mode else "[k,i,j,p] p:U k:U i:U j:G"
-    table = _Table(coords, np.concatenate([values for _, values in blocks]), shape, format)
+    table = _CoefficientTable(coords, np.concatenate([values for _, values in blocks]), shape, format)
     texts = _statements(first, kept, shared, False)
     return _Part(
         texts,

@@ -42,7 +42,7 @@ from pumice.lower.call import (
 from pumice.lower.dataflow import Pass, check
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.lower.reference import EIGHT_BITS
-from pumice.lower.together import Part
+from pumice.lower.together import StatementPart
 from pumice.lower.unrolled import Target
 from pumice.ops.ahead import Calls, compile_layers
 from pumice.runtime.cache import BoundedCache
@@ -306,7 +306,7 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
     """The gradients of the operands of a call, None if not needed."""
     grads: list[Tensor | None] = [None] * len(call.operands)
     if call.joins(needed) and only_autograd_active((*call.operands, grad)):
-        part = Part(tuple(range(len(call.operands))), call.names, call.text, 0)
+        part = StatementPart(tuple(range(len(call.operands))), call.names, call.text, 0)
         return _gradients_together(((part,), call.lowering), call.operands, [grad], needed)
     if any(needed):
         grad, grads = call.shared(grad, last, grads, needed)
@@ -316,7 +316,7 @@ def _gradients(call: _CallFunction, grad: Tensor, last: Tensor | None, needed: S
     return grads
 
 
-_Statements = tuple[tuple[Part, ...], str]
+_Statements = tuple[tuple[StatementPart, ...], str]
 """Several statements over the same operands, and their lowering, "" for any."""
 
 
@@ -324,7 +324,7 @@ def _gradients_together(
     of: _Statements, operands: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of the operands of several statements from those of their results: such statements, too."""
-    (parts, lowering), given, new = of, [*operands], list[Part]()
+    (parts, lowering), given, new = of, [*operands], list[StatementPart]()
     for number, grad in enumerate(grads):
         if grad is not None:
             for part in parts:
@@ -340,7 +340,9 @@ def _gradients_together(
     return [found.get(place) for place in range(len(operands))]
 
 
-def _derivatives(part: Part, operands: Sequence[Tensor], shape: Sequence[int], upstream: int) -> Iterator[Part]:
+def _derivatives(
+    part: StatementPart, operands: Sequence[Tensor], shape: Sequence[int], upstream: int
+) -> Iterator[StatementPart]:
     """The statements for the gradients of a statement's operands; results: places of these. shape and upstream: those
     of the gradient of its result."""
     call = _CallFunction([operands[place] for place in part.places], part.names, part.text, "", shape)
@@ -348,7 +350,7 @@ def _derivatives(part: Part, operands: Sequence[Tensor], shape: Sequence[int], u
     for (name, form, _, _), local in call.given.places.items():
         if not form and operands[part.places[local]].dtype.is_floating_point:
             for places, names, text in call.derivatives(name, False):
-                yield Part(tuple(whole[n] for n in places), names, text, part.places[local])
+                yield StatementPart(tuple(whole[n] for n in places), names, text, part.places[local])
 
 
 class _TogetherFunction(torch.autograd.Function):
