@@ -233,7 +233,8 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("ucf", "sparse images", r"activations/(?P<group>[\d.]+)/(?P<series>C\d+)/converted", _DENSE),
     Family("ucf", "submanifold layers", r"submanifold/(?P<group>[^/]+)/fwd", {**_SPCONV, **_DENSE}),
-    Family("ucf", "neighbour retrieval", r"retrieval/(?P<group>.+)", {**_SPCONV, "coords": Rivals(("coords",))}),
+    Family("ucf", "neighbour retrieval", r"retrieval/(?P<group>[^/]+)", {**_SPCONV, "coords": Rivals(("coords",))}),
+    Family("ucf", "neighbour tables", r"retrieval/(?P<group>[^/]+)/table", _SPCONV),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
 """All families, in the order of the report."""
