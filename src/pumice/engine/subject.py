@@ -67,7 +67,8 @@ def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | 
     model = bare(model)
     layers = convolutions(model)
     if not layers:
-        raise OptionError(f"{type(model).__name__} has no convolution of pumice.nn")
+        hint = "a network over graphs takes samples of its arguments, [(x, graph)]"
+        raise OptionError(f"{type(model).__name__} has no convolution of pumice.nn; {hint}")
     scenes = tuple(_scene(sample, number) for number, sample in enumerate(samples))
     _check_devices(layers, scenes)
     if mode == "training" and not any(p.requires_grad for p in model.parameters()):
