@@ -42,7 +42,7 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
-from pumice.lower import norm
+from pumice.lower import norm, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
@@ -164,6 +164,8 @@ def variants() -> tuple[Variant, ...]:
             by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
             _maxima(torch.zeros(60, channels, dtype=dtype))
             _over_items(torch.zeros(60, channels, dtype=dtype))
+            target = unrolled.Target((9, channels), dtype)
+            unrolled._sum_by_rows(torch.zeros(60, channels), torch.arange(60) % 9, target)
         by_rows.sum_items(torch.ones(60, 1, dtype=torch.int64), torch.zeros(60, dtype=torch.int64), 2)
     return tuple(recorder.seen)
 

@@ -112,7 +112,7 @@ def _list(
         tl.store(inputs + at, met, mask=on)
         tl.store(outputs + at, (r + tl.zeros_like(at)).to(tl.int32), mask=on)
         if not RANKED:
-            tl.store(taps + at, (k + tl.zeros_like(at)).to(tl.int32), mask=on)
+            tl.store(taps + at, k + tl.zeros_like(met), mask=on)
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
