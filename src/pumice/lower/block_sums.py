@@ -93,29 +93,19 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    statement, coefficient = bound.statement, bound.statement.terms[0].coefficient
     found = matched(bound, _shapes(operands))
     assert isinstance(found, BlockForm)
     ready = keep_for_graph(prepared(found, operands))
     if ready is None:
-        result = torch.zeros(bound.shape, dtype=dtype, device=operands[found.x].device)
-    else:
-        wide = statement.accumulate or coefficient != 1
-        result = ready.run(operands[found.x], operands[found.values], torch.float32 if wide else dtype)
-    result = (result if coefficient == 1 else result * coefficient).view(bound.shape).to(dtype)
-    return operands[statement.target.name] + result if statement.accumulate else result
+        return entry_sums.finished(bound, operands, dtype, None)
+    x, values = operands[found.x], operands[found.values]
+    return entry_sums.finished(bound, operands, dtype, lambda kind: ready.run(x, values, kind))
 
 
-class BlockStep:
+class BlockStep(entry_sums.EntryStep):
     """A step of a plan: a statement that `refusal` accepts."""
 
-    def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
-        self.bound, self.dtype = bound, dtype
-
-    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
-        """The result, of `dtype`, added to that of the steps before."""
-        found = run(self.bound, operands, self.dtype)
-        return found if before is None else before + found
+    run = staticmethod(run)
 
     def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
         """The step as a function of X, see EntryStep.of_one."""

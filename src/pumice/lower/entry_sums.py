@@ -111,16 +111,27 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
 
 def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    statement, form = bound.statement, _form(bound, operands)
-    coefficient = statement.terms[0].coefficient
+    form = _form(bound, operands)
     ready = keep_for_graph(prepared(*_arrays(form, operands)))
-    first = operands[form.views[1].name]
     if ready is None:
-        result = torch.zeros(bound.shape, dtype=dtype, device=first.device)
+        return finished(bound, operands, dtype, None)
+    x, values = _factors(form, ready, operands)
+    return finished(bound, operands, dtype, lambda kind: ready.run(x, values, kind))
+
+
+def finished(
+    bound: BoundStatement,
+    operands: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    sums: Callable[[torch.dtype], Tensor] | None,
+) -> Tensor:
+    """The result of a statement of one product, of `dtype`. sums: of the products, in a dtype; None: there are none."""
+    statement, coefficient = bound.statement, bound.statement.terms[0].coefficient
+    wide = torch.float32 if statement.accumulate or coefficient != 1 else dtype
+    if sums is None:
+        result = torch.zeros(bound.shape, dtype=wide, device=next(iter(operands.values())).device)
     else:
-        wide = statement.accumulate or coefficient != 1
-        x, values = _factors(form, ready, operands)
-        result = ready.run(x, values, torch.float32 if wide else dtype).view(bound.shape)
+        result = sums(wide).view(bound.shape)
     result = (result if coefficient == 1 else result * coefficient).to(dtype)
     return operands[statement.target.name] + result if statement.accumulate else result
 
@@ -128,12 +139,14 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 class EntryStep:
     """A step of a plan: a statement that `refusal` accepts."""
 
+    run = staticmethod(run)
+
     def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
         self.bound, self.dtype = bound, dtype
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         """The result, of `dtype`, added to that of the steps before."""
-        found = run(self.bound, operands, self.dtype)
+        found = self.run(self.bound, operands, self.dtype)
         return found if before is None else before + found
 
     def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
