@@ -1,0 +1,41 @@
+"""Tensors and layers of other libraries as thin wrappers around pumice's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Proxy
+from torch.utils import _pytree as pytree
+
+from pumice.ops import SparseTensor
+
+
+class Wrapped:
+    """Base of other libraries' tensors: an object with state of its own around one SparseTensor, `sparse`.
+
+    Everything besides is plain Python: sizes, keys, dictionaries. While pumice.compile traces a network, `sparse` and
+    the tensors made of it are proxies, so nothing may branch on their values or sizes.
+    """
+
+    sparse: SparseTensor
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        pytree.register_pytree_node(cls, cls.parts, cls.joined)
+
+    def parts(self) -> tuple[list[Any], Any]:
+        """(tensors, a hashable description of everything else), from which `joined` makes an equal object.
+        Subclasses with tensors besides `sparse`, such as coordinates kept for an inverse convolution, list these."""
+        raise NotImplementedError
+
+    @classmethod
+    def joined(cls, tensors: list[Any], rest: Any) -> Any:
+        """The object of its `parts`."""
+        raise NotImplementedError
+
+
+def call_layer(layer: Any, forward: Callable[..., Any], x: Any, *args: Any) -> Any:
+    """forward(x, *args) of a layer of pumice.nn on a SparseTensor; while pumice.compile traces, a step of its program."""
+    # By type: a proxy answers isinstance in its own way. Then `layer` is called, not traced.
+    return layer(x, *args) if issubclass(type(x), Proxy) else forward(x, *args)
