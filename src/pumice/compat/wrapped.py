@@ -36,6 +36,6 @@ class Wrapped:
 
 
 def call_layer(layer: Any, forward: Callable[..., Any], x: Any, *args: Any) -> Any:
-    """forward(x, *args) of a layer of pumice.nn on a SparseTensor; while pumice.compile traces, a step of its program."""
+    """forward(x, *args) of a pumice.nn layer on a SparseTensor; while pumice.compile traces, a step of its program."""
     # By type: a proxy answers isinstance in its own way. Then `layer` is called, not traced.
     return layer(x, *args) if issubclass(type(x), Proxy) else forward(x, *args)
