@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.formats import parse_format
-from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, sparse
+from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, sparse, sparse_from_coords
 
 # torch says once of each of its compressed layouts that it is new, and that it trusts its maker.
 pytestmark = pytest.mark.filterwarnings("ignore:.*[Ss]parse.*:UserWarning")
@@ -591,3 +591,30 @@ def test_real_matrices(data_folder, name):
     gathered = sum(part.coords["m"].numel() + part.coords["k"].numel() for part in found["m:C k:G*"].parts)
     assert gathered <= cost_of(lengths.tolist(), single)
     assert automatic == buckets(lengths)
+
+
+@pytest.mark.parametrize("text", ["COO", "(i j k):C", "GroupCOO", "i:U (j k):C"])
+def test_coordinates_become_a_tensor_and_duplicates_add_up(text):
+    chance = torch.Generator().manual_seed(0)
+    shape = (5, 7, 4) if " " in text else (5, 7)
+    coords = torch.stack([torch.randint(0, n, (60,), generator=chance) for n in shape])
+    values = torch.randn(60, dtype=torch.float64, generator=chance).requires_grad_()
+    dense = torch.zeros(shape, dtype=torch.float64)
+    for place, value in zip(coords.t().tolist(), values.tolist(), strict=True):
+        dense[tuple(place)] += value
+    made = sparse_from_coords(coords, values, shape, text)
+    torch.testing.assert_close(made.to_dense(), dense)
+    made.to_dense().square().sum().backward()
+    torch.testing.assert_close(values.grad, torch.stack([2 * dense[tuple(c)] for c in coords.t().tolist()]))
+
+
+def test_coordinates_that_do_not_fit_are_told():
+    values = torch.ones(2)
+    for coords, error in (
+        (torch.tensor([[0, 5], [1, 1]]), CoordinateError),
+        (torch.tensor([[0, -1], [1, 1]]), CoordinateError),
+        (torch.tensor([[0, 1]]), ShapeError),
+        (torch.tensor([[0.0, 1], [1, 1]]), DtypeError),
+    ):
+        with pytest.raises(error):
+            sparse_from_coords(coords, values, (5, 7))

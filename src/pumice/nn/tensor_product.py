@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pumice.errors import DtypeError, OptionError, ShapeError
-from pumice.ops import Irreps, Sparse, clebsch_gordan, einsum, sparse
+from pumice.ops import Irreps, Sparse, clebsch_gordan, einsum, sparse_from_coords
 from pumice.ops.graph import ends_of
 
 MODES = {
@@ -348,8 +348,7 @@ class _CoefficientTable(NamedTuple):
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Sparse:
         given = torch.from_numpy(self.coords), torch.from_numpy(self.values)
-        whole = torch.sparse_coo_tensor(*given, self.shape, check_invariants=True)
-        return sparse(whole, self.format).to(device, dtype)
+        return sparse_from_coords(*given, self.shape, self.format).to(device, dtype)
 
     def split(self) -> tuple[_CoefficientTable, _CoefficientTable]:
         """As the product of tables [m, i, j] and [k, m, p], where m numbers the pairs (k, p) that occur."""

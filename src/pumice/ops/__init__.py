@@ -26,7 +26,7 @@ from pumice.ops.quantize import quantize
 from pumice.ops.relational import relational_conv
 from pumice.ops.scatter import gather, scatter, segment_reduce
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
-from pumice.ops.sparse import Sparse, sparse
+from pumice.ops.sparse import Sparse, sparse, sparse_from_coords
 from pumice.ops.tensor import SparseTensor
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Dataflows, Grouping
 
@@ -74,6 +74,7 @@ __all__ = [
     "scatter",
     "segment_reduce",
     "sparse",
+    "sparse_from_coords",
     "spherical_harmonics",
     "split",
     "sum_pool",

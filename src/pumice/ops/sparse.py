@@ -22,10 +22,11 @@ from pumice.ops.convert import (
     arrange,
     buckets,
     checked,
+    raveled,
     strategy,
 )
 
-__all__ = ["GROUP_SIZES", "FormatBucket", "Sparse", "buckets", "sparse"]
+__all__ = ["GROUP_SIZES", "FormatBucket", "Sparse", "buckets", "sparse", "sparse_from_coords"]
 
 _INPUTS = (
     "a dense torch tensor, a torch sparse tensor (coo, csr, csc, bsr, bsc), a numpy array, "
@@ -229,6 +230,36 @@ def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -
     (type of tensor, strategy), StatementError (format text).
     """
     return _make(tensor, parse_format(format), group)
+
+
+def sparse_from_coords(
+    coords: Tensor, values: Tensor, shape: Sequence[int], format: str | Format = "COO", *, group: str = "count"
+) -> Sparse:
+    """The sparse tensor of a shape with values [n] at coords, integers [axes, n]; duplicates are summed.
+
+        dense[coords[0, e], coords[1, e], ...] += values[e]
+
+    format, group: as in `sparse`. Differentiable in the values. Raises ShapeError (arrays that do not fit),
+    CoordinateError (coordinates outside the shape, too many cells), DtypeError, StatementError (format text).
+    """
+    shape, format = tuple(shape), parse_format(format)
+    if coords.ndim != 2 or values.shape != coords.shape[1:] or coords.shape[0] != len(shape):
+        raise ShapeError(
+            f"coords are [axes, n] and values [n], with {len(shape)} axes; found {[*coords.shape]} and {[*values.shape]}"
+        )
+    if coords.dtype.is_floating_point or coords.dtype.is_complex or coords.dtype == torch.bool:
+        raise DtypeError(f"coords are integers, found {coords.dtype}")
+    strategy(group)
+    checked(shape, format)
+    coords = coords.to(values.device, torch.int64)
+    extents = torch.tensor(shape, device=coords.device)[:, None]
+    if ((coords < 0) | (coords >= extents)).any():
+        raise CoordinateError(f"coords lie within the shape {shape}; some do not")
+    cells, place = torch.unique(raveled(coords.unbind(), shape), return_inverse=True)
+    summed = values.new_zeros(len(cells)).index_add(0, place, values)
+    distinct = coords.new_empty(len(shape), len(cells)).index_copy_(1, place, coords)
+    resolved, parts = arrange(Entries(distinct.unbind(), summed, shape), format, group)
+    return Sparse(resolved, shape, parts, len(cells))
 
 
 def _make(tensor: Any, format: Format, group: str) -> Sparse:
