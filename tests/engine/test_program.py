@@ -90,7 +90,7 @@ def test_random_networks(first):
             check(program(scene(one)), eager(scene(one)))
         traced = [*program._programs.values()]
         assert len(traced) == 1
-        assert traced[0].graph is not None
+        assert traced[0].graph is not None, traced[0].why
         assert attributes(net) == attributes(eager)
         assert program.explain()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.fx import Proxy
@@ -30,7 +30,7 @@ class Wrapped:
         raise NotImplementedError
 
     @classmethod
-    def joined(cls, tensors: list[Any], rest: Any) -> Any:
+    def joined(cls, tensors: Iterable[Any], rest: Any) -> Any:
         """The object of its `parts`."""
         raise NotImplementedError
 

@@ -13,10 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
-from pumice.engine.trace import CallStep, Product, Snapshot, Step, TracedModule, map_requests, nodes_in, own_ways, trace
+from pumice.engine.trace import (
+    CONSTANTS,
+    SPARSE,
+    CallStep,
+    Product,
+    Snapshot,
+    Step,
+    TracedModule,
+    map_requests,
+    nodes_in,
+    own_ways,
+    trace,
+)
 from pumice.engine.train_stretch import TrainStretch, train_stretches
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution, InverseConv
@@ -24,7 +37,7 @@ from pumice.nn.hooks import REQUIRES_GRAD, has_no_backward_hooks, has_no_forward
 from pumice.ops import MapConsumers, SparseTensor, autograd
 from pumice.ops.conv import autocast_dtype
 from pumice.ops.prepare import RequestedMaps, requested_maps
-from pumice.ops.tensor import raw_feats
+from pumice.ops.tensor import is_sparse, raw_feats
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.compile import BACKGROUND
 
@@ -89,9 +102,9 @@ class Program(nn.Module):
         net = self._net
         if torch.compiler.is_compiling():
             return net(*args, **kwargs)
-        given = (*args, *kwargs.values())
-        kind = _kind_of(net, args, kwargs)
-        if kind is None or not _alone(given):
+        given, form = _values_in(args, kwargs)
+        kind = _kind_of(net, given, form)
+        if not _alone(given):
             return net(*args, **kwargs)
         program = self._programs.get(kind)
         if program is None and len(self._programs.values()) >= _KINDS:
@@ -109,12 +122,14 @@ class Program(nn.Module):
         if way is None:
             return net(*args, **kwargs)
         try:
-            return program.run([value for value in given if isinstance(value, SparseTensor | Tensor)], way)
+            found = program.run([value for value in given if not isinstance(value, CONSTANTS)], way)
         except _Unseen as seen:
             # The module that may branch on it is called as it is from now on.
             refused = program.refused | {seen.within: str(seen)}
             self._programs.keep(kind, _Traced(net, args, kwargs, refused, program.times))
             return net(*args, **kwargs)
+        result = program.form
+        return found if result is None else result.build(found, (*args, *kwargs.values()))
 
     def explain(self) -> str:
         """Text: steps for the last call's arguments, the modules in each, and untraced modules with reasons."""
@@ -158,26 +173,30 @@ class Program(nn.Module):
 _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-def _kind_of(net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """Key of the traced steps: modes, and types or values of the arguments. None if an argument has another type."""
+def _values_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Hashable]:
+    """(values in the arguments, what they are arranged in). Containers are Python's, and what is registered as one."""
+    given = (*args, *kwargs.values())
+    # By type: a proxy of torch.fx passes isinstance.
+    if all([issubclass(type(value), _VALUES) for value in given]):
+        return given, (len(args), *kwargs)
+    return pytree.tree_flatten(([*args], {**kwargs}), is_sparse)
+
+
+_VALUES = (SparseTensor, Tensor, *CONSTANTS)
+
+
+def _kind_of(net: nn.Module, given: Sequence[Any], form: Hashable) -> Hashable:
+    """Key of the traced steps: modes, and types or values of the arguments."""
     modes = net.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    kinds: list[Hashable] = [*modes, len(args), *kwargs]
-    for value in (*args, *kwargs.values()):
-        # By type: a proxy of torch.fx passes isinstance.
-        if issubclass(type(value), SparseTensor | Tensor):
-            kinds.append(type(value))
-        elif isinstance(value, int | float | str | None):
-            kinds.append((type(value), value))
-        else:
-            return None
-    return tuple(kinds)
+    kinds = [(type(value), value) if isinstance(value, CONSTANTS) else type(value) for value in given]
+    return *modes, form, *kinds
 
 
 def _alone(given: Sequence[Any]) -> bool:
-    """True if no global module hooks are registered and an argument is a SparseTensor."""
+    """True if no global module hooks are registered and a tensor is given."""
     if not (has_no_forward_hooks(()) and has_no_backward_hooks(())):
         return False
-    return any([isinstance(value, SparseTensor) for value in given])
+    return any([isinstance(value, SparseTensor | Tensor) for value in given])
 
 
 class _Unseen(Exception):
@@ -205,7 +224,10 @@ class _Traced:
     ) -> None:
         self.refused, self.times = {**refused}, times
         traced = refused.get(net) or trace(net, args, kwargs, refused)
+        if not isinstance(traced, str) and not any(n.meta["kind"] == SPARSE for n in traced.nodes[:-1]):
+            traced = "it takes and makes no SparseTensor"
         self.graph, self.why = (None, traced) if isinstance(traced, str) else (traced, "")
+        self.form = None if self.graph is None else self.graph.form
         self._net = net
         modules = [net]
         # (untraced module, reason): traced again once the reason is gone.
@@ -245,20 +267,22 @@ class _Traced:
             return (TRAINING if trains else INFERENCE) if check(tensors) else None
 
     def run(self, given: Sequence[Any], way: str) -> Any:
-        """The result of the steps. given: the tensors among the arguments."""
+        """The result of the steps: a value, or the values of `form`. given: the arguments that are no constants."""
         graph = self.graph
         assert graph is not None
         env: Env = dict(zip(graph.placeholders, given, strict=True))
-        first = next(raw_feats(x) for x in given if isinstance(x, SparseTensor))
+        first = _features(given)
         on_gpu = autograd.uses_gpu(first) and _is_current(first)
         key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = _items(graph, key, self._root)
         begun: list[Callable[[], None]] = []
-        if on_gpu and self._pyramid is not None:
-            self._pyramid.prepare(env, lambda: begun.append(plan[0].begin(env)))
+        pyramid = self._pyramid if on_gpu else None
         for item in plan:
+            if pyramid is not None and pyramid.node in env:
+                pyramid.prepare(env, lambda: begun.append(item.begin(env)))  # noqa: B023
+                pyramid = None
             (begun.pop() if begun else item.begin(env))()
             for node in item.last:
                 del env[node]
@@ -275,6 +299,15 @@ class _Traced:
         opaque = sum(isinstance(step, CallStep) and step.reason is not None for step in self.graph.steps)
         head = f"{len(rows)} steps: {products} convolutions and linear maps, {opaque} modules called as they are"
         return "\n".join((head, *lines))
+
+
+def _features(given: Sequence[Any]) -> Tensor:
+    """The features of the first SparseTensor, else the first floating-point tensor, else the first tensor."""
+    if type(given[0]) is SparseTensor:
+        return raw_feats(given[0])
+    every = [raw_feats(x) if isinstance(x, SparseTensor) else x for x in given if isinstance(x, SparseTensor | Tensor)]
+    sparse = next((raw_feats(x) for x in given if isinstance(x, SparseTensor)), None)
+    return sparse if sparse is not None else next((x for x in every if x.is_floating_point()), every[0])
 
 
 def _is_current(x: Tensor) -> bool:
@@ -382,8 +415,10 @@ class _Pyramid:
 
 
 def _pyramid_of(graph: TracedModule) -> _Pyramid | None:
-    """Maps from the first sparse argument down: per level, submanifold windows and the first strided relation."""
-    node = next((n for n in graph.placeholders if n.args[0] == "sparse"), None)
+    """Maps from the first sparse argument down, or from the first SparseTensor that is made: per level, submanifold
+    windows and the first strided relation."""
+    sparse = [n for n in graph.nodes[:-1] if n.meta["kind"] == SPARSE]
+    node = next((n for n in sparse if n.op == "placeholder"), sparse[0])
     if node is None:
         return None
     requests = [*map_requests(graph)]

@@ -20,15 +20,18 @@ from torch.fx import Node, Proxy, Tracer
 from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from pumice.coords import Relation
 from pumice.nn import blocks, layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import ACTIVATIONS, has_no_backward_hooks
 from pumice.ops import SparseTensor, cat
-from pumice.ops.tensor import NODES
+from pumice.ops.tensor import NODES, is_sparse
 
-SPARSE, DENSE = "sparse", "dense"
+SPARSE, DENSE, CARRIED = "sparse", "dense", "carried"
+CONSTANTS = (int, float, str, type(None))
+"""Arguments of these types are constants of a trace, which holds for their values alone."""
 _NOT_OF_USERS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
@@ -110,6 +113,17 @@ class _Unknown(_Value):
         raise TraceError("isinstance() of a result of unknown type cannot be traced")
 
 
+class _Carried(_Value):
+    """Proxy of an argument that is neither a tensor nor a constant: it may be passed on."""
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise TraceError("isinstance() of an argument that is no tensor")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else TraceError(f"the attribute {name!r} of an argument")
+
+
 class _Dense(_Value):
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -172,25 +186,85 @@ def _kind_of(node: Node, module: nn.Module | None) -> str | None:
     return SPARSE if node.target in _ARITHMETIC and SPARSE in kinds else None
 
 
+def layer_type(module: nn.Module) -> type:
+    """The class of a module; of a layer of pumice.compat, the class of pumice.nn that it derives from."""
+    own = type(module)
+    if not own.__module__.startswith("pumice.compat."):
+        return own
+    return next((base for base in own.__mro__ if _of_layers(base)), own)
+
+
+def _of_layers(kind: type) -> bool:
+    return kind.__module__.startswith("pumice.nn.") and kind.__module__ != blocks.__name__
+
+
 def _is_layer(module: nn.Module) -> bool:
-    """True for a layer of pumice.nn, which is not traced through; False for pumice.nn.blocks."""
-    own = type(module).__module__
-    return own.startswith("pumice.nn.") and own != blocks.__name__
+    """True for a layer of pumice.nn, or one of pumice.compat that derives from it; False for pumice.nn.blocks."""
+    return _of_layers(layer_type(module))
+
+
+def _is_step(module: nn.Module, args: Sequence[Any]) -> bool:
+    """True if a call of a layer is recorded, not traced through. Layers of pumice.compat call themselves again, with
+    the SparseTensor in what they were given."""
+    given = bool(args) and issubclass(type(args[0]), Proxy)
+    return _is_layer(module) and (given or layer_type(module) is type(module))
 
 
 # Tracing
 
 
+@dataclass(frozen=True)
+class ResultForm:
+    """What a network returns: values in a pytree `spec` of (result, contents of the dicts that it changes).
+
+    changed: places of these dicts among the arguments; returned: the place of the one that is the result, or None."""
+
+    spec: pytree.TreeSpec
+    changed: tuple[int, ...]
+    returned: int | None
+
+    def build(self, values: Sequence[Any], args: Sequence[Any]) -> Any:
+        """The result from values of a run with the arguments args, whose dicts are changed as the network does."""
+        result, contents = pytree.tree_unflatten(values, self.spec)
+        for place, new in zip(self.changed, contents, strict=True):
+            args[place].clear()
+            args[place].update(new)
+        return result if self.returned is None else args[self.returned]
+
+
 class _Root(nn.Module):
-    """The traced module: calls the network `net` with the (args, kwargs) that make() returns."""
+    """The traced module: calls the network `net` with the (args, kwargs) that make() returns. form: of its result,
+    known after the call; None for a single value."""
 
     def __init__(self, net: nn.Module, make: Callable[[], tuple[Any, Any]]) -> None:
         super().__init__()
-        self.net, self.make = net, make
+        self.net, self.make, self.form = net, make, None
 
     def forward(self) -> Any:
         args, kwargs = self.make()
-        return self.net(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        before = [pytree.tree_flatten(value, _is_value) for value in given]
+        y = self.net(*args, **kwargs)
+        changed = tuple(n for n, (a, b) in enumerate(zip(given, before, strict=True)) if not _unchanged(a, b))
+        if wrong := [type(given[n]).__name__ for n in changed if type(given[n]) is not dict]:
+            raise TraceError(f"its forward changes an argument of type {wrong[0]}")
+        returned = next((n for n, value in enumerate(given) if value is y and type(y) is dict), None)
+        if not changed and returned is None and issubclass(type(y), Proxy):
+            return y
+        whole = None if returned is not None else y, [given[n] for n in changed]
+        values, spec = pytree.tree_flatten(whole, _is_value)
+        self.form = ResultForm(spec, changed, returned)
+        return values
+
+
+def _is_value(value: Any) -> bool:
+    # By type: a proxy answers isinstance in its own way.
+    return issubclass(type(value), SparseTensor | Proxy)
+
+
+def _unchanged(value: Any, before: tuple[list[Any], pytree.TreeSpec]) -> bool:
+    values, spec = pytree.tree_flatten(value, _is_value)
+    return spec == before[1] and all(a is b for a, b in zip(values, before[0], strict=True))
 
 
 class _Tracer(Tracer):
@@ -217,7 +291,7 @@ class _Tracer(Tracer):
         if reason is None and _is_identity(m) and len(args) == 1 and isinstance(args[0], Proxy) and not kwargs:
             self.through.append(m)
             return args[0]
-        if reason is None and not (_is_layer(m) or self.is_leaf_module(m, name)):
+        if reason is None and not (_is_step(m, args) or self.is_leaf_module(m, name)):
             traced, reason = self._traced(m, forward, args, kwargs)
             if reason is None:
                 return traced
@@ -275,7 +349,7 @@ class _Tracer(Tracer):
         if "kind" not in node.meta:
             module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
             node.meta["kind"] = node.args[0] if node.op == "placeholder" else _kind_of(node, module)
-        kinds: dict[Any, type[_Value]] = {SPARSE: _Sparse, DENSE: _Dense}
+        kinds: dict[Any, type[_Value]] = {SPARSE: _Sparse, DENSE: _Dense, CARRIED: _Carried}
         return kinds.get(node.meta["kind"], _Unknown)(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Proxy]) -> Any:  # noqa: ARG002
@@ -300,8 +374,8 @@ class _Tracer(Tracer):
 
 
 def _is_identity(module: nn.Module) -> bool:
-    dropout = isinstance(module, nn.Dropout) and type(module) in (layers.Dropout, nn.Dropout)
-    return type(module) in (layers.Identity, nn.Identity) or (dropout and not module.training)
+    dropout = isinstance(module, nn.Dropout) and layer_type(module) in (layers.Dropout, nn.Dropout)
+    return layer_type(module) in (layers.Identity, nn.Identity) or (dropout and not module.training)
 
 
 def _modes() -> tuple[Any, ...]:
@@ -394,7 +468,7 @@ class _Link(NamedTuple):
 @dataclass(eq=False)
 class TracedModule:
     """A traced module. modules: called modules by node; through, reasons: see _Tracer; placeholders: nodes of the
-    tensor arguments; result: the returned structure of nodes; levels: by node, see _level."""
+    arguments that are no constants; result: the returned node, or the values of `form`; levels: by node, see _level."""
 
     nodes: tuple[Node, ...]
     modules: Mapping[Node, nn.Module]
@@ -402,6 +476,7 @@ class TracedModule:
     reasons: Mapping[Node, str]
     placeholders: tuple[Node, ...]
     result: Any
+    form: ResultForm | None = None
     levels: dict[Node, Any] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
 
@@ -412,7 +487,7 @@ def _norm(step: Product, link: _Link, graph: TracedModule) -> Product | None:
         return None
     # A norm of torch.nn takes features, one of pumice.nn a SparseTensor.
     kind = layers.BatchNorm if link.result is link.operation else nn.BatchNorm1d
-    return replace(step, norm=module) if type(module) is kind else None
+    return replace(step, norm=module) if layer_type(module) is kind else None
 
 
 def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None:
@@ -432,7 +507,7 @@ def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None
 def _activation(step: Product, link: _Link, graph: TracedModule) -> Product | None:
     node, module = link.operation, graph.modules.get(link.operation)
     if module is not None and node not in graph.reasons:
-        name = ACTIVATIONS.get(type(module), "")
+        name = ACTIVATIONS.get(layer_type(module), "")
         name = name if (link.result is not node) == (not _is_layer(module)) else ""
     else:
         name = _FUNCTIONS.get(node.target, "") if len(node.args) == 1 and link.result is not node else ""
@@ -456,15 +531,15 @@ def trace(
     placeholders: list[Node] = []
 
     def argument(value: Any) -> Any:
-        kind = SPARSE if isinstance(value, SparseTensor) else DENSE if isinstance(value, Tensor) else None
-        if kind is None:
+        if isinstance(value, CONSTANTS):
             return value
+        kind = SPARSE if isinstance(value, SparseTensor) else DENSE if isinstance(value, Tensor) else CARRIED
         proxy = tracer.create_proxy("placeholder", f"argument_{len(placeholders)}", (kind,), {})
         placeholders.append(proxy.node)
         return proxy
 
     def make() -> tuple[Any, Any]:
-        return [argument(v) for v in args], {k: argument(v) for k, v in kwargs.items()}
+        return pytree.tree_map(argument, ([*args], {**kwargs}), is_leaf=is_sparse)
 
     tracer, root = _Tracer(net, refused), _Root(net, make)
     try:
@@ -486,7 +561,7 @@ def trace(
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
             traced.erase_node(node)
     graph.nodes = tuple(traced.nodes)
-    graph.result = graph.nodes[-1].args[0]
+    graph.result, graph.form = graph.nodes[-1].args[0], root.form
     graph.steps = _steps(graph)
     return graph
 
@@ -514,7 +589,7 @@ def _norms_apart(graph: TracedModule) -> set[Node]:
     return {
         node
         for node, module in graph.modules.items()
-        if type(module) in (layers.BatchNorm, nn.BatchNorm1d)
+        if layer_type(module) in (layers.BatchNorm, nn.BatchNorm1d)
         and node not in graph.reasons
         and called[module] == 1
         and str(node.target) not in read
@@ -553,8 +628,8 @@ def _product(node: Node, graph: TracedModule) -> Product | None:
     layer = graph.modules.get(node)
     if layer is None or node in graph.reasons or not node.args or not isinstance(node.args[0], Node):
         return None
-    of_ours = isinstance(layer, Convolution) and type(layer).__module__ == Convolution.__module__
-    if not (of_ours or type(layer) is layers.Linear) or node.args[0].meta["kind"] != SPARSE:
+    of_ours = isinstance(layer, Convolution) and layer_type(layer).__module__ == Convolution.__module__
+    if not (of_ours or layer_type(layer) is layers.Linear) or node.args[0].meta["kind"] != SPARSE:
         return None
     more = (*node.args[1:], *node.kwargs.values())
     target = more[0] if more else None
@@ -588,7 +663,7 @@ def is_pure(node: Node, graph: TracedModule) -> bool:
     if node.op == "call_module":
         module = graph.modules[node]
         quiet = not (isinstance(module, nn.Dropout | nn.modules.batchnorm._BatchNorm) and module.training)
-        known = _is_layer(module) or type(module) in (nn.BatchNorm1d, *ACTIVATIONS)
+        known = _is_layer(module) or layer_type(module) in (nn.BatchNorm1d, *ACTIVATIONS)
         return known and quiet and node not in graph.reasons and not getattr(module, "inplace", False)
     if node.op == "call_function":
         alone = len(node.args) == 1 and not node.kwargs

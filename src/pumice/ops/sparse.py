@@ -244,9 +244,8 @@ def sparse_from_coords(
     """
     shape, format = tuple(shape), parse_format(format)
     if coords.ndim != 2 or values.shape != coords.shape[1:] or coords.shape[0] != len(shape):
-        raise ShapeError(
-            f"coords are [axes, n] and values [n], with {len(shape)} axes; found {[*coords.shape]} and {[*values.shape]}"
-        )
+        found = f"{[*coords.shape]} and {[*values.shape]}"
+        raise ShapeError(f"coords are [{len(shape)}, n] for this shape, and values [n]; found {found}")
     if coords.dtype.is_floating_point or coords.dtype.is_complex or coords.dtype == torch.bool:
         raise DtypeError(f"coords are integers, found {coords.dtype}")
     strategy(group)
