@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
-from types import SimpleNamespace
+from types import SimpleNamespace, new_class
 from typing import Any
 
 import torch
@@ -389,6 +389,15 @@ def _on_coordinates(x: SparseConvTensor, wanted: Any, shape: list[int], key: Any
 # Layers
 
 
+def _by_dim(name: str, base: type) -> tuple[Any, Any, Any, Any]:
+    """`base` for 1 to 4 axes, as name1d to name4d."""
+
+    def body(names: dict[str, Any]) -> None:
+        names.update(__module__=__name__, __doc__=base.__doc__)
+
+    return tuple(new_class(f"{name}{dim}d", (base,), {"dim": dim}, body) for dim in range(1, 5))  # pyright: ignore
+
+
 class SparseModule(nn.Module):
     """Base of modules that take a SparseConvTensor in a SparseSequential."""
 
@@ -412,26 +421,46 @@ class SparseConvolution(SparseModule):
     kernel_size: list[int]
     in_channels: int
     out_channels: int
+    groups: int
 
-    def _describe(self, spread: tuple[Size, Size, Size], key: Any, rest: Mapping[str, Any]) -> None:
-        """Set spconv's attributes. spread: stride, padding, dilation; rest: options that have no effect here."""
-        dim = self.dim
-        stride, padding, dilation = spread
-        self.ndim, self.indice_key = dim, key
-        self.kernel_size, self.stride = [*self.weight.shape[1:-1]], [*as_axes(stride, dim, "stride", 1)]
-        self.padding, self.dilation = [*as_axes(padding, dim, "padding", 0)], [*as_axes(dilation, dim, "dilation", 1)]
-        self.output_padding = [0] * dim
-        self.algo, self.fp32_accum = rest["algo"] or ConvAlgo.MaskImplicitGemm, rest["fp32_accum"]
-        self.name, self._sparse_unique_name = rest["name"], ""
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: Any = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._build(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+        self._describe(stride, padding, dilation, indice_key)
+        self.algo, self.fp32_accum, self.name = algo or ConvAlgo.MaskImplicitGemm, fp32_accum, name
+        self.record_voxel_count = record_voxel_count and not self.subm
+        if self.record_voxel_count:
+            self.register_buffer("max_num_voxels_during_training", torch.zeros(1, dtype=torch.int32))
+
+    def _build(self, *window: Any) -> None:
+        """Initialise the layer of pumice.nn that computes this one. window: the arguments up to `bias`."""
+        raise NotImplementedError
+
+    def _describe(self, stride: Size, padding: Size, dilation: Size, key: Any) -> None:
+        """Set spconv's attributes."""
+        self.ndim, self.indice_key, self._sparse_unique_name = self.dim, key, ""
+        self.kernel_size, self.stride = [*self.weight.shape[1:-1]], [*as_axes(stride, self.dim, "stride", 1)]
+        self.padding = [*as_axes(padding, self.dim, "padding", 0)]
+        self.dilation, self.output_padding = [*as_axes(dilation, self.dim, "dilation", 1)], [0] * self.dim
         self.conv1x1 = math.prod(self.kernel_size) == self.groups == 1 and (self.subm or math.prod(self.stride) == 1)
         if self.conv1x1 and not self.subm and any(self.padding):
             raise OptionError(f"a convolution of kernel size 1 and stride 1 has padding 0, found {self.padding}")
-        self.record_voxel_count = rest.get("record_voxel_count", False)
-        if self.record_voxel_count:
-            self.register_buffer("max_num_voxels_during_training", torch.zeros(1, dtype=torch.int32))
         self._register_load_state_dict_pre_hook(self._convert_saved)
-
-    groups: int
 
     def forward(self, input: Any, add_input: Any = None) -> Any:  # noqa: A002
         """Convolve a SparseConvTensor; add_input: a SparseConvTensor to add to the result."""
@@ -507,53 +536,18 @@ class _SubM(SparseConvolution, Conv):
 
     subm = True
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        indice_key: Any = None,
-        algo: ConvAlgo | None = None,
-        fp32_accum: bool | None = None,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-    ) -> None:
-        rest = {"algo": algo, "fp32_accum": fp32_accum, "name": name}
-        Conv.__init__(self, in_channels, out_channels, kernel_size, 1, None, dilation, groups, bias, out="same")
-        self._describe((stride, padding, dilation), indice_key, rest)
-        if any(k % 2 == 0 for k in self.kernel_size):
-            raise OptionError(f"a submanifold convolution takes odd kernel sizes, found {self.kernel_size}")
+    def _build(self, *window: Any) -> None:
+        inside, outside, kernel, _, _, dilation, groups, bias = window
+        Conv.__init__(self, inside, outside, kernel, 1, None, dilation, groups, bias, out="same")
+        if any(k % 2 == 0 for k in self.relation.kernel):
+            raise OptionError(f"a submanifold convolution takes odd kernel sizes, found {self.relation.kernel}")
 
 
 class _Strided(SparseConvolution, Conv):
     """Convolution to every output that has an input, also at stride 1."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        indice_key: Any = None,
-        algo: ConvAlgo | None = None,
-        fp32_accum: bool | None = None,
-        record_voxel_count: bool = False,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-    ) -> None:
-        rest = {"algo": algo, "fp32_accum": fp32_accum, "name": name, "record_voxel_count": record_voxel_count}
-        window = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+    def _build(self, *window: Any) -> None:
         Conv.__init__(self, *window, out="support")
-        self._describe((stride, padding, dilation), indice_key, rest)
 
 
 class _Transposed(SparseConvolution, ConvTranspose):
@@ -561,30 +555,12 @@ class _Transposed(SparseConvolution, ConvTranspose):
 
     transposed = True
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        indice_key: Any = None,
-        algo: ConvAlgo | None = None,
-        fp32_accum: bool | None = None,
-        record_voxel_count: bool = False,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-    ) -> None:
-        rest = {"algo": algo, "fp32_accum": fp32_accum, "name": name, "record_voxel_count": record_voxel_count}
-        window = (in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias)
+    def _build(self, *window: Any) -> None:
         ConvTranspose.__init__(self, *window)
-        self._describe((stride, padding, dilation), indice_key, rest)
         # spconv's extent, (S - 1) * stride - 2 * padding + k, has no dilation.
-        less = tuple((k - 1) * (1 - d) for k, d in zip(self.kernel_size, self.dilation, strict=True))
-        self.relation = replace(self.relation, output_padding=less).shared()
+        own = self.relation
+        less = tuple((k - 1) * (1 - d) for k, d in zip(own.kernel, own.dilation, strict=True))
+        self.relation = replace(own, output_padding=less).shared()
 
 
 class _Inverse(SparseConvolution, InverseConv):
@@ -606,9 +582,11 @@ class _Inverse(SparseConvolution, InverseConv):
     ) -> None:
         # The relation is that of the key, known in a call: within an object, as forward changes no attributes.
         self.__dict__["_known"] = SimpleNamespace()
-        rest = {"algo": algo, "fp32_accum": fp32_accum, "name": name}
-        InverseConv.__init__(self, in_channels, out_channels, kernel_size, padding=0, bias=bias)
-        self._describe((1, 0, 1), indice_key, rest)
+        window = (in_channels, out_channels, kernel_size, 1, 0, 1, 1, bias)
+        super().__init__(*window, indice_key, algo, fp32_accum, name=name)
+
+    def _build(self, *window: Any) -> None:
+        InverseConv.__init__(self, *window)
 
     @property
     def relation(self) -> Relation:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -632,52 +610,14 @@ class _Inverse(SparseConvolution, InverseConv):
         return x._after(call_layer(self, self._convolved, sparse, data.inputs), data.spatial_shape)
 
 
-class SubMConv1d(_SubM, dim=1): ...
-
-
-class SubMConv2d(_SubM, dim=2): ...
-
-
-class SubMConv3d(_SubM, dim=3): ...
-
-
-class SubMConv4d(_SubM, dim=4): ...
-
-
-class SparseConv1d(_Strided, dim=1): ...
-
-
-class SparseConv2d(_Strided, dim=2): ...
-
-
-class SparseConv3d(_Strided, dim=3): ...
-
-
-class SparseConv4d(_Strided, dim=4): ...
-
-
-class SparseConvTranspose1d(_Transposed, dim=1): ...
-
-
-class SparseConvTranspose2d(_Transposed, dim=2): ...
-
-
-class SparseConvTranspose3d(_Transposed, dim=3): ...
-
-
-class SparseConvTranspose4d(_Transposed, dim=4): ...
-
-
-class SparseInverseConv1d(_Inverse, dim=1): ...
-
-
-class SparseInverseConv2d(_Inverse, dim=2): ...
-
-
-class SparseInverseConv3d(_Inverse, dim=3): ...
-
-
-class SparseInverseConv4d(_Inverse, dim=4): ...
+SubMConv1d, SubMConv2d, SubMConv3d, SubMConv4d = _by_dim("SubMConv", _SubM)
+SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d = _by_dim("SparseConv", _Strided)
+SparseConvTranspose1d, SparseConvTranspose2d, SparseConvTranspose3d, SparseConvTranspose4d = _by_dim(
+    "SparseConvTranspose", _Transposed
+)
+SparseInverseConv1d, SparseInverseConv2d, SparseInverseConv3d, SparseInverseConv4d = _by_dim(
+    "SparseInverseConv", _Inverse
+)
 
 
 class _SparsePool(SparseModule):
@@ -720,25 +660,16 @@ class _SparsePool(SparseModule):
         return x._after(y, shapes[1], key, data)
 
 
-class SparseMaxPool1d(_SparsePool, layers.MaxPool, dim=1): ...
+class _MaxPool(_SparsePool, layers.MaxPool):
+    """Maximum over the inputs of each window."""
 
 
-class SparseMaxPool2d(_SparsePool, layers.MaxPool, dim=2): ...
+class _AvgPool(_SparsePool, layers.AvgPool):
+    """Mean over the inputs of each window."""
 
 
-class SparseMaxPool3d(_SparsePool, layers.MaxPool, dim=3): ...
-
-
-class SparseMaxPool4d(_SparsePool, layers.MaxPool, dim=4): ...
-
-
-class SparseAvgPool1d(_SparsePool, layers.AvgPool, dim=1): ...
-
-
-class SparseAvgPool2d(_SparsePool, layers.AvgPool, dim=2): ...
-
-
-class SparseAvgPool3d(_SparsePool, layers.AvgPool, dim=3): ...
+SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d = _by_dim("SparseMaxPool", _MaxPool)
+SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseAvgPool4d = _by_dim("SparseAvgPool", _AvgPool)
 
 
 class SparseGlobalMaxPool(SparseModule):
@@ -911,6 +842,12 @@ def sparse_add(*tensors: SparseConvTensor) -> SparseConvTensor:
 
 # Module paths
 
+_PLUS = ("SpatialGroupConv", "FocalsConv")
+_BOXES = (
+    "rbbox_iou", "rbbox_intersection", "rbbox_iou_loss", "nms", "non_max_suppression", "non_max_suppression_cpu",
+    "rotate_non_max_suppression_cpu",
+)  # fmt: skip
+
 
 def get_conv_output_size(input_size: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
     """floor((S + 2 padding - dilation (k - 1) - 1) / stride) + 1, per axis."""
@@ -944,48 +881,18 @@ def _absent(path: str) -> Callable[[str], Any]:
     return __getattr__
 
 
-_GROUPED = "of spconv-plus; a SubMConv3d with groups=, or pumice.nn.Conv3d with offsets=, covers such kernels"
-_PLUS = {
-    name: _refused(name, _GROUPED)
-    for name in ("SpatialGroupConv2d", "SpatialGroupConv3d", "SpatialGroupConvV2", "FocalsConv2d", "FocalsConv3d")
+_NAMES = {
+    name: value
+    for name, value in globals().items()
+    if not name.startswith("_") and getattr(value, "__module__", None) in (__name__, utils.__name__)
 }
-_BOXES = {
-    name: _refused(name, "operators on boxes are outside of sparse convolution; take torchvision's or your framework's")
-    for name in (
-        "rbbox_iou",
-        "rbbox_intersection",
-        "rbbox_iou_loss",
-        "non_max_suppression",
-        "non_max_suppression_cpu",
-        "rotate_non_max_suppression_cpu",
-        "nms",
-    )
-}
-_OF_CONV = [
-    SubMConv1d, SubMConv2d, SubMConv3d, SubMConv4d,
-    SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d,
-    SparseConvTranspose1d, SparseConvTranspose2d, SparseConvTranspose3d, SparseConvTranspose4d,
-    SparseInverseConv1d, SparseInverseConv2d, SparseInverseConv3d, SparseInverseConv4d,
-]  # fmt: skip
-_OF_POOL = [
-    SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d,
-    SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseGlobalMaxPool, SparseGlobalAvgPool,
-]  # fmt: skip
-_OF_MODULES = [
-    SparseModule, SparseSequential, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU, SparseIdentity,
-    is_spconv_module, is_sparse_conv, assign_name_for_sparse_modules,
-]  # fmt: skip
-_OF_TABLES = [ConcatTable, AddTable, JoinTable, AddTableMisaligned]
-_OF_UTILS = [
-    utils.Point2VoxelCPU1d, utils.Point2VoxelCPU2d, utils.Point2VoxelCPU3d, utils.Point2VoxelCPU4d,
-    utils.VoxelGenerator, utils.VoxelGeneratorV2,
-]  # fmt: skip
-
-
-def _named(*found: Any, **more: Any) -> dict[str, Any]:
-    return {each.__name__: each for each in found} | more
-
-
+_NAMES |= {"ImplicitGemmIndiceData": IndiceData, "sparse_add_hash_based": sparse_add, "__version__": __version__}
+_NAMES |= {"SPCONV_VERSION_NUMBERS": [*map(int, __version__.split("."))], "IS_SPCONV2_AVAILABLE": True}
+_OF_UTILS = {name: value for name, value in vars(utils).items() if getattr(value, "__module__", None) == utils.__name__}
+_GROUPED = "it is of spconv-plus; a SubMConv3d with groups=, or pumice.nn.Conv3d with offsets=, has such kernels"
+_NAMES |= {f"{kind}{dim}d": _refused(f"{kind}{dim}d", _GROUPED) for kind in _PLUS for dim in (2, 3)}
+_DENSE = "operators on boxes are no sparse operators; take torchvision's or your framework's"
+_OF_BOXES = {name: _refused(name, _DENSE) for name in _BOXES}
 _CONSTANTS = {
     "SPCONV_USE_DIRECT_TABLE": True,
     "SPCONV_ALLOW_TF32": False,
@@ -995,54 +902,22 @@ _CONSTANTS = {
     "FILTER_HWIO": False,
     "SAVED_WEIGHT_LAYOUT": settings().spconv_layout,
 }
-_CONV = _named(SparseConvolution, *_OF_CONV)
-_MODULES = _named(*_OF_MODULES)
-_CORE = _named(SparseConvTensor, ConvAlgo, IndiceData, ImplicitGemmIndiceData=IndiceData, expand_nd=utils.expand_nd)
-_POOL = _named(*_OF_POOL)
-_OPS = _named(ConvAlgo, get_conv_output_size, get_deconv_output_size)
-_FUNCTIONAL = _named(sparse_add, sparse_add_hash_based=sparse_add)
-_UTILS = _named(utils.PointToVoxel, utils.gather_features_by_pc_voxel_id)
-_HASH = _named(utils.HashTable)
-
-conv, modules, core, pool = (SimpleNamespace(**names) for names in (_CONV, _MODULES, _CORE, _POOL))
-ops, functional, constants = (SimpleNamespace(**names) for names in (_OPS, _FUNCTIONAL, _CONSTANTS))
-
-_PYTORCH = {
-    **_named(SparseConvTensor, ConvAlgo, Identity, ToDense, RemoveGrid, *_OF_CONV, *_OF_POOL, *_OF_MODULES),
-    **_named(*_OF_TABLES),
-    **_PLUS,
-}
-_SPCONV = {
-    "__version__": __version__,
-    "SPCONV_VERSION_NUMBERS": [*map(int, __version__.split("."))],
-    "IS_SPCONV2_AVAILABLE": True,
-    "ConvAlgo": ConvAlgo,
-}
+_SAME = "conv modules core functional pool spatial tables identity"
 MODULES: Mapping[str, Mapping[str, Any]] = {
     path: {**names, "__getattr__": _absent(path)}
     for path, names in {
-        "spconv": {**_PYTORCH, **_SPCONV},
-        "spconv.constants": _CONSTANTS,
-        "spconv.core": _CORE,
-        "spconv.conv": _CONV,
-        "spconv.modules": _MODULES,
-        "spconv.ops": {**_OPS, **_BOXES},
-        "spconv.functional": _FUNCTIONAL,
-        "spconv.utils": {**_named(*_OF_UTILS), **_BOXES},
-        "spconv.pytorch": _PYTORCH,
-        "spconv.pytorch.constants": _CONSTANTS,
-        "spconv.pytorch.core": _CORE,
-        "spconv.pytorch.conv": _CONV,
-        "spconv.pytorch.modules": _MODULES,
-        "spconv.pytorch.identity": _named(Identity),
-        "spconv.pytorch.pool": _POOL,
-        "spconv.pytorch.ops": _OPS,
-        "spconv.pytorch.functional": _FUNCTIONAL,
-        "spconv.pytorch.spatial": _named(RemoveDuplicate),
-        "spconv.pytorch.tables": _named(*_OF_TABLES),
-        "spconv.pytorch.hash": _HASH,
-        "spconv.pytorch.utils": _UTILS,
+        **{path: _NAMES for path in ("spconv", "spconv.pytorch")},
+        **{f"{root}.{part}": _NAMES for root in ("spconv", "spconv.pytorch") for part in _SAME.split()},
+        **{f"{root}.constants": _CONSTANTS for root in ("spconv", "spconv.pytorch")},
+        **{
+            f"{root}.{part}": {**_NAMES, **_OF_UTILS, **_OF_BOXES}
+            for root in ("spconv", "spconv.pytorch")
+            for part in ("ops", "utils", "hash")
+        },
         "cumm": {},
         "cumm.tensorview": {"from_numpy": torch.from_numpy, "Tensor": Tensor},
     }.items()
 }
+"""Names by module path. All paths of spconv hold all names of layers."""
+conv = modules = core = functional = pool = ops = SimpleNamespace(**_NAMES)
+constants = SimpleNamespace(**_CONSTANTS)
