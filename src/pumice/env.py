@@ -16,23 +16,26 @@ class Settings:
 
     data: folder of real scans (PUMICE_DATA), None if not set.
     cache: folder for tuned tiles and plans and compiled C kernels (PUMICE_CACHE, default ~/.cache/pumice).
+    spconv_layout: spconv's SPCONV_SAVED_WEIGHT_LAYOUT, the layout of weights in checkpoints: KRSC, RSKC, RSCK or "".
     """
 
     data: Path | None
     cache: Path
+    spconv_layout: str = ""
 
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """Settings of this process; later changes of the environment have no effect.
 
-    Raises OptionError if PUMICE_DATA is not a folder or PUMICE_CACHE is a file.
+    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or a layout is unknown.
     """
     data = os.environ.get("PUMICE_DATA")
     cache = os.environ.get("PUMICE_CACHE")
     return Settings(
         data=_existing_folder("PUMICE_DATA", data) if data else None,
         cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
+        spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
     )
 
 
@@ -48,3 +51,10 @@ def _folder_or_new(name: str, value: str) -> Path:
     if path.exists() and not path.is_dir():
         raise OptionError(f"{name} should name a folder, found the file {value!r}")
     return path
+
+
+def _one_of(name: str, values: tuple[str, ...]) -> str:
+    value = os.environ.get(name, values[0])
+    if value not in values:
+        raise OptionError(f"{name} takes one of {', '.join(values[1:])}, found {value!r}")
+    return value
