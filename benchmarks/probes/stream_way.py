@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import pumice as pm
+import pumice.compat
 from benchmarks.harness.study import TOLERANCE, error
 from benchmarks.harness.timing import synchronize
 from benchmarks.peers import spconv as spconv_peer
@@ -34,7 +35,8 @@ from benchmarks.suites.workloads import Side
 Tell = Callable[[str, Any], object]
 
 MODES = ("infer", "train")
-WAYS = ("spconv", "eager", "compiled", "captured")
+WAYS = ("spconv", "eager", "compiled", "captured", "compat-eager", "compat-compiled", "compat-captured")
+"""compat-: the network in spconv's layers, unchanged, on pumice.compat."""
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 """Clocks in seconds. "cpu" is the time of this process over all threads, so other processes do not disturb it."""
 CHECKED = 3
@@ -61,6 +63,15 @@ class Asked:
     source: Source = Source()
     limit: float = math.inf
     quick: bool = False
+
+    @property
+    def compat(self) -> bool:
+        return self.way.startswith("compat-")
+
+    @property
+    def form(self) -> str:
+        """How the network is called: eager, compiled or captured."""
+        return "eager" if self.way == "spconv" else self.way.removeprefix("compat-")
 
 
 @dataclass
@@ -126,6 +137,8 @@ def measure(asked: Asked, tell: Tell) -> None:
 
     Raises ModuleNotFoundError if the way is spconv's and spconv is not installed.
     """
+    if asked.compat:
+        pm.compat.install("spconv")
     device = torch.device(asked.device)
     half = device.type == "cuda" and asked.mode == "infer"
     given = samples(asked.source, asked.count, device, torch.float16 if half else torch.float32)
@@ -136,7 +149,7 @@ def measure(asked: Asked, tell: Tell) -> None:
     synchronize(device)
     begin = _now()
     ready = _ready(asked, net, max(given, key=len))
-    if asked.way in ("compiled", "captured"):
+    if asked.form != "eager":
         tell("make", _since(begin))
     for name in ("calls", "again"):
         for one in given:
@@ -170,13 +183,13 @@ def _since(begin: Sequence[float]) -> list[float]:
 
 def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) -> Ready:
     """Prepare the way asked for. mixed: run training steps on a GPU under float16 autocast."""
-    of_spconv = asked.way == "spconv"
-    if of_spconv:
+    of_spconv = asked.way == "spconv" or asked.compat
+    if of_spconv and not asked.compat:
         spconv_peer.train_without_cuda()
     ready = Ready((Side.spconv if of_spconv else Side.ours)(net, largest), lambda x: None, of_spconv)
     if asked.mode == "train":
         return _training(asked, ready, largest, mixed)
-    if asked.way == "captured":
+    if asked.form == "captured":
         with torch.no_grad():
             captured = pm.capture(net, ready.maker(largest)(), max_voxels=len(largest)).ready()
         return replace(ready, run=torch.no_grad()(captured.__call__), captured=captured)
@@ -184,7 +197,7 @@ def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) ->
 
 
 def _called(asked: Asked, ready: Ready) -> Callable[[Any], Any]:
-    if asked.way == "compiled":
+    if asked.form == "compiled":
         return pm.compile(ready.side.net)  # pyright: ignore[reportAttributeAccessIssue]
     return ready.side.net
 
@@ -199,7 +212,7 @@ def _training(asked: Asked, ready: Ready, largest: Sample, mixed: bool) -> Ready
     def loss(y: Any) -> Tensor:
         return LOSS * ready.side.feats(y).float().square().sum()
 
-    if asked.way == "captured":
+    if asked.form == "captured":
         with cast:
             captured = pm.capture_step(net, loss, optimizer, ready.maker(largest)(), max_voxels=len(largest)).ready()
         return replace(ready, run=captured.__call__, captured=captured)
@@ -232,6 +245,8 @@ def _errors(asked: Asked, ready: Ready, net: nn.Module, given: Sequence[Sample])
 def _exact(asked: Asked, net: nn.Module, sample: Sample) -> Ready:
     """The reference network in float32: spconv's layers, or without spconv ours by plain gathers and products."""
     wide, sample = copy.deepcopy(net).float(), replace(sample, feats=sample.feats.float())
+    if asked.compat:
+        return _ready(replace(asked, way="eager"), exact_copy(wide, torch.float32), sample, mixed=False)
     try:
         return _ready(replace(asked, way="spconv"), wide, sample, mixed=False)
     except ModuleNotFoundError:

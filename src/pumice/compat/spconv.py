@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from pumice.compat import spconv_utils as utils
-from pumice.compat.wrapped import Wrapped, call_layer
+from pumice.compat.wrapped import LinearMap, Wrapped, call_layer
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.env import settings
 from pumice.errors import DtypeError, GeometryError, MissingAttributeError, OptionError, ShapeError
 from pumice.nn import layers
 from pumice.nn.conv import Conv, ConvTranspose, InverseConv
 from pumice.ops import SparseTensor, from_dense, global_avg_pool, global_max_pool, linear, union
-from pumice.ops.tensor import one_node
+from pumice.ops.tensor import coordinates_of, one_node
 
 __version__ = "2.3.8"
 Size = int | Sequence[int]
@@ -279,7 +279,11 @@ def _anchor(sparse: SparseTensor) -> Any:
 
 
 def _carried(end: Any) -> Any:
-    return SparseTensor(torch.empty(len(end), 0, device=end.device), end) if isinstance(end, Geometry) else end
+    return (
+        SparseTensor(torch.empty(len(end), 0, device=end.device), end)
+        if isinstance(end, Geometry)
+        else coordinates_of(end)
+    )
 
 
 # Indice keys
@@ -458,6 +462,9 @@ class SparseConvolution(SparseModule):
         self.padding = [*as_axes(padding, self.dim, "padding", 0)]
         self.dilation, self.output_padding = [*as_axes(dilation, self.dim, "dilation", 1)], [0] * self.dim
         self.conv1x1 = math.prod(self.kernel_size) == self.groups == 1 and (self.subm or math.prod(self.stride) == 1)
+        if self.conv1x1:
+            # Not a submodule: its parameters are this layer's.
+            self.__dict__["linear_map"] = LinearMap(self)
         if self.conv1x1 and not self.subm and any(self.padding):
             raise OptionError(f"a convolution of kernel size 1 and stride 1 has padding 0, found {self.padding}")
         self._register_load_state_dict_pre_hook(self._convert_saved)
@@ -471,16 +478,16 @@ class SparseConvolution(SparseModule):
         return y if add_input is None else y + add_input
 
     def _convolved(self, x: SparseTensor, *target: Any) -> SparseTensor:
-        return linear(x, self._matrix(), self.bias) if self.conv1x1 else super().forward(x, *target)
+        return linear(x, self.matrix(), self.bias) if self.conv1x1 else super().forward(x, *target)
 
-    def _matrix(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """[C_out, C_in] of a kernel of size 1, in spconv's reading of the weight."""
         return self.weight.view(self.in_channels, self.out_channels).t()
 
     def _over(self, x: SparseConvTensor) -> SparseConvTensor:
         if self.conv1x1:
             found = x.shadow_copy()
-            found._sparse = linear(x.sparse, self._matrix(), self.bias)
+            found._sparse = call_layer(self, self._convolved, x.sparse)
             return found
         key = self.indice_key
         data = None if key is None else x.indice_dict.get(key)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
+from pumice.nn import layers
 from pumice.ops import SparseTensor
 
 
@@ -33,6 +35,26 @@ class Wrapped:
     def joined(cls, tensors: Iterable[Any], rest: Any) -> Any:
         """The object of its `parts`."""
         raise NotImplementedError
+
+
+class LinearMap(layers.Linear):
+    """What a convolution of kernel size 1 computes, as a linear map of its parameters: weight = layer.matrix(),
+    [C_out, C_in], and bias [C_out]."""
+
+    def __init__(self, layer: Any) -> None:
+        nn.Module.__init__(self)
+        # Not a submodule: the parameters are the layer's.
+        self.__dict__["_layer"] = layer
+        self.in_features, self.out_features = layer.in_channels, layer.out_channels
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._layer.matrix()
+
+    @property
+    def bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        bias = self._layer.bias
+        return None if bias is None else bias.reshape(-1)
 
 
 def call_layer(layer: Any, forward: Callable[..., Any], x: Any, *args: Any) -> Any:

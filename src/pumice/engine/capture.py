@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pumice.coords import Bounds, GridSpec, check_points, frame_of
 from pumice.coords.capacity import Shares
 from pumice.coords.chain_build import key_bounds
+from pumice.engine.around import around, sparse_in
 from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.graph_capture import CapturedGraphNet, check_evaluation, check_options, takes_graph
@@ -72,6 +73,8 @@ def capture(
     model: module in evaluation mode that takes one SparseTensor, or its program. Parameters are read in place: values
         written to them take effect in the next call.
     example: typical scene; fixes channels, device and, without `dtype`, the dtype. Coarser capacities derive from it.
+        Also an object that holds one SparseTensor, registered with torch.utils._pytree, as tensors of pumice.compat are:
+        then calls take such objects.
     max_voxels: largest capacity; default twice the example's voxels. A larger scene runs eagerly.
     level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
         default: what the example needs times `margin`; kernel maps have half as much room again.
@@ -101,6 +104,7 @@ def capture(
         names = "max_voxels", "level_capacity", "batch", "dtype", "buckets", "margin"
         check_options(dict(zip(names, voxels, strict=True)))
         return CapturedGraphNet(model, example)
+    model, example = around(model, example)
     example = check_example(example)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
     margins = CapacityMargins(margin, level_capacity)
@@ -203,8 +207,8 @@ class _Base(CapturedModule):
 class Captured(_Base):
     """Captured network; see `capture`."""
 
-    def __call__(self, x: SparseTensor | Tensor, coords: Tensor | None = None) -> Any:
-        """Run the model on x, or on features x [N, C] with coords int32 [N, 1+D].
+    def __call__(self, x: Any, coords: Tensor | None = None) -> Any:
+        """Run the model on x, a SparseTensor or what the example was, or on features x [N, C] with coords int32 [N, 1+D].
 
         Results are new tensors without gradients; a sparse result on x's coordinates shares x's geometry. Plain
         features and coordinates form a batch of `batch` items, and are checked inside the graph, without a host
@@ -214,7 +218,7 @@ class Captured(_Base):
         DeviceError and GeometryError (input that does not match the example).
         """
         example: SparseTensor = self._engine.example.like  # pyright: ignore[reportAttributeAccessIssue]
-        own = None
+        own, x = None, sparse_in(self._engine.program.model, x)
         if isinstance(x, SparseTensor):
             check_scene(x, example)
             feats, coords, own = x.feats, x.coords, x.geometry

@@ -380,11 +380,28 @@ def is_one_kernel(layer: Any) -> bool:
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "weight", "bias")
 
 
+class _Derived:
+    """Parameters of a layer that computes `weight` of another one, as a dict."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self._layer, name, default)
+
+    __getitem__ = get
+
+
+def held_by(layer: Any) -> Any:
+    """The dict of a layer's weight and bias."""
+    return layer._parameters if "weight" in layer._parameters else _Derived(layer)
+
+
 def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:
     """(dict, key) of each tensor of a product: weight and bias of the layer, four of the norm."""
     layer: Any = step.layer
     norm: Any = step.norm
-    own = [layer._parameters] * 2
+    own = [held_by(layer)] * 2
     nothing: Mapping[str, Any] = {}
     own += [nothing] * 4 if norm is None else [norm._buffers, norm._buffers, norm._parameters, norm._parameters]
     return [*zip(own, _TENSORS, strict=True)]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node, Proxy, Tracer
+from torch.fx import Graph, Node, Proxy, Tracer
 from torch.fx.node import map_arg
 from torch.fx.proxy import Attribute, TraceError
 from torch.nn import functional
@@ -27,7 +27,7 @@ from pumice.nn import blocks, layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import ACTIVATIONS, has_no_backward_hooks
 from pumice.ops import SparseTensor, cat
-from pumice.ops.tensor import NODES, is_sparse
+from pumice.ops.tensor import NODES, coordinates_of, is_sparse
 
 SPARSE, DENSE, CARRIED = "sparse", "dense", "carried"
 CONSTANTS = (int, float, str, type(None))
@@ -423,6 +423,86 @@ def _place_of(error: Exception) -> str:
     return f"{Path(last.filename).name}:{last.lineno}: {line} ({told})"
 
 
+# Operations on features
+
+
+def _lift(traced: Graph, graph: TracedModule) -> None:
+    """Rewrite operations on the features of SparseTensors as operations on the tensors, one at a time, so that steps
+    can fuse them however they were written:
+
+        x.replace(relu(bn(x.feats) + y.feats))  ->  relu(bn(x) + y)
+        x.replace(torch.cat((x.feats, y.feats), 1))  ->  pumice.cat((x, y))
+
+    Only sums and concatenations of tensors that share their coordinates are rewritten."""
+    of: dict[Node, Node] = {}
+    for node in [*traced.nodes][:-1]:
+        parts = [of[n] for n in node.all_input_nodes if n in of]
+        if node.target is getattr and node.args[1] == "feats" and node.args[0].meta["kind"] == SPARSE:
+            of[node] = node.args[0]
+        elif node.target == "replace" and node.op == "call_method" and not node.kwargs and len(node.args) == 2:
+            x, feats = node.args
+            if feats in of and graph.levels[of[feats]] == graph.levels[x]:
+                node.replace_all_uses_with(of[feats])
+                traced.erase_node(node)
+                continue
+        elif parts and len(parts) == len(node.all_input_nodes) and len({graph.levels[x] for x in parts}) == 1:
+            _lift_one(node, parts, graph, of)
+        graph.levels[node] = _level(node, _product(node, graph), graph)
+    _read_coordinates_last(traced, graph)
+
+
+def _read_coordinates_last(traced: Graph, graph: TracedModule) -> None:
+    """Let results that are coordinates alone read the last tensor that has them, so that no other is kept for these."""
+    last = {graph.levels[n]: n for n in traced.nodes if n.meta.get("kind") == SPARSE and n.target is not coordinates_of}
+    made: dict[Node, Node] = {}
+    for node in [n for n in traced.nodes if n.target is coordinates_of and all(u.op == "output" for u in n.users)]:
+        x = last[graph.levels[node.args[0]]]
+        node.args = (x,)
+        if made.setdefault(x, node) is not node:
+            node.replace_all_uses_with(made[x])
+            traced.erase_node(node)
+
+
+def _lift_one(node: Node, parts: Sequence[Node], graph: TracedModule, of: dict[Node, Node]) -> None:
+    """Rewrite one operation on features, if it is one that steps fuse. parts: the SparseTensors of its operands."""
+    added = node.target is operator.add and len(parts) == 2 and len(node.args) == 2
+    if added or _joins_columns(node, parts):
+        target, args = (operator.add, tuple(of[n] for n in node.args)) if added else (cat, (parts,))
+    elif _is_activation(node, graph) or type(graph.modules.get(node)) is nn.BatchNorm1d:
+        target, args = "replace", (parts[0], node)
+    else:
+        return
+    fx = node.graph
+    with fx.inserting_after(node):
+        x = fx.create_node("call_method" if target == "replace" else "call_function", target, args)
+    with fx.inserting_after(x):
+        feats = fx.create_node("call_function", getattr, (x, "feats"))
+    x.meta.update(kind=SPARSE, within=node.meta["within"])
+    feats.meta.update(kind=DENSE, within=node.meta["within"])
+    node.replace_all_uses_with(feats, lambda user: user is not x)
+    if target != "replace":
+        fx.erase_node(node)
+    of[feats] = x
+    for new in (x, feats):
+        graph.levels[new] = _level(new, None, graph)
+
+
+def _joins_columns(node: Node, parts: Sequence[Node]) -> bool:
+    """True for torch.cat of features by columns; the parts are in the order of the operands."""
+    given = node.args[0] if node.args else ()
+    if node.target not in (torch.cat, torch.concat) or not isinstance(given, list | tuple) or len(given) != len(parts):
+        return False
+    dims = (*node.args[1:], *node.kwargs.values())
+    return len(dims) == 1 and dims[0] in (1, -1) and not node.kwargs.keys() - {"dim", "axis"}
+
+
+def _is_activation(node: Node, graph: TracedModule) -> bool:
+    """True for an activation that a step may fuse, on features."""
+    if node in graph.modules:
+        return node not in graph.reasons and type(graph.modules[node]) in ACTIVATIONS
+    return node.target in _FUNCTIONS and len(node.args) == 1
+
+
 # Steps
 
 
@@ -500,7 +580,8 @@ def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None
         return None
     # The sum of two products is fused into the later one.
     order = {n: place for place, n in enumerate(graph.nodes)}
-    waits = isinstance(graph.modules.get(other), Convolution | layers.Linear | layers.BatchNorm)
+    last = other.args[1] if other.target == "replace" else other
+    waits = isinstance(graph.modules.get(last), Convolution | layers.Linear | nn.BatchNorm1d)  # pyright: ignore[reportArgumentType]
     return None if waits and order[other] > order[step.node] else replace(step, residual=other)
 
 
@@ -556,6 +637,7 @@ def trace(
     if whole is not None:
         return whole
     graph = TracedModule((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
+    _lift(traced, graph)
     for node in reversed(traced.nodes):
         # Dead code without side effects.
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
@@ -637,6 +719,7 @@ def _product(node: Node, graph: TracedModule) -> Product | None:
         return None
     if target is not None and target.meta["kind"] != SPARSE:
         return None
+    layer = getattr(layer, "linear_map", None) or layer
     return Product(node, (_name_of(node, graph),), layer, node.args[0], target)  # pyright: ignore[reportArgumentType]
 
 

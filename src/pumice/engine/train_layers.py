@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import KernelMap, Relation
+from pumice.engine.stretch import held_by
 from pumice.engine.trace import Product, Step
 from pumice.lower.call import (
     ARRAYS_READ,
@@ -461,7 +462,8 @@ def tensors_of(step: Product) -> list[tuple[Any, str]]:
     """(dict, key) of each tensor of a product."""
     layer: Any = step.layer
     norm: Any = step.norm
-    own = [(layer._parameters, "weight"), (layer._parameters, "bias")]
+    held = held_by(layer)
+    own = [(held, "weight"), (held, "bias")]
     if norm is None:
         return own + [({}, "")] * (TENSORS - len(own))
     kept = [(norm._buffers, name) for name in ("running_mean", "running_var", "num_batches_tracked")]

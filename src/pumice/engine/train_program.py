@@ -370,8 +370,10 @@ class StepProgram:
             raise OptionError("the model has new parameters, which the step does not update: call capture_step again")
         self.module_buffers[:] = self.state()
         self.backup[:] = [t.clone() for t in self.module_buffers]
-        ignored = () if self.replicated is None else self.replicated.parameters_to_ignore
-        self.averaged[:] = [p for name, p in self.model.named_parameters() if p.requires_grad and name not in ignored]
+        ignored, named = (), self.model
+        if self.replicated is not None:
+            ignored, named = self.replicated.parameters_to_ignore, self.replicated.module
+        self.averaged[:] = [p for name, p in named.named_parameters() if p.requires_grad and name not in ignored]
         self.gradients.by_parameter.clear()
 
     @contextmanager

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
 from pumice.coords.capacity import CapacityPlanner, Shares
+from pumice.engine.around import around, sparse_in
 from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, device_context
 from pumice.engine.buffers import ModelInput
 from pumice.engine.capture import captured_site, check_example, check_scene
@@ -100,7 +101,7 @@ def capture_step(
     loss: scalar function of the model's result and the targets; may be a module with buffers.
     optimizer: its update is captured if possible (capturable=True, or SGD), from its second step on, while its
         hyperparameters stay constant; a learning rate that changes each step should be a tensor. Others run eagerly.
-    example: typical scene. Scenes with another number of batch items run eagerly.
+    example: typical scene, as in `capture`. Scenes with another number of batch items run eagerly.
     targets: tensors with one row per voxel of the example, scalars, or PerItemTarget(tensor) with one row per item.
     max_voxels, level_capacity, buckets, margin: as in `capture`.
     scaler: as torch.amp.GradScaler for half precision: a step with non-finite gradients updates only the scale.
@@ -134,6 +135,7 @@ def capture_step(
         check_options(dict(zip(names, voxels, strict=True)))
         device = Arguments.of(example).device
         return CapturedGraphStep(model, loss, CapturedOptimizerStep(optimizer, device), example, targets)
+    model, example = around(model, example)
     example = check_example(example)
     _check_targets(example, targets)
     limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
@@ -170,7 +172,7 @@ class CapturedStep(CapturedModule):
         super().__init__(steps)
         self._update = update
 
-    def __call__(self, x: SparseTensor, *targets: Target) -> Tensor:
+    def __call__(self, x: Any, *targets: Target) -> Tensor:
         """Run one step and return the loss before the update, a detached scalar. Gradients, unscaled and clipped, stay
         in the parameters' `grad` until the next step, unless the optimizer overwrites them (multi-tensor
         torch.optim.SGD with nesterov does).
@@ -179,6 +181,7 @@ class CapturedStep(CapturedModule):
         DeviceError, GeometryError and OptionError (input that does not match the example); nothing is updated then.
         """
         example: TrainingSample = self._engine.example  # pyright: ignore[reportAssignmentType]
+        x = sparse_in(self._engine.program.model, x)
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"a captured step takes a SparseTensor and targets, found {type(x).__name__}")
         check_scene(x, example.like)

@@ -397,6 +397,12 @@ def one_node(function: Callable[Concatenate[Any, Given], Found]) -> Callable[Con
     return call
 
 
+@one_node
+def coordinates_of(x: SparseTensor) -> SparseTensor:
+    """The coordinates of x with no features, [N, 0]."""
+    return unchecked_tensor(x._feats.new_empty(x._feats.shape[0], 0), x.geometry)
+
+
 def row_wise(x: SparseTensor, function: Callable[[Tensor], Tensor]) -> SparseTensor:
     """Apply a row-wise `function` without parameters. Raises DtypeError if x is not a SparseTensor."""
     if not isinstance(x, SparseTensor):
