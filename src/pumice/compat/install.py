@@ -47,7 +47,7 @@ def install(*libraries: str, mode: str | None = None) -> None:
 def uninstall(*libraries: str) -> None:
     """Undo `install` (of all libraries if none are given); objects that were imported meanwhile stay as they are."""
     for name in libraries or LIBRARIES:
-        for path in [path for path, module in sys.modules.items() if _is_stand_in(path, module, name)]:
+        for path in [path for path, module in [*sys.modules.items()] if _is_stand_in(path, module, name)]:
             del sys.modules[path]
 
 

@@ -654,14 +654,20 @@ class _SparsePool(SparseModule):
         key, relation = self.indice_key, self.relation()
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
-        y = call_layer(self, super().forward, x.sparse)
+        y = self._finished(call_layer(self, super().forward, x.sparse))
         shapes = x._spatial_shape, [*relation.output_shape(x._spatial_shape)]
         data = None if key is None else IndiceData(_anchor(x.sparse), _anchor(y), relation, shapes, self.algo)
         return x._after(y, shapes[1], key, data)
 
+    def _finished(self, y: SparseTensor) -> SparseTensor:
+        return y
+
 
 class _MaxPool(_SparsePool, layers.MaxPool):
-    """Maximum over the inputs of each window."""
+    """Maximum over 0 and the inputs of each window: spconv starts from 0 (csrc/sparse/maxpool.py, indice_maxpool)."""
+
+    def _finished(self, y: SparseTensor) -> SparseTensor:
+        return y.replace(torch.relu(y.feats))
 
 
 class _AvgPool(_SparsePool, layers.AvgPool):
