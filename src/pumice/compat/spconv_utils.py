@@ -65,10 +65,10 @@ class PointToVoxel:
         """As a call, and int64 [P]: the voxel of each point, -1 if dropped."""
         if pc.device.type != self.device.type:
             raise DeviceError(f"this object voxelises points on {self.device}, found {pc.device}")
-        if pc.ndim != 2 or pc.shape[1] < self.ndim:
+        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
             raise ShapeError(f"points are [P, {self.num_point_features}], found {[*pc.shape]}")
         with torch.no_grad():
-            return self._voxels(pc[:, : self.num_point_features], empty_mean)
+            return self._voxels(pc, empty_mean)
 
     def _voxels(self, pc: Tensor, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         cells, kept = self._cells(pc)
