@@ -840,6 +840,55 @@ def test_import_names():
         rbbox_iou(1, 2, 3, 4)
 
 
+class Registry:
+    """What mmengine's and mmcv's registries have in common."""
+
+    def __init__(self):
+        self.layers = {}
+
+    def register_module(self, name=None, force=False, module=None):
+        assert force and isinstance(module, type)
+        self.layers[name] = module
+
+
+def other_package(monkeypatch, **modules):
+    for path, names in modules.items():
+        found = types.ModuleType(path.replace("_", "."))
+        vars(found).update(names, __path__=[])
+        monkeypatch.setitem(sys.modules, path.replace("_", "."), found)
+
+
+def test_registries_hold_our_layers(monkeypatch):
+    registry, older = Registry(), Registry()
+    other_package(
+        monkeypatch, mmengine={}, mmengine_registry={"MODELS": registry}, mmcv={}, mmcv_cnn={"CONV_LAYERS": older},
+        mmcv_ops={"SubMConv3d": None, "nms": "theirs"},
+    )  # fmt: skip
+    install("spconv")
+    from mmcv.ops import SubMConv3d, nms  # pyright: ignore
+
+    uninstall("spconv")
+    assert SubMConv3d is spconv.SubMConv3d and nms == "theirs"
+    for each in (registry, older):
+        assert each.layers["SubMConv3d"] is spconv.SubMConv3d and each.layers["SparseInverseConv3d"]
+        assert "SparseConvTensor" not in each.layers
+
+
+def test_without_mmcv_its_names_are_ours(monkeypatch):
+    other_package(monkeypatch, mmdet3d={}, mmdet3d_ops={})
+    install("spconv")
+    from mmcv.ops import SparseConvTensor, SubMConv3d  # pyright: ignore
+    from mmdet3d.ops import spconv as bundled  # pyright: ignore
+    from mmdet3d.ops.spconv import SparseModule  # pyright: ignore
+
+    assert SubMConv3d is bundled.SubMConv3d is spconv.SubMConv3d
+    assert (SparseConvTensor, SparseModule) == (spconv.SparseConvTensor, spconv.SparseModule)
+    uninstall("spconv")
+    assert "mmcv" not in sys.modules and "mmdet3d.ops.spconv" not in sys.modules
+    with pytest.raises(OptionError):
+        install("spconv", mode="1.2")
+
+
 # spconv itself
 
 

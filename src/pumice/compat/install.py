@@ -62,7 +62,7 @@ def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
     for path in loaded:
         del sys.modules[path]
     for path, names in modules.items():
-        sys.modules[path] = _module(library, path, names)
+        sys.modules[path] = module_of(library, path, names)
     # Parents hold their children, as after an import.
     for path in modules:
         parent, _, child = path.rpartition(".")
@@ -72,7 +72,8 @@ def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
     _LOG.warning("pumice stands in for %s%s", library, was)
 
 
-def _module(library: str, path: str, names: Mapping[str, Any]) -> ModuleType:
+def module_of(library: str, path: str, names: Mapping[str, Any]) -> ModuleType:
+    """The module `path` of the stand-in for a library."""
     made = ModuleType(path, f"{library} over pumice")
     made.__dict__.update(names, __pumice__=library)
     # A package, so that submodules of it can be named in imports.
