@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
@@ -46,6 +46,12 @@ class ConvAlgo(Enum):
 
 
 @one_node
+def coordinates_of(x: SparseTensor) -> SparseTensor:
+    """The coordinates of x, with no channels."""
+    return x.replace(x.feats.new_empty((len(x.feats), 0)))
+
+
+@one_node
 def made_tensor(features: Tensor, indices: Tensor, spatial_shape: Sequence[int], batch_size: int) -> SparseTensor:
     """The SparseTensor of features [N, C] at integer indices [N, 1+D]. Raises as SparseTensor."""
     if indices.dtype == torch.int64:
@@ -60,6 +66,9 @@ class SparseConvTensor(Wrapped):
     until indices that fit are set; a layer then raises ShapeError or DtypeError. benchmark, timers and allocators are
     kept, without effect. Raises ShapeError, DtypeError, DeviceError and CoordinateError as SparseTensor does.
     """
+
+    _sparse: Any
+    _raw: Any
 
     def __init__(
         self,
@@ -79,7 +88,7 @@ class SparseConvTensor(Wrapped):
         self.indice_dict = {} if indice_dict is None else indice_dict
         self.grid, self.voxel_num, self.benchmark, self.force_algo = grid, voxel_num, benchmark, force_algo
         self.benchmark_record: dict[str, Any] = {}
-        self.thrust_allocator = self._timer = self.int8_scale = None
+        self.thrust_allocator = self._timer = self.int8_scale = self._level = None
         if not _traced(features) and features.ndim != 2:
             raise ShapeError(f"features must be [N, C], found shape {[*features.shape]}")
         self._set(features, indices)
@@ -88,7 +97,14 @@ class SparseConvTensor(Wrapped):
 
     def _set(self, features: Any, indices: Any) -> None:
         """Keep both as they are; the SparseTensor is made when it is needed."""
-        self._sparse, self._raw = None, (features, indices)
+        self._sparse, self._raw, self._level = None, (features, indices), None
+
+    def _put(self, sparse: SparseTensor) -> None:
+        """Take features on the same coordinates."""
+        self._sparse = sparse
+        # A trace tells coordinates by the last tensor on them: a layer's own result may be fused with what follows.
+        if self._level is not None and _traced(sparse):
+            self._level.outputs = sparse
 
     def _made(self) -> SparseTensor:
         features, indices = self._raw
@@ -115,7 +131,7 @@ class SparseConvTensor(Wrapped):
     def features(self, value: Tensor) -> None:
         sparse = self._sparse
         if sparse is not None and (_traced(sparse) or _traced(value) or _fits(value, sparse)):
-            self._sparse = sparse.replace(value)
+            self._put(sparse.replace(value))
         else:
             self._set(value, self.indices)
 
@@ -167,7 +183,9 @@ class SparseConvTensor(Wrapped):
     def _after(self, sparse: SparseTensor, shape: list[int], key: Any = None, data: Any = None) -> SparseConvTensor:
         """The result of a layer; data: what its indice key names."""
         found = self.shadow_copy()
-        found._sparse, found._spatial_shape = sparse, shape
+        if shape is not self._spatial_shape:
+            found._level, found._spatial_shape = data, shape
+        found._put(sparse)
         # A copy: keys of a branch are not seen by others.
         found.indice_dict = self.indice_dict.copy()
         if key is not None:
@@ -217,11 +235,11 @@ class SparseConvTensor(Wrapped):
 
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
         """Sum with a tensor, or with features on the same indices in the same order."""
-        if isinstance(other, SparseConvTensor) and _alike(self._sparse, other._sparse):
+        if issubclass(type(other), SparseConvTensor) and _alike(self._sparse, other._sparse):  # pyright: ignore
             found = self.shadow_copy()
-            found._sparse = self.sparse + other.sparse
+            found._put(self.sparse + other.sparse)  # pyright: ignore[reportAttributeAccessIssue]
             return found
-        return self.replace_feature(self.features + getattr(other, "features", other))
+        return self.replace_feature(self.features + _features_of(other))
 
     __radd__ = __add__
 
@@ -233,24 +251,32 @@ class SparseConvTensor(Wrapped):
         return f"SparseConvTensor[shape={self.features.shape}]"
 
     def parts(self) -> tuple[list[Any], Any]:
-        kept = [(key, data) for key, data in self.indice_dict.items() if isinstance(data, IndiceData)]
-        ends = [end for _, data in kept for end in (data.inputs, data.outputs)]
-        facts = tuple((key, data.facts) for key, data in kept)
-        return [self.sparse, *map(_carried, ends)], (tuple(self._spatial_shape), self._batch_size, facts)
+        """Tensors: that of the features, and empty ones on the coordinates of each key that an inverse needs."""
+        named = [(k, data) for k, data in self.indice_dict.items() if isinstance(data, IndiceData) and not data.is_subm]
+        ends = [_empty_on(end) for _, data in named for end in (data.inputs, data.outputs)]
+        facts = tuple((key, data.facts) for key, data in named)
+        return [self.sparse, *ends], (tuple(self._spatial_shape), self._batch_size, facts)
 
     @classmethod
-    def joined(cls, tensors: list[Any], rest: Any) -> SparseConvTensor:
+    def joined(cls, tensors: Iterable[Any], rest: Any) -> SparseConvTensor:
         (sparse, *ends), (shape, batch_size, facts) = tensors, rest
         found = cls.__new__(cls)
-        found.__dict__.update(_PLAIN, _spatial_shape=[*shape], _batch_size=batch_size, _sparse=sparse, _raw=None)
+        found.__dict__.update(
+            _PLAIN, benchmark=False, _spatial_shape=[*shape], _batch_size=batch_size, _sparse=sparse, _raw=None
+        )
         pairs = zip(facts, ends[::2], ends[1::2], strict=True)
         found.indice_dict = {key: IndiceData(_anchor(a), _anchor(b), *own) for (key, own), a, b in pairs}
         found.benchmark_record = {}
         return found
 
 
-_PLAIN = dict.fromkeys(("grid", "voxel_num", "force_algo", "thrust_allocator", "_timer", "int8_scale"))
-_PLAIN |= {"benchmark": False}
+_PLAIN: dict[str, Any] = dict.fromkeys(
+    ("grid", "voxel_num", "force_algo", "thrust_allocator", "_timer", "int8_scale", "_level")
+)
+
+
+def _features_of(value: Any) -> Any:
+    return value.features if issubclass(type(value), SparseConvTensor) else value
 
 
 def _traced(value: Any) -> bool:
@@ -278,8 +304,9 @@ def _anchor(sparse: SparseTensor) -> Any:
     return sparse if _traced(sparse) else sparse.geometry
 
 
-def _carried(end: Any) -> Any:
-    return SparseTensor(torch.empty(len(end), 0, device=end.device), end) if isinstance(end, Geometry) else end
+def _empty_on(end: Any) -> Any:
+    """A tensor without channels on the coordinates of an `_anchor`."""
+    return coordinates_of(end) if _traced(end) else SparseTensor(torch.empty(len(end), 0, device=end.device), end)
 
 
 # Indice keys
@@ -298,7 +325,7 @@ class IndiceData:
         outputs: Any,
         relation: Relation,
         shapes: tuple[Sequence[int], Sequence[int]],
-        algo: ConvAlgo,
+        algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
         self.spatial_shape, self.out_spatial_shape = map(list, shapes)
@@ -464,7 +491,7 @@ class SparseConvolution(SparseModule):
 
     def forward(self, input: Any, add_input: Any = None) -> Any:  # noqa: A002
         """Convolve a SparseConvTensor; add_input: a SparseConvTensor to add to the result."""
-        if not isinstance(input, SparseConvTensor):
+        if not issubclass(type(input), SparseConvTensor):
             # A program passes the SparseTensor of a traced call, and the target of an inverse convolution.
             return self._convolved(input, *(() if add_input is None else (add_input,)))
         y = self._over(input)
@@ -480,7 +507,7 @@ class SparseConvolution(SparseModule):
     def _over(self, x: SparseConvTensor) -> SparseConvTensor:
         if self.conv1x1:
             found = x.shadow_copy()
-            found._sparse = linear(x.sparse, self._matrix(), self.bias)
+            found._put(linear(x.sparse, self._matrix(), self.bias))
             return found
         key = self.indice_key
         data = None if key is None else x.indice_dict.get(key)
@@ -524,7 +551,7 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
         return "KRSC"
     if outer == inner:
         return "RSCK" if layer.conv1x1 else None
-    return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get(shape[-2:], "KRSC")
+    return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get((shape[-2], shape[-1]), "KRSC")
 
 
 def _data_of(layer: Any, x: SparseTensor, y: SparseTensor, shapes: tuple[list[int], list[int]]) -> IndiceData:
@@ -567,6 +594,7 @@ class _Inverse(SparseConvolution, InverseConv):
     """Inverse of the convolution or pooling of the same indice key: to its input coordinates, in their order."""
 
     inverse = True
+    _known: SimpleNamespace
 
     def __init__(
         self,

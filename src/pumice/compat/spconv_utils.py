@@ -253,9 +253,9 @@ def register(names: Mapping[str, Any]) -> None:
         sys.modules["mmcv.ops"] = sys.modules["mmcv"].ops = module_of("spconv", "mmcv.ops", names)  # pyright: ignore
     for path, kept in (("mmengine.registry", "MODELS"), ("mmcv.cnn", "CONV_LAYERS")):
         registry: Any = getattr(_imported(path), kept, None)
-        layers = {name: value for name, value in names.items() if isinstance(value, type) and issubclass(value, Module)}
-        for name, layer in layers.items() if registry is not None else ():
-            registry.register_module(name=name, module=layer, force=True)
+        for name, layer in names.items():
+            if registry is not None and isinstance(layer, type) and issubclass(layer, Module):
+                registry.register_module(name=name, module=layer, force=True)
 
 
 def _imported(path: str) -> Any:
