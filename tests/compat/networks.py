@@ -6,9 +6,10 @@ tests/compat/test_spconv.py also runs this file's text on spconv itself.
 import functools
 from collections import OrderedDict
 
-import pumice.compat.spconv as spconv
 import torch
 from torch import nn
+
+import pumice.compat.spconv as spconv
 
 
 def norm(channels):

@@ -47,7 +47,7 @@ def install(*libraries: str, mode: str | None = None) -> None:
 def uninstall(*libraries: str) -> None:
     """Undo `install` (of all libraries if none are given); objects that were imported meanwhile stay as they are."""
     for name in libraries or LIBRARIES:
-        for path in [path for path, module in sys.modules.items() if _is_stand_in(path, module, name)]:
+        for path in [path for path, module in [*sys.modules.items()] if _is_stand_in(path, module, name)]:
             del sys.modules[path]
 
 
@@ -62,7 +62,7 @@ def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
     for path in loaded:
         del sys.modules[path]
     for path, names in modules.items():
-        sys.modules[path] = _module(library, path, names)
+        sys.modules[path] = module_of(library, path, names)
     # Parents hold their children, as after an import.
     for path in modules:
         parent, _, child = path.rpartition(".")
@@ -72,7 +72,8 @@ def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
     _LOG.warning("pumice stands in for %s%s", library, was)
 
 
-def _module(library: str, path: str, names: Mapping[str, Any]) -> ModuleType:
+def module_of(library: str, path: str, names: Mapping[str, Any]) -> ModuleType:
+    """The module `path` of the stand-in for a library."""
     made = ModuleType(path, f"{library} over pumice")
     made.__dict__.update(names, __pumice__=library)
     # A package, so that submodules of it can be named in imports.

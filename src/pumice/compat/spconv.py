@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import cached_property
@@ -60,6 +60,9 @@ class SparseConvTensor(Wrapped):
     until indices that fit are set; a layer then raises ShapeError or DtypeError. benchmark, timers and allocators are
     kept, without effect. Raises ShapeError, DtypeError, DeviceError and CoordinateError as SparseTensor does.
     """
+
+    _sparse: Any
+    _raw: Any
 
     def __init__(
         self,
@@ -217,11 +220,11 @@ class SparseConvTensor(Wrapped):
 
     def __add__(self, other: SparseConvTensor | Tensor) -> SparseConvTensor:
         """Sum with a tensor, or with features on the same indices in the same order."""
-        if isinstance(other, SparseConvTensor) and _alike(self._sparse, other._sparse):
+        if issubclass(type(other), SparseConvTensor) and _alike(self._sparse, other._sparse):  # pyright: ignore
             found = self.shadow_copy()
-            found._sparse = self.sparse + other.sparse
+            found._sparse = self.sparse + other.sparse  # pyright: ignore[reportAttributeAccessIssue]
             return found
-        return self.replace_feature(self.features + getattr(other, "features", other))
+        return self.replace_feature(self.features + _features_of(other))
 
     __radd__ = __add__
 
@@ -233,24 +236,30 @@ class SparseConvTensor(Wrapped):
         return f"SparseConvTensor[shape={self.features.shape}]"
 
     def parts(self) -> tuple[list[Any], Any]:
-        kept = [(key, data) for key, data in self.indice_dict.items() if isinstance(data, IndiceData)]
-        ends = [end for _, data in kept for end in (data.inputs, data.outputs)]
-        facts = tuple((key, data.facts) for key, data in kept)
-        return [self.sparse, *map(_carried, ends)], (tuple(self._spatial_shape), self._batch_size, facts)
+        """Tensors: that of the features, and empty ones on the coordinates of each key that an inverse needs."""
+        named = [(k, data) for k, data in self.indice_dict.items() if isinstance(data, IndiceData) and not data.is_subm]
+        ends = [_empty_on(end) for _, data in named for end in (data.inputs, data.outputs)]
+        facts = tuple((key, data.facts) for key, data in named)
+        return [self.sparse, *ends], (tuple(self._spatial_shape), self._batch_size, facts)
 
     @classmethod
-    def joined(cls, tensors: list[Any], rest: Any) -> SparseConvTensor:
+    def joined(cls, tensors: Iterable[Any], rest: Any) -> SparseConvTensor:
         (sparse, *ends), (shape, batch_size, facts) = tensors, rest
         found = cls.__new__(cls)
-        found.__dict__.update(_PLAIN, _spatial_shape=[*shape], _batch_size=batch_size, _sparse=sparse, _raw=None)
+        found.__dict__.update(
+            _PLAIN, benchmark=False, _spatial_shape=[*shape], _batch_size=batch_size, _sparse=sparse, _raw=None
+        )
         pairs = zip(facts, ends[::2], ends[1::2], strict=True)
         found.indice_dict = {key: IndiceData(_anchor(a), _anchor(b), *own) for (key, own), a, b in pairs}
         found.benchmark_record = {}
         return found
 
 
-_PLAIN = dict.fromkeys(("grid", "voxel_num", "force_algo", "thrust_allocator", "_timer", "int8_scale"))
-_PLAIN |= {"benchmark": False}
+_PLAIN: dict[str, Any] = dict.fromkeys(("grid", "voxel_num", "force_algo", "thrust_allocator", "_timer", "int8_scale"))
+
+
+def _features_of(value: Any) -> Any:
+    return value.features if issubclass(type(value), SparseConvTensor) else value
 
 
 def _traced(value: Any) -> bool:
@@ -278,12 +287,9 @@ def _anchor(sparse: SparseTensor) -> Any:
     return sparse if _traced(sparse) else sparse.geometry
 
 
-def _carried(end: Any) -> Any:
-    return (
-        SparseTensor(torch.empty(len(end), 0, device=end.device), end)
-        if isinstance(end, Geometry)
-        else coordinates_of(end)
-    )
+def _empty_on(end: Any) -> Any:
+    """A tensor without channels on the coordinates of an `_anchor`."""
+    return coordinates_of(end) if _traced(end) else SparseTensor(torch.empty(len(end), 0, device=end.device), end)
 
 
 # Indice keys
@@ -302,7 +308,7 @@ class IndiceData:
         outputs: Any,
         relation: Relation,
         shapes: tuple[Sequence[int], Sequence[int]],
-        algo: ConvAlgo,
+        algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
         self.spatial_shape, self.out_spatial_shape = map(list, shapes)
@@ -471,7 +477,7 @@ class SparseConvolution(SparseModule):
 
     def forward(self, input: Any, add_input: Any = None) -> Any:  # noqa: A002
         """Convolve a SparseConvTensor; add_input: a SparseConvTensor to add to the result."""
-        if not isinstance(input, SparseConvTensor):
+        if not issubclass(type(input), SparseConvTensor):
             # A program passes the SparseTensor of a traced call, and the target of an inverse convolution.
             return self._convolved(input, *(() if add_input is None else (add_input,)))
         y = self._over(input)
@@ -531,7 +537,7 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
         return "KRSC"
     if outer == inner:
         return "RSCK" if layer.conv1x1 else None
-    return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get(shape[-2:], "KRSC")
+    return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get((shape[-2], shape[-1]), "KRSC")
 
 
 def _data_of(layer: Any, x: SparseTensor, y: SparseTensor, shapes: tuple[list[int], list[int]]) -> IndiceData:
@@ -574,6 +580,7 @@ class _Inverse(SparseConvolution, InverseConv):
     """Inverse of the convolution or pooling of the same indice key: to its input coordinates, in their order."""
 
     inverse = True
+    _known: SimpleNamespace
 
     def __init__(
         self,
@@ -661,14 +668,20 @@ class _SparsePool(SparseModule):
         key, relation = self.indice_key, self.relation()
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
-        y = call_layer(self, super().forward, x.sparse)
+        y = self._finished(call_layer(self, super().forward, x.sparse))
         shapes = x._spatial_shape, [*relation.output_shape(x._spatial_shape)]
         data = None if key is None else IndiceData(_anchor(x.sparse), _anchor(y), relation, shapes, self.algo)
         return x._after(y, shapes[1], key, data)
 
+    def _finished(self, y: SparseTensor) -> SparseTensor:
+        return y
+
 
 class _MaxPool(_SparsePool, layers.MaxPool):
-    """Maximum over the inputs of each window."""
+    """Maximum over 0 and the inputs of each window: spconv starts from 0 (csrc/sparse/maxpool.py, indice_maxpool)."""
+
+    def _finished(self, y: SparseTensor) -> SparseTensor:
+        return y.replace(torch.relu(y.feats))
 
 
 class _AvgPool(_SparsePool, layers.AvgPool):
@@ -928,3 +941,11 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
 """Names by module path. All paths of spconv hold all names of layers."""
 conv = modules = core = functional = pool = ops = SimpleNamespace(**_NAMES)
 constants = SimpleNamespace(**_CONSTANTS)
+
+
+def installing(mode: str | None) -> None:
+    """Before installation: registries of mmcv and mmdet3d. Raises OptionError for a mode: there is none."""
+    if mode is not None:
+        raise OptionError(f"spconv has one mode, found {mode!r}")
+    starts = ("SubMConv", "Sparse")
+    utils.register({name: value for name, value in _NAMES.items() if name.startswith(starts)})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from pumice.compat.install import module_of
 from pumice.coords import as_axes, as_tensor, unique_coords
 from pumice.errors import DeviceError, OptionError, ShapeError
 
@@ -65,10 +69,10 @@ class PointToVoxel:
         """As a call, and int64 [P]: the voxel of each point, -1 if dropped."""
         if pc.device.type != self.device.type:
             raise DeviceError(f"this object voxelises points on {self.device}, found {pc.device}")
-        if pc.ndim != 2 or pc.shape[1] < self.ndim:
+        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
             raise ShapeError(f"points are [P, {self.num_point_features}], found {[*pc.shape]}")
         with torch.no_grad():
-            return self._voxels(pc[:, : self.num_point_features], empty_mean)
+            return self._voxels(pc, empty_mean)
 
     def _voxels(self, pc: Tensor, empty_mean: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         cells, kept = self._cells(pc)
@@ -232,3 +236,31 @@ class HashTable:
         """(keys, values, their number [1])."""
         end = len(self._keys) if max_size < 0 else max_size
         return self._keys[:end], self._values[:end], torch.tensor([len(self._keys)], device=self._keys.device)
+
+
+# Other packages
+
+
+def register(names: Mapping[str, Any]) -> None:
+    """Put layers, by name, where mmcv and mmdet3d look for spconv's: into mmcv.ops and mmdet3d.ops.spconv, which they
+    bring compiled, and into their registries of layers, under the names of configurations."""
+    sys.modules["mmdet3d.ops.spconv"] = module_of("spconv", "mmdet3d.ops.spconv", names)
+    if _imported("mmcv") is None:
+        sys.modules["mmcv"] = module_of("spconv", "mmcv", {})
+    if (operators := _imported("mmcv.ops")) is not None:
+        vars(operators).update(names)
+    else:
+        sys.modules["mmcv.ops"] = sys.modules["mmcv"].ops = module_of("spconv", "mmcv.ops", names)  # pyright: ignore
+    for path, kept in (("mmengine.registry", "MODELS"), ("mmcv.cnn", "CONV_LAYERS")):
+        registry: Any = getattr(_imported(path), kept, None)
+        for name, layer in names.items():
+            if registry is not None and isinstance(layer, type) and issubclass(layer, Module):
+                registry.register_module(name=name, module=layer, force=True)
+
+
+def _imported(path: str) -> Any:
+    """The module, None if it cannot be imported: not installed, or installed without its compiled parts."""
+    try:
+        return importlib.import_module(path)
+    except ImportError:
+        return None
