@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 import pumice as pm
-import pumice.compat
 from benchmarks.harness.study import TOLERANCE, error
 from benchmarks.harness.timing import synchronize
 from benchmarks.peers import spconv as spconv_peer
@@ -31,6 +30,7 @@ from benchmarks.scenes.stream import Source, samples
 from benchmarks.scenes.stream_nets import NETS
 from benchmarks.scenes.workloads import Sample, exact_copy
 from benchmarks.suites.workloads import Side
+from pumice.compat import install
 
 Tell = Callable[[str, Any], object]
 
@@ -138,7 +138,7 @@ def measure(asked: Asked, tell: Tell) -> None:
     Raises ModuleNotFoundError if the way is spconv's and spconv is not installed.
     """
     if asked.compat:
-        pm.compat.install("spconv")
+        install("spconv")
     device = torch.device(asked.device)
     half = device.type == "cuda" and asked.mode == "infer"
     given = samples(asked.source, asked.count, device, torch.float16 if half else torch.float32)
@@ -191,7 +191,7 @@ def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) ->
         return _training(asked, ready, largest, mixed)
     if asked.form == "captured":
         with torch.no_grad():
-            captured = pm.capture(net, ready.maker(largest)(), max_voxels=len(largest)).ready()
+            captured = pm.capture(ready.side.net, ready.maker(largest)(), max_voxels=len(largest)).ready()
         return replace(ready, run=torch.no_grad()(captured.__call__), captured=captured)
     return replace(ready, run=torch.no_grad()(_called(asked, ready)))
 

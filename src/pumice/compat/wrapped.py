@@ -47,6 +47,8 @@ class LinearMap(layers.Linear):
         self.__dict__["_layer"] = layer
         self.in_features, self.out_features = layer.in_channels, layer.out_channels
 
+    _layer: Any
+
     @property
     def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._layer.matrix()

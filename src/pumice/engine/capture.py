@@ -73,7 +73,7 @@ def capture(
     model: module in evaluation mode that takes one SparseTensor, or its program. Parameters are read in place: values
         written to them take effect in the next call.
     example: typical scene; fixes channels, device and, without `dtype`, the dtype. Coarser capacities derive from it.
-        Also an object that holds one SparseTensor, registered with torch.utils._pytree, as tensors of pumice.compat are:
+        Also an object that holds one SparseTensor, registered with torch.utils._pytree, as those of pumice.compat are;
         then calls take such objects.
     max_voxels: largest capacity; default twice the example's voxels. A larger scene runs eagerly.
     level_capacity: capacity of coarser levels as a share of the first level's, for all or by stride ({2: 0.6, 4: 0.3});
@@ -208,7 +208,7 @@ class Captured(_Base):
     """Captured network; see `capture`."""
 
     def __call__(self, x: Any, coords: Tensor | None = None) -> Any:
-        """Run the model on x, a SparseTensor or what the example was, or on features x [N, C] with coords int32 [N, 1+D].
+        """Run the model on x, a SparseTensor or what the example was; or on features x [N, C], coords int32 [N, 1+D].
 
         Results are new tensors without gradients; a sparse result on x's coordinates shares x's geometry. Plain
         features and coordinates form a batch of `batch` items, and are checked inside the graph, without a host

@@ -22,7 +22,7 @@ from pumice.lower.maps import bound_map, no_map
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
-from pumice.ops import SparseTensor, autograd, cat
+from pumice.ops import SparseTensor, autograd, batch_norm, cat
 from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype, convolve, plan_for_other_tiles
 from pumice.ops.conv import compilation as compilation_of_conv
 from pumice.ops.linear import compilation as compilation_of_linear
@@ -54,6 +54,9 @@ def run_product(step: Product, env: Env) -> SparseTensor:
     y = layer.forward(x) if step.target is None else layer.forward(x, env[step.target])
     if isinstance(step.norm, layers.BatchNorm):
         y = step.norm.forward(y)
+    elif step.norm is not None and y.geometry.trains:
+        # Over valid rows.
+        y = batch_norm(y, step.norm)
     elif step.norm is not None:
         y = y.replace(step.norm.forward(raw_feats(y)))
     return _finished(step, y, env)

@@ -434,14 +434,14 @@ def _lift(traced: Graph, graph: TracedModule) -> None:
         x.replace(torch.cat((x.feats, y.feats), 1))  ->  pumice.cat((x, y))
 
     Only sums and concatenations of tensors that share their coordinates are rewritten."""
-    of: dict[Node, Node] = {}
+    of: dict[Any, Node] = {}
     for node in [*traced.nodes][:-1]:
         parts = [of[n] for n in node.all_input_nodes if n in of]
-        if node.target is getattr and node.args[1] == "feats" and node.args[0].meta["kind"] == SPARSE:
-            of[node] = node.args[0]
-        elif node.target == "replace" and node.op == "call_method" and not node.kwargs and len(node.args) == 2:
-            x, feats = node.args
-            if feats in of and graph.levels[of[feats]] == graph.levels[x]:
+        args: Any = node.args
+        if node.target is getattr and args[1] == "feats" and args[0].meta["kind"] == SPARSE:
+            of[node] = args[0]
+        elif (feats := _replaced(node)[1]) is not None:
+            if feats in of and graph.levels[of[feats]] == graph.levels[args[0]]:
                 node.replace_all_uses_with(of[feats])
                 traced.erase_node(node)
                 continue
@@ -456,19 +456,22 @@ def _read_coordinates_last(traced: Graph, graph: TracedModule) -> None:
     last = {graph.levels[n]: n for n in traced.nodes if n.meta.get("kind") == SPARSE and n.target is not coordinates_of}
     made: dict[Node, Node] = {}
     for node in [n for n in traced.nodes if n.target is coordinates_of and all(u.op == "output" for u in n.users)]:
-        x = last[graph.levels[node.args[0]]]
+        (own,) = node.all_input_nodes
+        x = last[graph.levels[own]]
         node.args = (x,)
         if made.setdefault(x, node) is not node:
             node.replace_all_uses_with(made[x])
             traced.erase_node(node)
 
 
-def _lift_one(node: Node, parts: Sequence[Node], graph: TracedModule, of: dict[Node, Node]) -> None:
+def _lift_one(node: Node, parts: Sequence[Node], graph: TracedModule, of: dict[Any, Node]) -> None:
     """Rewrite one operation on features, if it is one that steps fuse. parts: the SparseTensors of its operands."""
+    target: Any
+    args: Any
     added = node.target is operator.add and len(parts) == 2 and len(node.args) == 2
     if added or _joins_columns(node, parts):
         target, args = (operator.add, tuple(of[n] for n in node.args)) if added else (cat, (parts,))
-    elif _is_activation(node, graph) or type(graph.modules.get(node)) is nn.BatchNorm1d:
+    elif _is_activation(node, graph) or type(graph.modules.get(node)) in (nn.BatchNorm1d, nn.Linear):
         target, args = "replace", (parts[0], node)
     else:
         return
@@ -489,7 +492,7 @@ def _lift_one(node: Node, parts: Sequence[Node], graph: TracedModule, of: dict[N
 
 def _joins_columns(node: Node, parts: Sequence[Node]) -> bool:
     """True for torch.cat of features by columns; the parts are in the order of the operands."""
-    given = node.args[0] if node.args else ()
+    given: Any = node.args[0] if node.args else ()
     if node.target not in (torch.cat, torch.concat) or not isinstance(given, list | tuple) or len(given) != len(parts):
         return False
     dims = (*node.args[1:], *node.kwargs.values())
@@ -580,8 +583,8 @@ def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None
         return None
     # The sum of two products is fused into the later one.
     order = {n: place for place, n in enumerate(graph.nodes)}
-    last = other.args[1] if other.target == "replace" else other
-    waits = isinstance(graph.modules.get(last), Convolution | layers.Linear | nn.BatchNorm1d)  # pyright: ignore[reportArgumentType]
+    last = _replaced(other)[1] or other
+    waits = isinstance(graph.modules.get(last), Convolution | layers.Linear | nn.BatchNorm1d | nn.Linear)
     return None if waits and order[other] > order[step.node] else replace(step, residual=other)
 
 
@@ -687,6 +690,10 @@ def _products(graph: TracedModule, changing: Sequence[int]) -> tuple[dict[Node, 
         step, own = _product(node, graph), [node]
         if step is None:
             continue
+        if node.op == "call_method":
+            # A linear map of features, and what gives it these, stand before the tensor of its result.
+            linear = _replaced(node)[1]
+            within.update([linear, *(n for n in linear.all_input_nodes if len(n.users) == 1)])
         for row in PATTERN:
             link = _following(step.node)
             more = row(step, link, graph) if link is not None else None
@@ -706,7 +713,39 @@ def _products(graph: TracedModule, changing: Sequence[int]) -> tuple[dict[Node, 
     return found, within
 
 
+class _LinearMap(layers.Linear):
+    """A torch.nn.Linear on the features of a SparseTensor."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self._parameters, self.in_features, self.out_features = (
+            linear._parameters,
+            linear.in_features,
+            linear.out_features,
+        )
+
+
+def _linear_product(node: Node, graph: TracedModule) -> Product | None:
+    """The product of x.replace(linear(x.feats)), as `_lift` writes it."""
+    x, made = _replaced(node)
+    linear = None if made in graph.reasons else graph.modules.get(made)
+    if type(linear) is not nn.Linear or len(made.users) > 1 or len(made.args) != 1 or made.kwargs:
+        return None
+    feats: Any = made.args[0]
+    if not isinstance(feats, Node) or feats.target is not getattr or feats.args != (x, "feats"):
+        return None
+    return Product(node, (_name_of(made, graph),), _LinearMap(linear), x)
+
+
+def _replaced(node: Node) -> tuple[Any, Any]:
+    """(x, feats) of a node x.replace(feats), else (None, None)."""
+    args: Any = node.args
+    return args if node.target == "replace" and len(args) == 2 and not node.kwargs else (None, None)
+
+
 def _product(node: Node, graph: TracedModule) -> Product | None:
+    if node.op == "call_method":
+        return _linear_product(node, graph)
     layer = graph.modules.get(node)
     if layer is None or node in graph.reasons or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -746,7 +785,7 @@ def is_pure(node: Node, graph: TracedModule) -> bool:
     if node.op == "call_module":
         module = graph.modules[node]
         quiet = not (isinstance(module, nn.Dropout | nn.modules.batchnorm._BatchNorm) and module.training)
-        known = _is_layer(module) or layer_type(module) in (nn.BatchNorm1d, *ACTIVATIONS)
+        known = _is_layer(module) or layer_type(module) in (nn.BatchNorm1d, nn.Linear, *ACTIVATIONS)
         return known and quiet and node not in graph.reasons and not getattr(module, "inplace", False)
     if node.op == "call_function":
         alone = len(node.args) == 1 and not node.kwargs
