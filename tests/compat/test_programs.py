@@ -1,4 +1,4 @@
-"""Networks in spconv's names, compiled and captured: equal to the same networks called plainly, and fused as ours are."""
+"""Networks in spconv's names, compiled and captured: equal to plain calls of them, and fused as ours are."""
 
 import copy
 import sys
