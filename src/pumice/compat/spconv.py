@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace, new_class
 from typing import Any
 
@@ -24,7 +24,7 @@ from pumice.compat import spconv_utils as utils
 from pumice.compat.wrapped import LinearMap, Wrapped, call_layer
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.env import settings
-from pumice.errors import DtypeError, GeometryError, MissingAttributeError, OptionError, ShapeError
+from pumice.errors import DtypeError, GeometryError, MissingAttributeError, OptionError, PumiceError, ShapeError
 from pumice.nn import layers
 from pumice.nn.conv import Conv, ConvTranspose, InverseConv
 from pumice.ops import SparseTensor, from_dense, global_avg_pool, global_max_pool, linear, union
@@ -116,10 +116,10 @@ class SparseConvTensor(Wrapped):
 
     @features.setter
     def features(self, value: Tensor) -> None:
-        sparse = self._sparse
-        if sparse is not None and (_traced(sparse) or _traced(value) or _fits(value, sparse)):
-            self._sparse = sparse.replace(value)
-        else:
+        try:
+            # Checks that they fit.
+            self._sparse = self.sparse.replace(value)
+        except PumiceError:
             self._set(value, self.indices)
 
     _features = features
@@ -172,9 +172,9 @@ class SparseConvTensor(Wrapped):
         found = self.shadow_copy()
         found._sparse, found._spatial_shape = sparse, shape
         # A copy: keys of a branch are not seen by others.
-        found.indice_dict = self.indice_dict.copy()
+        found.indice_dict = keys = self.indice_dict.copy()
         if key is not None:
-            found.indice_dict[key] = data
+            keys[key] = data
         return found
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
@@ -267,10 +267,6 @@ def _traced(value: Any) -> bool:
     return issubclass(type(value), Proxy)
 
 
-def _fits(features: Tensor, sparse: SparseTensor) -> bool:
-    return features.ndim == 2 and len(features) == len(sparse.coords) and features.is_floating_point()
-
-
 def _alike(one: Any, two: Any) -> bool:
     """True if `one + two` adds row by row: tensors on one geometry, or proxies."""
     if _traced(one) or _traced(two):
@@ -311,16 +307,21 @@ class IndiceData:
         algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
-        self.spatial_shape, self.out_spatial_shape = map(list, shapes)
-        self.is_subm = relation.policy == "same"
-        self.ksize, self.stride = [*relation.kernel], [*relation.stride]
-        self.padding, self.dilation = [*relation.padding], [*relation.dilation]
-        self.voxel_num = None
+        self._shapes, self.is_subm, self.voxel_num = shapes, relation.policy == "same", None
+
+    def __getattr__(self, name: str) -> list[int]:
+        """ksize, stride, padding, dilation, spatial_shape and out_spatial_shape: lists, made when they are read."""
+        shapes = {"spatial_shape": 0, "out_spatial_shape": 1}
+        if name in shapes:
+            return [*self._shapes[shapes[name]]]
+        if name in (fields := {"ksize": "kernel", "stride": "stride", "padding": "padding", "dilation": "dilation"}):
+            return [*getattr(self.relation, fields[name])]
+        raise MissingAttributeError(f"indice data have no {name!r}", name=name, obj=self)
 
     @property
     def facts(self) -> Any:
         """The arguments after `inputs` and `outputs`."""
-        return self.relation, (tuple(self.spatial_shape), tuple(self.out_spatial_shape)), self.algo
+        return self.relation, tuple(map(tuple, self._shapes)), self.algo
 
     @property
     def indices(self) -> Tensor:
@@ -491,18 +492,20 @@ class SparseConvolution(SparseModule):
         return self.weight.view(self.in_channels, self.out_channels).t()
 
     def _over(self, x: SparseConvTensor) -> SparseConvTensor:
+        sparse, key = x.sparse, self.indice_key
+        traced = _traced(sparse)
         if self.conv1x1:
-            found = x.shadow_copy()
-            found._sparse = call_layer(self, self._convolved, x.sparse)
-            return found
-        key = self.indice_key
+            return x._after(self(sparse) if traced else self._convolved(sparse), x._spatial_shape)
         data = None if key is None else x.indice_dict.get(key)
-        sparse = x.sparse if data is None else _reused(data, self, x)
-        y = call_layer(self, self._convolved, sparse)
-        shape = x._spatial_shape if self.subm else [*self.relation.output_shape(x._spatial_shape)]
-        if key is not None and data is None:
-            data = _data_of(self, sparse, y, (x._spatial_shape, shape))
-        return x._after(y, shape, key, data)
+        alike = data is not None and data.relation is self.relation and self.subm
+        if data is not None and (traced or not alike or data.inputs is not sparse.geometry):
+            sparse = _reused(data, self, x)
+        # While pumice.compile traces, this calls the layer as a step.
+        y = self(sparse) if traced else super().forward(sparse)
+        if self.subm and (data is not None or key is None):
+            return x._after(y, x._spatial_shape)
+        shape = x._spatial_shape if self.subm else _extent(self.relation, tuple(x._spatial_shape))
+        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _convert_saved(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Hook of load_state_dict: weights of older layouts, RSCK (spconv 1, mmcv) and RSKC (spconv 2.0, Native)."""
@@ -540,8 +543,21 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
     return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get((shape[-2], shape[-1]), "KRSC")
 
 
-def _data_of(layer: Any, x: SparseTensor, y: SparseTensor, shapes: tuple[list[int], list[int]]) -> IndiceData:
-    return IndiceData(_anchor(x), _anchor(y), layer.relation, shapes, layer.algo)
+def _data_of(
+    layer: Any, ends: tuple[SparseTensor, SparseTensor], shapes: tuple[Sequence[int], Sequence[int]]
+) -> IndiceData | None:
+    """What the key of a layer from one tensor to another names; None without a key."""
+    if layer.indice_key is None:
+        return None
+    relation = layer.window if isinstance(layer, _SparsePool) else layer.relation
+    return IndiceData(_anchor(ends[0]), _anchor(ends[1]), relation, shapes, layer.algo)
+
+
+def _extent(relation: Relation, shape: tuple[int, ...]) -> list[int]:
+    return [*_extents(relation, shape)]
+
+
+_extents = lru_cache(maxsize=256)(Relation.output_shape)
 
 
 class _SubM(SparseConvolution, Conv):
@@ -639,6 +655,7 @@ class _SparsePool(SparseModule):
 
     dim: int
     relation: Callable[[], Relation]
+    window: Relation
 
     def __init__(
         self,
@@ -654,7 +671,7 @@ class _SparsePool(SparseModule):
     ) -> None:
         window = (1, None, dilation, "same") if subm else (stride, padding, dilation, "support")
         layers._Pool.__init__(self, kernel_size, *window)  # pyright: ignore[reportArgumentType]
-        found = self.relation()
+        self.window = found = self.relation().shared()
         self.kernel_size, self.stride = [*found.kernel], [*found.stride]
         self.padding, self.dilation = [*found.padding], [*found.dilation]
         self.ndim, self.subm, self.indice_key, self.algo = self.dim, subm, indice_key, algo
@@ -665,13 +682,12 @@ class _SparsePool(SparseModule):
     def forward(self, x: Any) -> Any:
         if not issubclass(type(x), SparseConvTensor):
             return super().forward(x)
-        key, relation = self.indice_key, self.relation()
+        key, sparse = self.indice_key, x.sparse
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
-        y = self._finished(call_layer(self, super().forward, x.sparse))
-        shapes = x._spatial_shape, [*relation.output_shape(x._spatial_shape)]
-        data = None if key is None else IndiceData(_anchor(x.sparse), _anchor(y), relation, shapes, self.algo)
-        return x._after(y, shapes[1], key, data)
+        y = self._finished(call_layer(self, super().forward, sparse))
+        shape = _extent(self.window, tuple(x._spatial_shape))
+        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _finished(self, y: SparseTensor) -> SparseTensor:
         return y
