@@ -512,7 +512,9 @@ class SparseConvolution(SparseModule):
         errors, key = rest[-1], prefix + "weight"
         if self.record_voxel_count:
             state.setdefault(prefix + "max_num_voxels_during_training", torch.zeros(1, dtype=torch.int32))
-        if (saved := state.get(key)) is None or saved.ndim != self.weight.ndim:
+        # mmdetection3d gives SparseModule a loader of its own, which converts.
+        others = "_load_from_state_dict" in vars(SparseModule)
+        if others or (saved := state.get(key)) is None or saved.ndim != self.weight.ndim:
             return
         layout = settings().spconv_layout or _layout_of(self, tuple(saved.shape))
         if layout is None:
