@@ -400,13 +400,15 @@ def _on_coordinates(x: SparseConvTensor, wanted: Any, shape: list[int], key: Any
 # Layers
 
 
+def _class(name: str, bases: tuple[type, ...], options: dict[str, Any] | None = None, **names: Any) -> Any:
+    """A class of this module."""
+    own = {"__module__": __name__, "__doc__": bases[-1].__doc__, **names}
+    return new_class(name, bases, options or {}, lambda space: space.update(own))
+
+
 def _by_dim(name: str, base: type) -> tuple[Any, Any, Any, Any]:
     """`base` for 1 to 4 axes, as name1d to name4d."""
-
-    def body(names: dict[str, Any]) -> None:
-        names.update(__module__=__name__, __doc__=base.__doc__)
-
-    return tuple(new_class(f"{name}{dim}d", (base,), {"dim": dim}, body) for dim in range(1, 5))  # pyright: ignore
+    return tuple(_class(f"{name}{dim}d", (base,), {"dim": dim}) for dim in range(1, 5))  # pyright: ignore
 
 
 class SparseModule(nn.Module):
@@ -710,20 +712,6 @@ SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d = _by_dim("Sp
 SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseAvgPool4d = _by_dim("SparseAvgPool", _AvgPool)
 
 
-class SparseGlobalMaxPool(SparseModule):
-    """Maximum over the voxels of each batch item, [B, C]."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return global_max_pool(x.sparse)
-
-
-class SparseGlobalAvgPool(SparseModule):
-    """Mean over the voxels of each batch item, [B, C]."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return global_avg_pool(x.sparse)
-
-
 # Containers and dense modules
 
 
@@ -770,16 +758,12 @@ class _OnFeatures(nn.Module):
         return x.replace_feature(super().forward(x.features))
 
 
-class SparseBatchNorm(_OnFeatures, nn.BatchNorm1d): ...
+def _on_features(base: type, name: str = "") -> Any:
+    return _class(f"Sparse{name or base.__name__}", (_OnFeatures, base))
 
 
-class SparseSyncBatchNorm(_OnFeatures, nn.SyncBatchNorm): ...
-
-
-class SparseReLU(_OnFeatures, nn.ReLU): ...
-
-
-class SparseIdentity(_OnFeatures, nn.Identity): ...
+SparseBatchNorm, SparseSyncBatchNorm = _on_features(nn.BatchNorm1d, "BatchNorm"), _on_features(nn.SyncBatchNorm)
+SparseReLU, SparseIdentity = _on_features(nn.ReLU), _on_features(nn.Identity)
 
 
 class Identity(nn.Identity):
@@ -787,21 +771,6 @@ class Identity(nn.Identity):
 
     def input_spatial_size(self, out_size: Any) -> Any:
         return out_size
-
-
-class ToDense(SparseModule):
-    """x.dense()."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return x.dense()
-
-
-class RemoveGrid(SparseModule):
-    """Sets x.grid to None."""
-
-    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        x.grid = None
-        return x
 
 
 class ConcatTable(SparseModule):
@@ -815,33 +784,36 @@ class ConcatTable(SparseModule):
         return self
 
 
-class AddTable(SparseModule):
-    """Sum of tensors on the same indices."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sum(tensors[1:], tensors[0])
+def _without_grid(x: SparseConvTensor) -> SparseConvTensor:
+    x.grid = None
+    return x
 
 
-class JoinTable(SparseModule):
-    """Tensors on the same indices, their channels side by side."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return tensors[0].replace_feature(torch.cat([x.features for x in tensors], 1))
+def _joined(tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
+    return tensors[0].replace_feature(torch.cat([x.features for x in tensors], 1))
 
 
-class AddTableMisaligned(SparseModule):
-    """Sum of tensors over the union of their indices."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sparse_add(*tensors)
+def _stateless(name: str, doc: str, function: Callable[[Any], Any]) -> Any:
+    """A module class whose forward is a function."""
+    return _class(name, (SparseModule,), __doc__=doc, forward=lambda self, x: function(x))
 
 
-class RemoveDuplicate(SparseModule):
-    """The first row of each of the indices, in (batch, Morton) order."""
-
-    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        kept = utils.first_rows(x.indices)
-        return x.select_by_index(kept)
+ToDense = _stateless("ToDense", "x.dense().", lambda x: x.dense())
+RemoveGrid = _stateless("RemoveGrid", "Sets x.grid to None.", _without_grid)
+AddTable = _stateless("AddTable", "Sum of tensors on the same indices.", lambda xs: sum(xs[1:], xs[0]))
+JoinTable = _stateless("JoinTable", "Tensors on the same indices, their channels side by side.", _joined)
+AddTableMisaligned = _stateless("AddTableMisaligned", "sparse_add of tensors.", lambda xs: sparse_add(*xs))
+RemoveDuplicate = _stateless(
+    "RemoveDuplicate",
+    "The first row of each of the indices, in (batch, Morton) order.",
+    lambda x: x.select_by_index(utils.first_rows(x.indices)),
+)
+SparseGlobalMaxPool = _stateless(
+    "SparseGlobalMaxPool", "Maximum over each batch item's voxels, [B, C].", lambda x: global_max_pool(x.sparse)
+)
+SparseGlobalAvgPool = _stateless(
+    "SparseGlobalAvgPool", "Mean over each batch item's voxels, [B, C].", lambda x: global_avg_pool(x.sparse)
+)
 
 
 def is_spconv_module(module: Any) -> bool:
@@ -887,22 +859,6 @@ _BOXES = (
 )  # fmt: skip
 
 
-def get_conv_output_size(input_size: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    """floor((S + 2 padding - dilation (k - 1) - 1) / stride) + 1, per axis."""
-    return [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(input_size, kernel_size, stride, padding, dilation, strict=True)
-    ]
-
-
-def get_deconv_output_size(
-    input_size: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any
-) -> list[int]:
-    """(S - 1) stride - 2 padding + k + output_padding, per axis; without the dilation, as in spconv."""
-    axes = zip(input_size, kernel_size, stride, padding, output_padding, strict=True)
-    return [(n - 1) * s - 2 * p + k + extra for n, k, s, p, extra in axes]
-
-
 def _refused(name: str, advice: str) -> type:
     """A class or function of spconv that raises OptionError when it is called."""
 
@@ -926,7 +882,7 @@ _NAMES = {
 }
 _NAMES |= {"ImplicitGemmIndiceData": IndiceData, "sparse_add_hash_based": sparse_add, "__version__": __version__}
 _NAMES |= {"SPCONV_VERSION_NUMBERS": [*map(int, __version__.split("."))], "IS_SPCONV2_AVAILABLE": True}
-_OF_UTILS = {name: value for name, value in vars(utils).items() if getattr(value, "__module__", None) == utils.__name__}
+_OF_UTILS = {name: value for name, value in vars(utils).items() if getattr(value, "__module__", "") == utils.__name__}
 _GROUPED = "it is of spconv-plus; a SubMConv3d with groups=, or pumice.nn.Conv3d with offsets=, has such kernels"
 _NAMES |= {f"{kind}{dim}d": _refused(f"{kind}{dim}d", _GROUPED) for kind in _PLUS for dim in (2, 3)}
 _DENSE = "operators on boxes are no sparse operators; take torchvision's or your framework's"
@@ -940,21 +896,15 @@ _CONSTANTS = {
     "FILTER_HWIO": False,
     "SAVED_WEIGHT_LAYOUT": settings().spconv_layout,
 }
-_SAME = "conv modules core functional pool spatial tables identity"
+_PATHS: dict[str, Any] = {"cumm": {}, "cumm.tensorview": {"from_numpy": torch.from_numpy, "Tensor": Tensor}}
+for _root in ("spconv", "spconv.pytorch"):
+    _PATHS |= {_root: _NAMES, f"{_root}.constants": _CONSTANTS}
+    for _part in ("conv", "modules", "core", "functional", "pool", "spatial", "tables", "identity"):
+        _PATHS[f"{_root}.{_part}"] = _NAMES
+    for _part in ("ops", "utils", "hash"):
+        _PATHS[f"{_root}.{_part}"] = {**_NAMES, **_OF_UTILS, **_OF_BOXES}
 MODULES: Mapping[str, Mapping[str, Any]] = {
-    path: {**names, "__getattr__": _absent(path)}
-    for path, names in {
-        **{path: _NAMES for path in ("spconv", "spconv.pytorch")},
-        **{f"{root}.{part}": _NAMES for root in ("spconv", "spconv.pytorch") for part in _SAME.split()},
-        **{f"{root}.constants": _CONSTANTS for root in ("spconv", "spconv.pytorch")},
-        **{
-            f"{root}.{part}": {**_NAMES, **_OF_UTILS, **_OF_BOXES}
-            for root in ("spconv", "spconv.pytorch")
-            for part in ("ops", "utils", "hash")
-        },
-        "cumm": {},
-        "cumm.tensorview": {"from_numpy": torch.from_numpy, "Tensor": Tensor},
-    }.items()
+    path: {**names, "__getattr__": _absent(path)} for path, names in _PATHS.items()
 }
 """Names by module path. All paths of spconv hold all names of layers."""
 conv = modules = core = functional = pool = ops = SimpleNamespace(**_NAMES)
