@@ -1,11 +1,10 @@
 """pumice.compat.spconv against plain loops over voxels and taps, and against spconv itself where it is installed."""
 
+import copy
 import inspect
 import itertools
 import math
-import os
 import pickle
-import subprocess
 import sys
 import types
 import warnings
@@ -18,8 +17,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import pumice as pm
 import pumice.compat.spconv as spconv
 from pumice.compat import install, spconv_utils, uninstall
+from pumice.env import settings
 from pumice.errors import CoordinateError, DtypeError, OptionError, PumiceError, ShapeError
 
 DIMS = (1, 2, 3, 4)
@@ -672,17 +673,51 @@ def test_kernels_of_size_one_load_as_they_multiply():
     torch.testing.assert_close(layer(x).features, x.features @ saved.view(4, 6))
 
 
-def test_a_layout_named_by_the_environment():
-    program = (
-        "import torch, pumice.compat.spconv as spconv\n"
-        "layer, w = spconv.SubMConv3d(4, 4, 3, bias=False), torch.randn(3, 3, 3, 4, 4)\n"
-        "layer.load_state_dict({'weight': w})\n"
-        "assert torch.equal(layer.weight, w.permute(3, 0, 1, 2, 4))\n"
-        "assert spconv.constants.SAVED_WEIGHT_LAYOUT == 'RSKC'\n"
-    )
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env={**os.environ, "SPCONV_SAVED_WEIGHT_LAYOUT": "RSKC"}
-    )
+@pytest.mark.parametrize("layout, axes", (("RSCK", (4, 0, 1, 2, 3)), ("RSKC", (3, 0, 1, 2, 4)), ("KRSC", None)))
+def test_a_layout_named_by_the_environment(layout, axes, monkeypatch):
+    monkeypatch.setenv("SPCONV_SAVED_WEIGHT_LAYOUT", layout)
+    settings.cache_clear()
+    layer = spconv.SubMConv3d(4, 4, 3, bias=False)
+    saved = torch.randn(3, 3, 3, 4, 4) if axes else torch.randn(4, 3, 3, 3, 4)
+    layer.load_state_dict({"weight": saved})
+    assert torch.equal(layer.weight, saved.permute(axes) if axes else saved)
+    monkeypatch.setenv("SPCONV_SAVED_WEIGHT_LAYOUT", "KCRS")
+    settings.cache_clear()
+    with pytest.raises(OptionError, match="KRSC, RSKC, RSCK"):
+        settings()
+    monkeypatch.delenv("SPCONV_SAVED_WEIGHT_LAYOUT")
+    settings.cache_clear()
+
+
+def test_loaders_of_others_convert_themselves(monkeypatch):
+    """As mmdetection3d does, which replaces SparseModule's loader: weights of no version 2 are RSCK."""
+
+    def load(self, state, prefix, metadata, strict, missing, unexpected, errors):
+        for hook in self._load_state_dict_pre_hooks.values():
+            hook(state, prefix, metadata, strict, missing, unexpected, errors)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                saved = state[prefix + name]
+                parameter.data.copy_(saved if metadata.get("version") == 2 else saved.movedim(-1, 0))
+
+    monkeypatch.setattr(spconv.SparseModule, "_load_from_state_dict", load, raising=False)
+    for inside, outside in ((4, 5), (4, 4)):
+        layer = spconv.SparseConv3d(inside, outside, 3, bias=False)
+        saved = torch.randn(3, 3, 3, inside, outside)
+        layer.load_state_dict({"weight": saved})
+        assert torch.equal(layer.weight, saved.permute(4, 0, 1, 2, 3))
+        again = spconv.SparseConv3d(inside, outside, 3, bias=False)
+        again.load_state_dict(layer.state_dict())
+        assert torch.equal(again.weight, layer.weight)
+
+
+def test_copies_load_for_themselves():
+    layer = spconv.SubMConv3d(4, 6, 1, bias=False)
+    other, before = copy.deepcopy(layer), layer.weight.detach().clone()
+    other.load_state_dict({"weight": torch.ones(1, 1, 1, 4, 6)})
+    assert torch.equal(layer.weight, before) and (other.weight == 1).all()
+    x = tensor(3, dtype=torch.float32)
+    torch.testing.assert_close(other(x).features, x.features.sum(1, keepdim=True).expand(-1, 6))
 
 
 def test_recorded_voxel_counts_load_with_and_without():
@@ -821,8 +856,7 @@ def test_import_names():
     assert sp.SubMConv3d is SubMConv3d is spconv.SubMConv3d and issubclass(SubMConv3d, SparseConvolution)
     assert issubclass(SparseSequential, SparseModule) and is_spconv_module(sp.ToDense())
     assert sp.conv.SparseConvolution is SparseConvolution and sp.ConvAlgo is ConvAlgo
-    assert ops.get_conv_output_size([7, 8], [3, 3], [2, 2], [1, 1], [1, 1]) == [4, 4]
-    assert ops.get_deconv_output_size([4, 4], [3, 3], [2, 2], [1, 1], [1, 1], [0, 0]) == [7, 7]
+    assert ops.ConvAlgo is ConvAlgo
     assert tv.from_numpy(np.ones(2)).numpy().tolist() == [1, 1] and callable(functional.sparse_add)
     assert all(
         (HashTable, PointToVoxel, gather_features_by_pc_voxel_id, Point2VoxelCPU3d, VoxelGenerator, VoxelGeneratorV2)
@@ -887,6 +921,69 @@ def test_without_mmcv_its_names_are_ours(monkeypatch):
     assert "mmcv" not in sys.modules and "mmdet3d.ops.spconv" not in sys.modules
     with pytest.raises(OptionError):
         install("spconv", mode="1.2")
+
+
+# Programs
+
+
+def networks_of(module):
+    """The classes of tests/compat/networks.py over another module than the stand-in."""
+    text = (Path(__file__).parent / "networks.py").read_text()
+    names = {"spconv": module, "__name__": "networks_of_spconv"}
+    exec(compile(text.replace("import pumice.compat.spconv as spconv\n", ""), "networks.py", "exec"), names)
+    return types.SimpleNamespace(**names)
+
+
+NETWORKS = ("SpUNet", "VoxelBackBone8x", "VoxelResBackBone8x", "Pillars")
+
+
+def input_of(name, of, seed=0):
+    dims = {"Pillars": {"channels": 8, "shape": (64, 64)}}.get(name, {})
+    features, indices = networks_of(of).scene(**dims, seed=seed)
+    return of.SparseConvTensor(features, indices, dims.get("shape", (41, 64, 64)), 2)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_programs_equal_their_networks(name):
+    torch.manual_seed(0)
+    net = getattr(networks_of(spconv), name)().eval()
+    program = pm.compile(net)
+    with torch.no_grad():
+        for seed in range(2):
+            x = input_of(name, spconv, seed)
+            y, wanted = program(x), net(x)
+            if isinstance(wanted, torch.Tensor):
+                torch.testing.assert_close(y, wanted)
+            else:
+                torch.testing.assert_close(y.features, wanted.features)
+                assert torch.equal(y.indices, wanted.indices) and y.spatial_shape == wanted.spatial_shape
+                assert {*y.indice_dict} <= {*wanted.indice_dict}
+    assert "0 modules called as they are" in program.explain()
+
+
+def test_results_of_a_program_are_inverted_by_their_keys():
+    torch.manual_seed(0)
+    down = spconv.SparseSequential(spconv.SparseConv3d(4, 4, 3, 2, 1, indice_key="d"), nn.BatchNorm1d(4), nn.ReLU())
+    up = spconv.SparseInverseConv3d(4, 4, 3, "d")
+    x = tensor(3, dtype=torch.float32)
+    program = pm.compile(down.eval())
+    with torch.no_grad():
+        y = program(x)
+        torch.testing.assert_close(up(y).features, up(down(x)).features)
+        assert torch.equal(up(y).indices, x.indices)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast(dtype):
+    x, net = (
+        tensor(3, dtype=torch.float32),
+        spconv.SparseSequential(spconv.SubMConv3d(4, 8, 3), spconv.SubMConv3d(8, 8, 1)),
+    )
+    wanted = net(x).features
+    with torch.autocast("cpu", dtype):
+        y = net(x).features
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.float(), wanted, rtol=0.05, atol=0.05)
 
 
 # spconv itself
@@ -978,23 +1075,6 @@ def test_inverses_equal_spconv(live, dim, spread):
         # spconv lists the pairs of half the taps of a submanifold window.
         taps = slice(0, 3**dim // 2) if a.is_subm else slice(None)
         assert torch.equal(a.indice_pair_num[taps], b.indice_pair_num[taps])
-
-
-def networks_of(module):
-    """The classes of tests/compat/networks.py over another module than the stand-in."""
-    text = (Path(__file__).parent / "networks.py").read_text()
-    names = {"spconv": module, "__name__": "networks_of_spconv"}
-    exec(compile(text.replace("import pumice.compat.spconv as spconv\n", ""), "networks.py", "exec"), names)
-    return types.SimpleNamespace(**names)
-
-
-NETWORKS = ("SpUNet", "VoxelBackBone8x", "VoxelResBackBone8x", "Pillars")
-
-
-def input_of(name, of):
-    dims = {"Pillars": {"channels": 8, "shape": (64, 64)}}.get(name, {})
-    features, indices = networks_of(of).scene(**dims)
-    return of.SparseConvTensor(features, indices, dims.get("shape", (41, 64, 64)), 2)
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence:UserWarning")

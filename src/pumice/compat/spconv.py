@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import SimpleNamespace, new_class
 from typing import Any
 
@@ -24,7 +24,7 @@ from pumice.compat import spconv_utils as utils
 from pumice.compat.wrapped import LinearMap, Wrapped, call_layer
 from pumice.coords import Geometry, KernelMap, Relation, as_axes, kernel_map
 from pumice.env import settings
-from pumice.errors import DtypeError, GeometryError, MissingAttributeError, OptionError, ShapeError
+from pumice.errors import DtypeError, GeometryError, MissingAttributeError, OptionError, PumiceError, ShapeError
 from pumice.nn import layers
 from pumice.nn.conv import Conv, ConvTranspose, InverseConv
 from pumice.ops import SparseTensor, from_dense, global_avg_pool, global_max_pool, linear, union
@@ -116,10 +116,10 @@ class SparseConvTensor(Wrapped):
 
     @features.setter
     def features(self, value: Tensor) -> None:
-        sparse = self._sparse
-        if sparse is not None and (_traced(sparse) or _traced(value) or _fits(value, sparse)):
-            self._sparse = sparse.replace(value)
-        else:
+        try:
+            # Checks that they fit.
+            self._sparse = self.sparse.replace(value)
+        except PumiceError:
             self._set(value, self.indices)
 
     _features = features
@@ -172,9 +172,9 @@ class SparseConvTensor(Wrapped):
         found = self.shadow_copy()
         found._sparse, found._spatial_shape = sparse, shape
         # A copy: keys of a branch are not seen by others.
-        found.indice_dict = self.indice_dict.copy()
+        found.indice_dict = keys = self.indice_dict.copy()
         if key is not None:
-            found.indice_dict[key] = data
+            keys[key] = data
         return found
 
     def select_by_index(self, valid_indices: Tensor) -> SparseConvTensor:
@@ -267,10 +267,6 @@ def _traced(value: Any) -> bool:
     return issubclass(type(value), Proxy)
 
 
-def _fits(features: Tensor, sparse: SparseTensor) -> bool:
-    return features.ndim == 2 and len(features) == len(sparse.coords) and features.is_floating_point()
-
-
 def _alike(one: Any, two: Any) -> bool:
     """True if `one + two` adds row by row: tensors on one geometry, or proxies."""
     if _traced(one) or _traced(two):
@@ -311,16 +307,21 @@ class IndiceData:
         algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
-        self.spatial_shape, self.out_spatial_shape = map(list, shapes)
-        self.is_subm = relation.policy == "same"
-        self.ksize, self.stride = [*relation.kernel], [*relation.stride]
-        self.padding, self.dilation = [*relation.padding], [*relation.dilation]
-        self.voxel_num = None
+        self._shapes, self.is_subm, self.voxel_num = shapes, relation.policy == "same", None
+
+    def __getattr__(self, name: str) -> list[int]:
+        """ksize, stride, padding, dilation, spatial_shape and out_spatial_shape: lists, made when they are read."""
+        shapes = {"spatial_shape": 0, "out_spatial_shape": 1}
+        if name in shapes:
+            return [*self._shapes[shapes[name]]]
+        if name in (fields := {"ksize": "kernel", "stride": "stride", "padding": "padding", "dilation": "dilation"}):
+            return [*getattr(self.relation, fields[name])]
+        raise MissingAttributeError(f"indice data have no {name!r}", name=name, obj=self)
 
     @property
     def facts(self) -> Any:
         """The arguments after `inputs` and `outputs`."""
-        return self.relation, (tuple(self.spatial_shape), tuple(self.out_spatial_shape)), self.algo
+        return self.relation, tuple(map(tuple, self._shapes)), self.algo
 
     @property
     def indices(self) -> Tensor:
@@ -399,13 +400,15 @@ def _on_coordinates(x: SparseConvTensor, wanted: Any, shape: list[int], key: Any
 # Layers
 
 
+def _class(name: str, bases: tuple[type, ...], options: dict[str, Any] | None = None, **names: Any) -> Any:
+    """A class of this module."""
+    own = {"__module__": __name__, "__doc__": bases[-1].__doc__, **names}
+    return new_class(name, bases, options or {}, lambda space: space.update(own))
+
+
 def _by_dim(name: str, base: type) -> tuple[Any, Any, Any, Any]:
     """`base` for 1 to 4 axes, as name1d to name4d."""
-
-    def body(names: dict[str, Any]) -> None:
-        names.update(__module__=__name__, __doc__=base.__doc__)
-
-    return tuple(new_class(f"{name}{dim}d", (base,), {"dim": dim}, body) for dim in range(1, 5))  # pyright: ignore
+    return tuple(_class(f"{name}{dim}d", (base,), {"dim": dim}) for dim in range(1, 5))  # pyright: ignore
 
 
 class SparseModule(nn.Module):
@@ -491,25 +494,29 @@ class SparseConvolution(SparseModule):
         return self.weight.view(self.in_channels, self.out_channels).t()
 
     def _over(self, x: SparseConvTensor) -> SparseConvTensor:
+        sparse, key = x.sparse, self.indice_key
+        traced = _traced(sparse)
         if self.conv1x1:
-            found = x.shadow_copy()
-            found._sparse = call_layer(self, self._convolved, x.sparse)
-            return found
-        key = self.indice_key
+            return x._after(self(sparse) if traced else self._convolved(sparse), x._spatial_shape)
         data = None if key is None else x.indice_dict.get(key)
-        sparse = x.sparse if data is None else _reused(data, self, x)
-        y = call_layer(self, self._convolved, sparse)
-        shape = x._spatial_shape if self.subm else [*self.relation.output_shape(x._spatial_shape)]
-        if key is not None and data is None:
-            data = _data_of(self, sparse, y, (x._spatial_shape, shape))
-        return x._after(y, shape, key, data)
+        alike = data is not None and data.relation is self.relation and self.subm
+        if data is not None and (traced or not alike or data.inputs is not sparse.geometry):
+            sparse = _reused(data, self, x)
+        # While pumice.compile traces, this calls the layer as a step.
+        y = self(sparse) if traced else super().forward(sparse)
+        if self.subm and (data is not None or key is None):
+            return x._after(y, x._spatial_shape)
+        shape = x._spatial_shape if self.subm else _extent(self.relation, tuple(x._spatial_shape))
+        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _convert_saved(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Hook of load_state_dict: weights of older layouts, RSCK (spconv 1, mmcv) and RSKC (spconv 2.0, Native)."""
         errors, key = rest[-1], prefix + "weight"
         if self.record_voxel_count:
             state.setdefault(prefix + "max_num_voxels_during_training", torch.zeros(1, dtype=torch.int32))
-        if (saved := state.get(key)) is None or saved.ndim != self.weight.ndim:
+        # mmdetection3d gives SparseModule a loader of its own, which converts.
+        others = "_load_from_state_dict" in vars(SparseModule)
+        if others or (saved := state.get(key)) is None or saved.ndim != self.weight.ndim:
             return
         layout = settings().spconv_layout or _layout_of(self, tuple(saved.shape))
         if layout is None:
@@ -540,8 +547,21 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
     return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get((shape[-2], shape[-1]), "KRSC")
 
 
-def _data_of(layer: Any, x: SparseTensor, y: SparseTensor, shapes: tuple[list[int], list[int]]) -> IndiceData:
-    return IndiceData(_anchor(x), _anchor(y), layer.relation, shapes, layer.algo)
+def _data_of(
+    layer: Any, ends: tuple[SparseTensor, SparseTensor], shapes: tuple[Sequence[int], Sequence[int]]
+) -> IndiceData | None:
+    """What the key of a layer from one tensor to another names; None without a key."""
+    if layer.indice_key is None:
+        return None
+    relation = layer.window if isinstance(layer, _SparsePool) else layer.relation
+    return IndiceData(_anchor(ends[0]), _anchor(ends[1]), relation, shapes, layer.algo)
+
+
+def _extent(relation: Relation, shape: tuple[int, ...]) -> list[int]:
+    return [*_extents(relation, shape)]
+
+
+_extents = lru_cache(maxsize=256)(Relation.output_shape)
 
 
 class _SubM(SparseConvolution, Conv):
@@ -639,6 +659,7 @@ class _SparsePool(SparseModule):
 
     dim: int
     relation: Callable[[], Relation]
+    window: Relation
 
     def __init__(
         self,
@@ -654,7 +675,7 @@ class _SparsePool(SparseModule):
     ) -> None:
         window = (1, None, dilation, "same") if subm else (stride, padding, dilation, "support")
         layers._Pool.__init__(self, kernel_size, *window)  # pyright: ignore[reportArgumentType]
-        found = self.relation()
+        self.window = found = self.relation().shared()
         self.kernel_size, self.stride = [*found.kernel], [*found.stride]
         self.padding, self.dilation = [*found.padding], [*found.dilation]
         self.ndim, self.subm, self.indice_key, self.algo = self.dim, subm, indice_key, algo
@@ -665,13 +686,12 @@ class _SparsePool(SparseModule):
     def forward(self, x: Any) -> Any:
         if not issubclass(type(x), SparseConvTensor):
             return super().forward(x)
-        key, relation = self.indice_key, self.relation()
+        key, sparse = self.indice_key, x.sparse
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
-        y = self._finished(call_layer(self, super().forward, x.sparse))
-        shapes = x._spatial_shape, [*relation.output_shape(x._spatial_shape)]
-        data = None if key is None else IndiceData(_anchor(x.sparse), _anchor(y), relation, shapes, self.algo)
-        return x._after(y, shapes[1], key, data)
+        y = self._finished(call_layer(self, super().forward, sparse))
+        shape = _extent(self.window, tuple(x._spatial_shape))
+        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _finished(self, y: SparseTensor) -> SparseTensor:
         return y
@@ -690,20 +710,6 @@ class _AvgPool(_SparsePool, layers.AvgPool):
 
 SparseMaxPool1d, SparseMaxPool2d, SparseMaxPool3d, SparseMaxPool4d = _by_dim("SparseMaxPool", _MaxPool)
 SparseAvgPool1d, SparseAvgPool2d, SparseAvgPool3d, SparseAvgPool4d = _by_dim("SparseAvgPool", _AvgPool)
-
-
-class SparseGlobalMaxPool(SparseModule):
-    """Maximum over the voxels of each batch item, [B, C]."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return global_max_pool(x.sparse)
-
-
-class SparseGlobalAvgPool(SparseModule):
-    """Mean over the voxels of each batch item, [B, C]."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return global_avg_pool(x.sparse)
 
 
 # Containers and dense modules
@@ -752,16 +758,12 @@ class _OnFeatures(nn.Module):
         return x.replace_feature(super().forward(x.features))
 
 
-class SparseBatchNorm(_OnFeatures, nn.BatchNorm1d): ...
+def _on_features(base: type, name: str = "") -> Any:
+    return _class(f"Sparse{name or base.__name__}", (_OnFeatures, base))
 
 
-class SparseSyncBatchNorm(_OnFeatures, nn.SyncBatchNorm): ...
-
-
-class SparseReLU(_OnFeatures, nn.ReLU): ...
-
-
-class SparseIdentity(_OnFeatures, nn.Identity): ...
+SparseBatchNorm, SparseSyncBatchNorm = _on_features(nn.BatchNorm1d, "BatchNorm"), _on_features(nn.SyncBatchNorm)
+SparseReLU, SparseIdentity = _on_features(nn.ReLU), _on_features(nn.Identity)
 
 
 class Identity(nn.Identity):
@@ -769,21 +771,6 @@ class Identity(nn.Identity):
 
     def input_spatial_size(self, out_size: Any) -> Any:
         return out_size
-
-
-class ToDense(SparseModule):
-    """x.dense()."""
-
-    def forward(self, x: SparseConvTensor) -> Tensor:
-        return x.dense()
-
-
-class RemoveGrid(SparseModule):
-    """Sets x.grid to None."""
-
-    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        x.grid = None
-        return x
 
 
 class ConcatTable(SparseModule):
@@ -797,33 +784,36 @@ class ConcatTable(SparseModule):
         return self
 
 
-class AddTable(SparseModule):
-    """Sum of tensors on the same indices."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sum(tensors[1:], tensors[0])
+def _without_grid(x: SparseConvTensor) -> SparseConvTensor:
+    x.grid = None
+    return x
 
 
-class JoinTable(SparseModule):
-    """Tensors on the same indices, their channels side by side."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return tensors[0].replace_feature(torch.cat([x.features for x in tensors], 1))
+def _joined(tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
+    return tensors[0].replace_feature(torch.cat([x.features for x in tensors], 1))
 
 
-class AddTableMisaligned(SparseModule):
-    """Sum of tensors over the union of their indices."""
-
-    def forward(self, tensors: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sparse_add(*tensors)
+def _stateless(name: str, doc: str, function: Callable[[Any], Any]) -> Any:
+    """A module class whose forward is a function."""
+    return _class(name, (SparseModule,), __doc__=doc, forward=lambda self, x: function(x))
 
 
-class RemoveDuplicate(SparseModule):
-    """The first row of each of the indices, in (batch, Morton) order."""
-
-    def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        kept = utils.first_rows(x.indices)
-        return x.select_by_index(kept)
+ToDense = _stateless("ToDense", "x.dense().", lambda x: x.dense())
+RemoveGrid = _stateless("RemoveGrid", "Sets x.grid to None.", _without_grid)
+AddTable = _stateless("AddTable", "Sum of tensors on the same indices.", lambda xs: sum(xs[1:], xs[0]))
+JoinTable = _stateless("JoinTable", "Tensors on the same indices, their channels side by side.", _joined)
+AddTableMisaligned = _stateless("AddTableMisaligned", "sparse_add of tensors.", lambda xs: sparse_add(*xs))
+RemoveDuplicate = _stateless(
+    "RemoveDuplicate",
+    "The first row of each of the indices, in (batch, Morton) order.",
+    lambda x: x.select_by_index(utils.first_rows(x.indices)),
+)
+SparseGlobalMaxPool = _stateless(
+    "SparseGlobalMaxPool", "Maximum over each batch item's voxels, [B, C].", lambda x: global_max_pool(x.sparse)
+)
+SparseGlobalAvgPool = _stateless(
+    "SparseGlobalAvgPool", "Mean over each batch item's voxels, [B, C].", lambda x: global_avg_pool(x.sparse)
+)
 
 
 def is_spconv_module(module: Any) -> bool:
@@ -869,22 +859,6 @@ _BOXES = (
 )  # fmt: skip
 
 
-def get_conv_output_size(input_size: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[int]:
-    """floor((S + 2 padding - dilation (k - 1) - 1) / stride) + 1, per axis."""
-    return [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, k, s, p, d in zip(input_size, kernel_size, stride, padding, dilation, strict=True)
-    ]
-
-
-def get_deconv_output_size(
-    input_size: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, output_padding: Any
-) -> list[int]:
-    """(S - 1) stride - 2 padding + k + output_padding, per axis; without the dilation, as in spconv."""
-    axes = zip(input_size, kernel_size, stride, padding, output_padding, strict=True)
-    return [(n - 1) * s - 2 * p + k + extra for n, k, s, p, extra in axes]
-
-
 def _refused(name: str, advice: str) -> type:
     """A class or function of spconv that raises OptionError when it is called."""
 
@@ -908,7 +882,7 @@ _NAMES = {
 }
 _NAMES |= {"ImplicitGemmIndiceData": IndiceData, "sparse_add_hash_based": sparse_add, "__version__": __version__}
 _NAMES |= {"SPCONV_VERSION_NUMBERS": [*map(int, __version__.split("."))], "IS_SPCONV2_AVAILABLE": True}
-_OF_UTILS = {name: value for name, value in vars(utils).items() if getattr(value, "__module__", None) == utils.__name__}
+_OF_UTILS = {name: value for name, value in vars(utils).items() if getattr(value, "__module__", "") == utils.__name__}
 _GROUPED = "it is of spconv-plus; a SubMConv3d with groups=, or pumice.nn.Conv3d with offsets=, has such kernels"
 _NAMES |= {f"{kind}{dim}d": _refused(f"{kind}{dim}d", _GROUPED) for kind in _PLUS for dim in (2, 3)}
 _DENSE = "operators on boxes are no sparse operators; take torchvision's or your framework's"
@@ -922,21 +896,15 @@ _CONSTANTS = {
     "FILTER_HWIO": False,
     "SAVED_WEIGHT_LAYOUT": settings().spconv_layout,
 }
-_SAME = "conv modules core functional pool spatial tables identity"
+_PATHS: dict[str, Any] = {"cumm": {}, "cumm.tensorview": {"from_numpy": torch.from_numpy, "Tensor": Tensor}}
+for _root in ("spconv", "spconv.pytorch"):
+    _PATHS |= {_root: _NAMES, f"{_root}.constants": _CONSTANTS}
+    for _part in ("conv", "modules", "core", "functional", "pool", "spatial", "tables", "identity"):
+        _PATHS[f"{_root}.{_part}"] = _NAMES
+    for _part in ("ops", "utils", "hash"):
+        _PATHS[f"{_root}.{_part}"] = {**_NAMES, **_OF_UTILS, **_OF_BOXES}
 MODULES: Mapping[str, Mapping[str, Any]] = {
-    path: {**names, "__getattr__": _absent(path)}
-    for path, names in {
-        **{path: _NAMES for path in ("spconv", "spconv.pytorch")},
-        **{f"{root}.{part}": _NAMES for root in ("spconv", "spconv.pytorch") for part in _SAME.split()},
-        **{f"{root}.constants": _CONSTANTS for root in ("spconv", "spconv.pytorch")},
-        **{
-            f"{root}.{part}": {**_NAMES, **_OF_UTILS, **_OF_BOXES}
-            for root in ("spconv", "spconv.pytorch")
-            for part in ("ops", "utils", "hash")
-        },
-        "cumm": {},
-        "cumm.tensorview": {"from_numpy": torch.from_numpy, "Tensor": Tensor},
-    }.items()
+    path: {**names, "__getattr__": _absent(path)} for path, names in _PATHS.items()
 }
 """Names by module path. All paths of spconv hold all names of layers."""
 conv = modules = core = functional = pool = ops = SimpleNamespace(**_NAMES)

@@ -191,51 +191,43 @@ def expand_nd(ndim: int, value: Any) -> list[int]:
 
 
 class HashTable:
-    """Integer keys and their values, as spconv.pytorch.hash.HashTable; of equal keys the last value counts."""
+    """Integer keys and their values on the host, as spconv.pytorch.hash.HashTable; of equal keys the last counts."""
 
     def __init__(
         self, device: torch.device, key_dtype: torch.dtype, value_dtype: torch.dtype, max_size: int = -1
     ) -> None:
-        self.key_dtype, self.value_dtype, self.max_size = key_dtype, value_dtype, max_size
-        self._keys = torch.empty(0, dtype=key_dtype, device=device)
-        self._values = torch.empty(0, dtype=value_dtype, device=device)
+        self.device, self.key_dtype, self.value_dtype, self.max_size = device, key_dtype, value_dtype, max_size
+        self._kept: dict[int, Any] = {}
 
     def insert(self, keys: Tensor, values: Tensor | None = None) -> None:
         """Add keys, with values or 0."""
-        values = torch.zeros_like(keys, dtype=self.value_dtype) if values is None else values
-        every, stored = torch.cat([self._keys, keys]), torch.cat([self._values, values.to(self.value_dtype)])
-        self._keys, place = every.unique(return_inverse=True)
-        rows = torch.arange(len(every), device=every.device)
-        last = rows.new_zeros(len(self._keys)).scatter_reduce(0, place, rows, "amax")
-        self._values = stored[last]
-
-    def _find(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        place = torch.searchsorted(self._keys, keys).clamp(max=max(len(self._keys) - 1, 0))
-        found = self._keys[place] == keys if len(self._keys) else torch.zeros_like(keys, dtype=torch.bool)
-        return place, found
+        self._kept.update(zip(keys.tolist(), [0] * len(keys) if values is None else values.tolist(), strict=True))
 
     def query(self, keys: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(values, written to `values` if given; bool: the key is absent)."""
-        place, found = self._find(keys)
-        values = torch.zeros_like(keys, dtype=self.value_dtype) if values is None else values
-        values[found] = self._values[place[found]]
-        return values, ~found
+        found = self._tensor([self._kept.get(key, 0) for key in keys.tolist()], self.value_dtype)
+        absent = self._tensor([key not in self._kept for key in keys.tolist()], torch.bool)
+        return (found if values is None else values.copy_(torch.where(absent, values, found))), absent
 
     def insert_exist_keys(self, keys: Tensor, values: Tensor) -> Tensor:
         """Set values of keys that exist; uint8: 1 for those that do not."""
-        place, found = self._find(keys)
-        self._values[place[found]] = values[found].to(self.value_dtype)
-        return (~found).to(torch.uint8)
+        absent = self.query(keys)[1]
+        self.insert(keys[~absent], values[~absent])
+        return absent.to(torch.uint8)
 
     def assign_arange_(self) -> Tensor:
         """Set the values to 0, 1, ...; returns their number, [1]."""
-        self._values = torch.arange(len(self._keys), dtype=self.value_dtype, device=self._keys.device)
-        return torch.tensor([len(self._keys)], device=self._keys.device)
+        self._kept = {key: place for place, key in enumerate(self._kept)}
+        return self._tensor([len(self._kept)], torch.int64)
 
     def items(self, max_size: int = -1) -> tuple[Tensor, Tensor, Tensor]:
         """(keys, values, their number [1])."""
-        end = len(self._keys) if max_size < 0 else max_size
-        return self._keys[:end], self._values[:end], torch.tensor([len(self._keys)], device=self._keys.device)
+        end = len(self._kept) if max_size < 0 else max_size
+        keys = self._tensor([*self._kept][:end], self.key_dtype)
+        return keys, self.query(keys)[0], self._tensor([len(self._kept)], torch.int64)
+
+    def _tensor(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 # Other packages
