@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ def convert_file(source: Path, target: Path, library: str, options: Mapping[str,
     given = {name: value for name, value in options.items() if value}
     try:
         found = convert.LIBRARIES[library](_loaded(source), **given)
-    except TypeError as error:
-        raise OptionError(f"--from {library} takes other options: {error}") from None
     except PumiceError as error:
         raise type(error)(f"{source}: {error}") from None
+    except TypeError as error:
+        raise OptionError(f"--from {library} takes other options: {error}") from None
     try:
         save_file({name: value.detach().cpu().contiguous().clone() for name, value in found.items()}, target)
     except (OSError, SafetensorError) as error:
@@ -54,8 +54,12 @@ def _loaded(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        with warnings.catch_warnings():
+            # Of pickle protocols; what cannot be read is an error below.
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        # Arbitrary bytes raise arbitrary errors.
         lines = str(error).strip().splitlines()
         first = lines[0] if lines else type(error).__name__
         raise FileError(f"{path}: expected tensors and plain values in .pth or .safetensors, found: {first}") from None
