@@ -126,88 +126,43 @@ class SparseCrop(torch.nn.Module):
         return spcrop(x, self.coords_min, self.coords_max)
 
 
-def _cells(x: SparseTensor, offset: Any) -> Tensor:
-    """int32 [N, 4] = (batch, x, y, z): cells of the level; offset: in the finest voxels."""
-    found = x.sparse.coords[:, [0, 3, 2, 1]]
-    steps = found.new_tensor((1, *x.stride))
-    shift = found.new_tensor((0, *offset))
-    return found if not any(offset) else torch.div(found * steps - shift, steps, rounding_mode="floor")
+class _ToDense(torch.nn.Module):
+    """Base of the layers that make a dense map. shape: cells along (x, y, z); offset: the corner, in finest voxels; dim:
+    the axis that is dropped, 0 to 2 for x to z."""
 
-
-class _ToBEV(torch.nn.Module):
-    """Base of the layers that drop an axis. dim: 0 to 2 for x to z."""
-
-    def __init__(self, dim: int, in_channels: int = 0, out_channels: int = 0, taps: int = 0, bias: bool = False):
+    def __init__(self, shape: Any, offset: Any, dim: int) -> None:
         super().__init__()
-        self.dim, self.in_channels, self.out_channels, self.n_kernels = dim, in_channels, out_channels, taps
-        self.kept = [axis for axis in range(3) if axis != dim]
-        if taps:
-            bound = 1 / math.sqrt(in_channels)
-            self.kernel = torch.nn.Parameter(torch.empty(taps, in_channels, out_channels).uniform_(-bound, bound))
-            self.bias = torch.nn.Parameter(torch.zeros(1, out_channels)) if bias else 0
-
-    def flat(self, x: SparseTensor) -> Tensor:
-        """Coordinates of x's tensor, (batch, z, y, x), with 0 along the axis."""
-        return x.sparse.coords.index_fill(1, torch.tensor([3 - self.dim], device=x.feats.device), 0)
-
-    def mixed(self, x: SparseTensor) -> Tensor:
-        """[N, C_out]: features times the kernel of their place along the axis."""
-        place = x.sparse.coords[:, 3 - self.dim].long()
-        return einsum("y[n,o] = x[n,c] * k[z[n],c,o]", x=x.feats, k=self.kernel, z=place) + self.bias
-
-
-class ToBEVReduction(_ToBEV):
-    """Mean over the voxels of a column, at 0 along the axis."""
-
-    def __init__(self, dim: int = 1) -> None:
-        super().__init__(dim)
-
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        y = coalesce(x.feats, self.flat(x), "mean", stride=x.sparse.stride)
-        return x.like(y, Level(y.geometry, None))
-
-
-class ToBEVConvolution(_ToBEV):
-    """Sum over the voxels of a column of features times the kernel of their height; at coarser cells if stride > 1."""
-
-    def __init__(
-        self, in_channels: int, out_channels: int, n_kernels: int, stride: int = 1, dim: int = 1, bias: bool = False
-    ) -> None:
-        super().__init__(dim, in_channels, out_channels, n_kernels, bias)
-        self.stride = stride
-
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        flat = self.flat(x)
-        flat = torch.div(flat, flat.new_tensor([1, *[self.stride] * 3]), rounding_mode="floor")
-        stride = tuple(s * self.stride for s in x.stride)
-        y = coalesce(self.mixed(x), flat, "sum", stride=stride[::-1])
-        return x.like(y, Level(y.geometry, None), stride)
-
-
-class _ToDense(_ToBEV):
-    """Base of the layers that make a dense map. shape: cells along (x, y, z); offset: the corner, in finest voxels."""
-
-    def __init__(self, shape: Any, offset: Any, dim: int, *more: Any) -> None:
-        super().__init__(dim, *more)
         self.register_buffer("offset", torch.tensor([[*offset, 0]], dtype=torch.int32))
         self.register_buffer("shape", torch.as_tensor(shape).int())
-        self.extents, self.corner = tuple(int(n) for n in shape), tuple(int(n) for n in offset)
+        self.extents, self.corner, self.dim = tuple(map(int, shape)), tuple(map(int, offset)), dim
+
+    def cells(self, x: SparseTensor) -> Tensor:
+        """int32 [N, 4] = (batch, x, y, z): cells of the map."""
+        found = x.sparse.coords[:, [0, 3, 2, 1]]
+        steps, shift = found.new_tensor((1, *x.stride)), found.new_tensor((0, *self.corner))
+        return torch.div(found * steps - shift, steps, rounding_mode="floor") if any(self.corner) else found
 
 
 class ToDenseBEVConvolution(_ToDense):
-    """[B, C_out, ...]: ToBEVConvolution as a dense map."""
+    """[B, C_out, ...]: sum over the voxels of a column of features times the kernel of their height."""
 
     def __init__(
         self, in_channels: int, out_channels: int, shape: Any, offset: Any = (0, 0, 0), dim: int = 1, bias: bool = False
     ) -> None:
-        super().__init__(shape, offset, dim, in_channels, out_channels, int(shape[dim]), bias)
+        super().__init__(shape, offset, dim)
+        bound = 1 / math.sqrt(in_channels)
+        kernel = torch.empty(self.extents[dim], in_channels, out_channels).uniform_(-bound, bound)
+        self.kernel = torch.nn.Parameter(kernel)
+        self.bias = torch.nn.Parameter(torch.zeros(1, out_channels)) if bias else 0
 
     def forward(self, x: SparseTensor) -> Tensor:
-        at = _cells(x, self.corner).long()
-        rows, columns = (self.extents[axis] for axis in self.kept)
-        place = (at[:, 0] * rows + at[:, 1 + self.kept[0]]) * columns + at[:, 1 + self.kept[1]]
-        items = x.sparse.batch_size
-        dense = scatter(self.mixed(x), place, 0, dim_size=items * rows * columns)
+        at, items = self.cells(x).long(), x.sparse.batch_size
+        first, second = (axis for axis in range(3) if axis != self.dim)
+        rows, columns = self.extents[first], self.extents[second]
+        height = x.sparse.coords[:, 3 - self.dim].long()
+        feats = einsum("y[n,o] = x[n,c] * k[h[n],c,o]", x=x.feats, k=self.kernel, h=height) + self.bias
+        place = (at[:, 0] * rows + at[:, 1 + first]) * columns + at[:, 1 + second]
+        dense = scatter(feats, place, 0, dim_size=items * rows * columns)
         return dense.view(items, rows, columns, -1).permute(0, 3, 1, 2).contiguous()
 
 
@@ -219,11 +174,10 @@ class ToBEVHeightCompression(_ToDense):
         self.channels = channels
 
     def forward(self, x: SparseTensor) -> Tensor:
-        at = _cells(x, self.corner)
-        height = at[:, 1 + self.dim].clamp(0, self.extents[self.dim] - 1)
-        at = at.index_copy(1, torch.tensor([1 + self.dim], device=at.device), height[:, None])
-        flat = to_bev(coalesce(x.feats, at.contiguous(), "sum"), self.dim, self.extents)
-        return flat.unflatten(1, (-1, self.extents[self.dim])).transpose(1, 2).flatten(1, 2)
+        at, heights = self.cells(x).clone(), self.extents[self.dim]
+        at[:, 1 + self.dim] = at[:, 1 + self.dim].clamp(0, heights - 1)
+        flat = to_bev(coalesce(x.feats, at, "sum"), self.dim, self.extents)
+        return flat.unflatten(1, (-1, heights)).transpose(1, 2).flatten(1, 2)
 
 
 # Functions
@@ -453,8 +407,8 @@ def _modules(version: str) -> dict[str, dict[str, Any]]:
     new = version == V21
     tensor = {"SparseTensor": SparseTensor if new else SparseTensor14, "PointTensor": PointTensor}
     layers: dict[str, Any] = {each.__name__: each for each in (BatchNorm, GroupNorm, InstanceNorm, ReLU, LeakyReLU)}
-    layers |= {each.__name__: each for each in (SiLU, GlobalAvgPool, GlobalMaxPool, SparseCrop, ToBEVReduction)}
-    layers |= {each.__name__: each for each in (ToBEVConvolution, ToDenseBEVConvolution, ToBEVHeightCompression)}
+    layers |= {each.__name__: each for each in (SiLU, GlobalAvgPool, GlobalMaxPool, SparseCrop)}
+    layers |= {each.__name__: each for each in (ToDenseBEVConvolution, ToBEVHeightCompression)}
     layers["Conv3d"] = Conv3d if new else Conv3d14
     functions: dict[str, Any] = {
         each.__name__: each for each in (sphash, sphashquery, spcount, spvoxelize, spdevoxelize, spcrop)

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from itertools import product
 from typing import Any, ClassVar
 
@@ -337,30 +337,34 @@ class Window:
     rule: str = V21
     transposed: bool = False
 
-    @property
+    @cached_property
     def keeps(self) -> bool:
         """True if the coordinates are kept."""
         return max(self.stride) == 1
+
+    @cached_property
+    def even(self) -> bool:
+        """True if the number of taps is even: z is then the fastest axis along K."""
+        return math.prod(self.kernel) % 2 == 0
 
     def key(self, stride: Axes) -> tuple[Axes, ...]:
         """The key in `kmaps` of the strided convolution from a tensor of this stride."""
         return stride, self.kernel, self.stride
 
-    @property
+    @cached_property
     def relation(self) -> Relation:
         """The relation of pumice, on axes (z, y, x); policy "given": the outputs are to be passed."""
         return _relation(self)
 
     def weight(self, kernel: Tensor) -> Tensor:
         """kernel [K, C_in, C_out] or [C_in, C_out] as pumice's weight of `relation`."""
-        weight = from_taps(kernel, self.kernel[::-1], math.prod(self.kernel) % 2 == 0)
+        weight = from_taps(kernel, self.kernel[::-1], self.even)
         if self.transposed and self.keeps:
             # The pairs of the same taps, in and out exchanged.
             weight = weight.flip(1, 2, 3)
         return weight if self.relation.custom is None else weight.flatten(1, 3)
 
 
-@lru_cache(maxsize=1024)
 def _relation(window: Window) -> Relation:
     kernel, stride, padding = window.kernel[::-1], window.stride[::-1], window.padding[::-1]
     centre = tuple((k - 1) // 2 for k in kernel)
