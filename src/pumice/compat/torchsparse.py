@@ -127,8 +127,8 @@ class SparseCrop(torch.nn.Module):
 
 
 class _ToDense(torch.nn.Module):
-    """Base of the layers that make a dense map. shape: cells along (x, y, z); offset: the corner, in finest voxels; dim:
-    the axis that is dropped, 0 to 2 for x to z."""
+    """Base of the layers that make a dense map. shape: cells along (x, y, z); offset: the corner, in finest voxels;
+    dim: the axis that is dropped, 0 to 2 for x to z."""
 
     def __init__(self, shape: Any, offset: Any, dim: int) -> None:
         super().__init__()

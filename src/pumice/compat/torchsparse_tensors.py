@@ -359,6 +359,9 @@ class Window:
     def weight(self, kernel: Tensor) -> Tensor:
         """kernel [K, C_in, C_out] or [C_in, C_out] as pumice's weight of `relation`."""
         weight = from_taps(kernel, self.kernel[::-1], self.even)
+        if self.even:
+            # A copy, which the kernels would make otherwise, at each launch.
+            weight = weight.contiguous()
         if self.transposed and self.keeps:
             # The pairs of the same taps, in and out exchanged.
             weight = weight.flip(1, 2, 3)
