@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import pumice as pm
 import pumice.compat.torchsparse as ts
@@ -516,3 +517,40 @@ def test_run_in_a_mode(tmp_path, capsys):
         assert "mode is one of 1.4, 2.1, found '9'" in capsys.readouterr().err
     finally:
         uninstall("torchsparse")
+
+
+def test_points_and_voxels_side_by_side():
+    """A point branch beside a voxel branch, at two strides, as point-voxel networks of 1.4 have it."""
+    v = ts.version("1.4")
+    F, spnn = v.nn.functional, v.nn
+    points = torch.cat([torch.rand(300, 3) * 12 - 4, torch.randint(0, 2, (300, 1))], 1)
+    feats = torch.randn(300, 4, requires_grad=True)
+    hashed = F.sphash(torch.floor(points).int())
+    cells = torch.unique(hashed)
+    place = F.sphashquery(hashed, cells)
+    counts = F.spcount(place.int(), len(cells))
+    coords = torch.round(F.spvoxelize(torch.floor(points), place, counts)).int()
+    assert torch.equal(coords[place], torch.floor(points).int())
+    x = spnn.Conv3d(4, 6, 2, 2)(v.SparseTensor(F.spvoxelize(feats, place, counts), coords))
+    corner = torch.cat([torch.floor(points[:, :3] / 2).int() * 2, points[:, 3:].int()], 1)
+    around = F.sphashquery(F.sphash(corner, v.nn.utils.get_kernel_offsets(2, 2, 1)), F.sphash(x.C))
+    # The voxel of each point is the first of the eight.
+    assert torch.equal(x.C[around[0]], corner)
+    weights = F.calc_ti_weights(points, around, scale=2)
+    y = F.spdevoxelize(x.F, around.t().contiguous(), weights.t().contiguous())
+    assert torch.allclose(weights.sum(0), torch.ones(300), atol=1e-4)
+    y.square().sum().backward()
+    assert feats.grad is not None and (feats.grad.abs().sum(1) > 0).all()
+
+
+def test_trees():
+    x, _ = cloud("2.1", box=(2, 9, 9, 9))
+    leaves, spec = pytree.tree_flatten({"x": x})
+    assert len(leaves) == 1 and leaves[0] is x.F
+    again = pytree.tree_unflatten(leaves, spec)["x"]
+    assert again.sparse.geometry is x.sparse.geometry and again.spatial_range == x.spatial_range
+    assert ts.Conv3d(4, 4, 2, 2)(again).sparse.spatial_shape == (4, 4, 4)
+    # Points, and scenes of data sets, stay as they are.
+    points = ts.SparseTensor(torch.randn(5, 2), torch.rand(5, 4))
+    assert [leaf.shape for leaf in pytree.tree_leaves(points)] == [(5, 2), (5, 4)]
+    assert torch.equal(pytree.tree_map(lambda leaf: 2 * leaf, points).C, 2 * points.C)

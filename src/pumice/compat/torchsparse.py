@@ -25,12 +25,12 @@ from pumice.compat.torchsparse_tensors import (
     Conv3d,
     Conv3d14,
     ConvConfig,
+    ConvWindow,
     Level,
     PointTensor,
     SparseTensor,
     SparseTensor14,
     TensorCache,
-    Window,
     conv3d,
     conv3d_14,
     make_ntuple,
@@ -246,7 +246,7 @@ def get_kernel_offsets(size: Any, stride: Any = 1, dilation: Any = 1, device: An
     return torch.cartesian_prod(*axes).int().to(device)
 
 
-def _downsampled(x: SparseTensor, window: Window) -> Tensor:
+def _downsampled(x: SparseTensor, window: ConvWindow) -> Tensor:
     relation = window.relation
     if relation.policy == "given":
         geometry = overlapping_outputs(x, window)
@@ -270,13 +270,13 @@ def spdownsample(
     made = SparseTensor(torch.zeros(len(_coords), 1, device=_coords.device), _coords, 1, spatial_range)
     kernel, stride, padding = (make_ntuple(value, 3) for value in (kernel_size, stride, padding))
     floors = all(s in (1, k) for s, k in zip(stride, kernel, strict=True)) or downsample_mode == "minkowski"
-    return _downsampled(made, Window(kernel, stride, padding, "hashmap minkowski" if floors else V21))
+    return _downsampled(made, ConvWindow(kernel, stride, padding, "hashmap minkowski" if floors else V21))
 
 
 def _spdownsample_14(coords: Tensor, stride: Any = 2, kernel_size: Any = 2, tensor_stride: Any = 1) -> Tensor:
     """int32 [M, 4]: the outputs of a strided convolution of 1.4 on a tensor of stride `tensor_stride`."""
     made = SparseTensor14(torch.zeros(len(coords), 1, device=coords.device), coords, tensor_stride)
-    return _downsampled(made, Window(make_ntuple(kernel_size, 3), make_ntuple(stride, 3), (0, 0, 0), V14))
+    return _downsampled(made, ConvWindow(make_ntuple(kernel_size, 3), make_ntuple(stride, 3), (0, 0, 0), V14))
 
 
 def spcrop(input: SparseTensor, coords_min: Any = None, coords_max: Any = None) -> SparseTensor:

@@ -65,7 +65,7 @@ class Level:
 
 
 @dataclass(eq=False)
-class Step:
+class Strided:
     """A strided convolution that was run: its coordinates, and the relation that inverts it."""
 
     fine: Level
@@ -327,7 +327,7 @@ class PointTensor:
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvWindow:
     """A convolution's kernel, stride, padding (x, y, z), and rule: "1.4", "2.1", or 2.1 with kmap_mode "hashmap" and a
     downsample_mode, "hashmap spconv" or "hashmap minkowski"."""
 
@@ -368,7 +368,7 @@ class Window:
         return weight if self.relation.custom is None else weight.flatten(1, 3)
 
 
-def _relation(window: Window) -> Relation:
+def _relation(window: ConvWindow) -> Relation:
     kernel, stride, padding = window.kernel[::-1], window.stride[::-1], window.padding[::-1]
     centre = tuple((k - 1) // 2 for k in kernel)
     if window.keeps:
@@ -385,7 +385,7 @@ def _relation(window: Window) -> Relation:
     return (replace(found, policy="cached_inverse") if window.transposed else found).shared()
 
 
-def _kept(window: Window, kernel: Axes, centre: Axes) -> Relation:
+def _kept(window: ConvWindow, kernel: Axes, centre: Axes) -> Relation:
     """The relation at stride 1. The kernels of 2.1 start at the voxel itself if their number of taps is even."""
     if window.rule == V21 and math.prod(kernel) % 2 == 0:
         centre = (0, 0, 0)
@@ -400,7 +400,7 @@ def _kept(window: Window, kernel: Axes, centre: Axes) -> Relation:
 Call = Callable[[PumiceTensor, Geometry | None, Relation], PumiceTensor]
 
 
-def convolved(x: SparseTensor, window: Window, call: Call) -> SparseTensor:
+def convolved(x: SparseTensor, window: ConvWindow, call: Call) -> SparseTensor:
     """x through a convolution; call(tensor, outputs or None, relation) computes it.
 
     Raises GeometryError for a transposed convolution without the strided one that it inverts."""
@@ -415,13 +415,13 @@ def convolved(x: SparseTensor, window: Window, call: Call) -> SparseTensor:
     kept = caches.kmaps.get(window.key(x.stride))
     if kept is None or kept.fine is not fine:
         coarse = Level(y.geometry, _range_after(fine.spatial_range, window))
-        kept = Step(fine, coarse, replace(relation, policy="cached_inverse").shared())
+        kept = Strided(fine, coarse, replace(relation, policy="cached_inverse").shared())
         caches.kmaps.setdefault(window.key(x.stride), kept)
         caches.cmaps.levels.setdefault(stride, coarse)
     return x.like(y, kept.coarse, stride)
 
 
-def _inverted(x: SparseTensor, window: Window, call: Call) -> SparseTensor:
+def _inverted(x: SparseTensor, window: ConvWindow, call: Call) -> SparseTensor:
     stride = tuple(a // b for a, b in zip(x.stride, window.stride, strict=True))
     step = x._caches.kmaps.get(window.key(stride))
     if step is None:
@@ -433,14 +433,14 @@ def _inverted(x: SparseTensor, window: Window, call: Call) -> SparseTensor:
     return x.like(call(x.sparse, step.fine.geometry, step.inverse), step.fine, stride)
 
 
-def _range_after(box: Axes | None, window: Window) -> Axes | None:
+def _range_after(box: Axes | None, window: ConvWindow) -> Axes | None:
     if box is None:
         return None
     axes = zip(box[1:], window.kernel, window.stride, window.padding, strict=True)
     return (box[0], *((n + 2 * p - k) // s + 1 for n, k, s, p in axes))
 
 
-def overlapping_outputs(x: SparseTensor, window: Window) -> Geometry:
+def overlapping_outputs(x: SparseTensor, window: ConvWindow) -> Geometry:
     """The outputs of a 1.4 convolution whose stride is neither 1 nor the kernel size, on axes (z, y, x): every o with
     stride * o = in + tap for some input and tap, and stride * o at least the smallest coordinate of any input."""
     given = x.sparse
@@ -557,7 +557,7 @@ GLOBAL_CONFIG: list[Any] = []
 """The configuration that layers of 2.1 take at construction if they are given none; at most one entry."""
 
 
-def window_of(kernel: Any, stride: Any, padding: Any, version: str, transposed: bool, config: Any) -> Window:
+def window_of(kernel: Any, stride: Any, padding: Any, version: str, transposed: bool, config: Any) -> ConvWindow:
     """The window of a convolution's arguments. Odd kernels of stride 1 are centred, axis by axis."""
     kernel, stride, padding = (make_ntuple(value, 3) for value in (kernel, stride, padding))
     padding = tuple((k - 1) // 2 if k % 2 and s == 1 else p for k, s, p in zip(kernel, stride, padding, strict=True))
@@ -565,7 +565,7 @@ def window_of(kernel: Any, stride: Any, padding: Any, version: str, transposed: 
     config = config if config is not None or version == V14 else next(iter(GLOBAL_CONFIG), None)
     if config is not None and config.get("kmap_mode", "hashmap_on_the_fly") == "hashmap":
         rule = f"hashmap {config.get('downsample_mode', 'spconv')}"
-    return Window(kernel, stride, padding, rule, transposed)
+    return ConvWindow(kernel, stride, padding, rule, transposed)
 
 
 def conv3d(
