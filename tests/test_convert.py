@@ -19,6 +19,11 @@ from pumice.errors import DtypeError, OptionError
 EXTENT = 8
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def cloud(channels: int = 4):
     coords = torch.unique(torch.cat([torch.randint(0, 2, (150, 1)), torch.randint(0, EXTENT, (150, 3))], 1), dim=0)
     return torch.randn(len(coords), channels), coords.int()

@@ -22,6 +22,11 @@ from pumice.errors import OptionError
 SHAPE = torch.Size([2, 5, 7, 8, 6])
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def cloud(seed: int = 0):
     chance = torch.Generator().manual_seed(seed)
     cells = torch.stack([torch.randint(0, n, (150,), generator=chance) for n in (2, 7, 8, 6)], 1)

@@ -11,6 +11,11 @@ from pumice.errors import GeometryError, OptionError, ShapeError
 FACTORS = [(1, 3), (2, 2), (3, (2, 1, 3))]
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def cloud(dim: int, channels: int = 3, low: int = -4):
     cells = torch.randint(low, 7, (120, dim))
     coords = torch.unique(torch.cat([torch.randint(0, 2, (120, 1)), cells], 1), dim=0).int()
