@@ -3,6 +3,7 @@
 import torch
 
 from pumice import coords, engine, errors, models, nn, ops
+from pumice.compat import convert
 from pumice.coords import Geometry, KernelMap, Relation, deserialize, kernel_map, same_geometry, serialize
 from pumice.coords.geometry import _rebuild
 from pumice.engine import (
@@ -68,6 +69,7 @@ __all__ = [
     "collate",
     "compile",
     "compile_einsum",
+    "convert",
     "coords",
     "deserialize",
     "devoxelize",

@@ -1,4 +1,4 @@
-"""The command line: pumice segment, predict, evaluate, demo, info, tune, warmup."""
+"""The command line: pumice segment, predict, evaluate, demo, convert, info, tune, warmup."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import pumice
+from pumice.cli import convert as convert_
 from pumice.cli import info as info_
 from pumice.cli import kept as kept_
 from pumice.cli import segment as segment_
@@ -212,6 +213,26 @@ def demo(
     points = sum(map(len, train_on))
     _say(f"made  {scenes} street scenes with {points} points to train on, 2 others to evaluate on")
     _print_result(_train(train_on, judge_on, job))
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="a checkpoint: .pth, .pt or .safetensors")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="the state dict for pumice.nn, as .safetensors")],
+    library: Annotated[str, typer.Option("--from", help="spconv, torchsparse, minkowski or flexgemm")],
+    layout: Annotated[str | None, typer.Option(help="KRSC, RSKC or RSCK, of spconv [default: what fits]")] = None,
+    kernel: Annotated[list[str] | None, typer.Option(help="LAYER=3,3,1: size of a kernel that is no cube")] = None,
+    flipped: Annotated[str | None, typer.Option(help="expression for transposed layers of stride 1")] = None,
+    only: Annotated[str | None, typer.Option(help="expression for the sparse layers, of spconv")] = None,
+    dim: Annotated[int, typer.Option(help="number of spatial axes")] = 3,
+) -> None:
+    """Convert a checkpoint of another library for the same network written with pumice.nn; tells what was done."""
+    options = {"layout": layout, "flipped": flipped, "only": only, "dim": 0 if dim == 3 else dim}
+    for line in convert_.convert_file(
+        source, target, library, {**options, "kernels": convert_.kernel_sizes(kernel or [])}
+    ):
+        _say(line)
+    _say(f"wrote {target}")
 
 
 @app.command()

@@ -52,7 +52,8 @@ def uninstall(*libraries: str) -> None:
 
 
 def _is_stand_in(path: str, module: Any, library: str) -> bool:
-    return getattr(module, "__pumice__", None) == library and path.partition(".")[0] != "pumice"
+    # Not by getattr, which makes lazy modules of others import more.
+    return getattr(module, "__dict__", {}).get("__pumice__") == library and path.partition(".")[0] != "pumice"
 
 
 def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:

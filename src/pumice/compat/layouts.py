@@ -7,11 +7,11 @@ MinkowskiEngine 0.5.4, kernel_region.hpp; FlexGEMM, ops/spconv.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from pumice.errors import ShapeError
+from pumice.errors import OptionError, ShapeError
 
 
 def from_taps(kernel: Tensor, size: Sequence[int], first_fastest: bool) -> Tensor:
@@ -31,3 +31,21 @@ def to_taps(weight: Tensor, first_fastest: bool) -> Tensor:
     dim = weight.ndim - 2
     axes = range(dim, 0, -1) if first_fastest else range(1, dim + 1)
     return weight.permute(*axes, -1, 0).reshape(-1, weight.shape[-1], weight.shape[0])
+
+
+LAYOUTS: Mapping[str, int] = {"KRSC": 0, "RSKC": -2, "RSCK": -1}
+"""spconv's layouts, by the letters for C_out, kernel axes, C_in; and the place of C_out in each."""
+
+
+def from_layout(weight: Tensor, layout: str) -> Tensor:
+    """[C_out, *kernel, C_in], contiguous, of a weight in one of LAYOUTS.
+
+    spconv 2 (KRSC, RSKC) multiplies by weights of kernel size 1 as if their memory were [C_in, C_out]
+    (spconv 2.3.8, pytorch/conv.py): these are transposed. Raises OptionError for another layout."""
+    if layout not in LAYOUTS:
+        raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
+    moved = weight.movedim(LAYOUTS[layout], 0)
+    if layout == "RSCK" or math.prod(moved.shape[1:-1]) > 1:
+        return moved.contiguous()
+    outputs, inputs = moved.shape[0], moved.shape[-1]
+    return weight.reshape(inputs, outputs).t().reshape(moved.shape).contiguous()

@@ -28,6 +28,7 @@ from pumice.nn.layers import (
     AvgPool3d,
     AvgPool4d,
     BatchNorm,
+    ChannelToSpace,
     Dropout,
     GlobalAvgPool,
     GlobalMaxPool,
@@ -46,12 +47,14 @@ from pumice.nn.layers import (
     Sigmoid,
     SiLU,
     Softplus,
+    SpaceToChannel,
     SumPool1d,
     SumPool2d,
     SumPool3d,
     SumPool4d,
     SyncBatchNorm,
     Tanh,
+    UpsampleNearest,
 )
 from pumice.nn.pruned import PrunedConv2d, PrunedLinear, prune_model
 from pumice.nn.tensor_product import FullyConnectedTensorProduct, Instruction, TensorProduct
@@ -65,6 +68,7 @@ __all__ = [
     "AvgPool3d",
     "AvgPool4d",
     "BatchNorm",
+    "ChannelToSpace",
     "Conv1d",
     "Conv2d",
     "Conv3d",
@@ -105,6 +109,7 @@ __all__ = [
     "SiLU",
     "Sigmoid",
     "Softplus",
+    "SpaceToChannel",
     "SumPool1d",
     "SumPool2d",
     "SumPool3d",
@@ -112,5 +117,6 @@ __all__ = [
     "SyncBatchNorm",
     "Tanh",
     "TensorProduct",
+    "UpsampleNearest",
     "prune_model",
 ]

@@ -8,19 +8,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pumice.coords import Relation
+from pumice.coords import Geometry, Relation
 from pumice.errors import ShapeError
 from pumice.ops import (
     SparseTensor,
     avg_pool,
     batch_norm,
+    channel_to_space,
     global_avg_pool,
     global_max_pool,
     global_sum_pool,
     group_norm,
     linear,
     max_pool,
+    space_to_channel,
     sum_pool,
+    upsample_nearest,
 )
 from pumice.ops.ahead import CompiledTogether
 from pumice.ops.conv import Size
@@ -230,6 +233,38 @@ class SumPool(_Pool):
     """Sum of the inputs present in each window: pumice.ops.sum_pool."""
 
     function = staticmethod(sum_pool)
+
+
+class _Resampling(nn.Module):
+    """Base of the layers that exchange voxels for channels."""
+
+    def __init__(self, factor: Size = 2) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def extra_repr(self) -> str:
+        return f"{self.factor}"
+
+
+class SpaceToChannel(_Resampling):
+    """Voxels `factor` times as large, with the channels of those within: pumice.ops.space_to_channel."""
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return space_to_channel(x, self.factor)
+
+
+class ChannelToSpace(_Resampling):
+    """The inverse, to the coordinates of `out` or all that there may be: pumice.ops.channel_to_space."""
+
+    def forward(self, x: SparseTensor, out: SparseTensor | Geometry | None = None) -> SparseTensor:
+        return channel_to_space(x, self.factor, out)
+
+
+class UpsampleNearest(_Resampling):
+    """Each finer voxel's features are those of the one around it: pumice.ops.upsample_nearest."""
+
+    def forward(self, x: SparseTensor, out: SparseTensor | Geometry | None = None) -> SparseTensor:
+        return upsample_nearest(x, self.factor, out)
 
 
 class GlobalMaxPool(nn.Module):

@@ -24,6 +24,7 @@ from pumice.ops.pool import (
 from pumice.ops.prepare import MapConsumers, prepare, prepare_levels
 from pumice.ops.quantize import quantize
 from pumice.ops.relational import relational_conv
+from pumice.ops.resample import channel_to_space, space_to_channel, to_bev, upsample_nearest
 from pumice.ops.scatter import gather, scatter, segment_reduce
 from pumice.ops.sets import cat, collate, from_dense, prune, split, to_dense, union
 from pumice.ops.sparse import Sparse, sparse, sparse_from_coords
@@ -46,6 +47,7 @@ __all__ = [
     "batch_norm",
     "broadcast",
     "cat",
+    "channel_to_space",
     "clebsch_gordan",
     "coalesce",
     "collate",
@@ -73,14 +75,17 @@ __all__ = [
     "row_sum",
     "scatter",
     "segment_reduce",
+    "space_to_channel",
     "sparse",
     "sparse_from_coords",
     "spherical_harmonics",
     "split",
     "sum_pool",
+    "to_bev",
     "to_dense",
     "tuning",
     "union",
+    "upsample_nearest",
     "voxelize",
 ]
 

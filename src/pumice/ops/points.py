@@ -107,7 +107,7 @@ def devoxelize(
     if points is None:
         if mode != "nearest":
             raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
-        return _take(x.feats, x.inverse)
+        return take(x.feats, x.inverse)
     frame = x.geometry.frame
     if frame is None:
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
@@ -153,7 +153,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
 
 
 def _nearest(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
-    return _take(x.feats, x.geometry.find(_cells(batch, torch.floor(units.detach()))))
+    return take(x.feats, x.geometry.find(_cells(batch, torch.floor(units.detach()))))
 
 
 def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -> Tensor:
@@ -168,7 +168,7 @@ def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -
         rows = x.geometry.find(_cells(batch, corner + sides))
         weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
         weight = weight.to(wide)
-        part = _take(feats, rows) * weight[:, None]
+        part = take(feats, rows) * weight[:, None]
         y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
     assert y is not None and total is not None
     if normalize:
@@ -189,7 +189,7 @@ def _cells(batch: Tensor, cells: Tensor) -> Tensor:
     return coords.where(held, 0).int().masked_fill(~held.all(dim=1, keepdim=True), -1)
 
 
-def _take(feats: Tensor, rows: Tensor) -> Tensor:
+def take(feats: Tensor, rows: Tensor) -> Tensor:
     """feats[rows], with 0 where a row is -1."""
     if feats.shape[0] == 0:
         return feats.sum(dim=0).expand(rows.shape[0], -1)  # zeros, with the feats' graph
