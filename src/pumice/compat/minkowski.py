@@ -23,7 +23,7 @@ from pumice import nn as ours
 from pumice import ops
 from pumice.compat import minkowski_tensor as tensors
 from pumice.compat.minkowski_tensor import FeatureTensor, KernelGenerator, SparseTensor, TensorField, distinct
-from pumice.compat.wrapped import call_layer
+from pumice.compat.wrapped import LinearMap, call_layer
 from pumice.coords import Geometry, Relation, as_axes, kernel_map
 from pumice.errors import OptionError, ShapeError
 from pumice.nn.conv import Convolution
@@ -113,6 +113,9 @@ class _Convolution(Convolution):
         with_bias = bias if has_bias is None else has_bias
         self.register_parameter("bias", nn.Parameter(torch.empty(1, out_channels)) if with_bias else None)
         self.reset_parameters()
+        if self.use_mm:
+            # Not a submodule: its parameters are this layer's.
+            self.__dict__["linear_map"] = LinearMap(self)
 
     def _kernel_shape(self) -> tuple[int, ...]:
         channels = (self.in_channels, self.out_channels)
@@ -143,13 +146,21 @@ class _Convolution(Convolution):
 
     def forward(self, x: Any, coordinates: Any = None) -> Any:
         """Convolve a SparseTensor, onto `coordinates` (a SparseTensor, a key, or [N, 1+D]) if given."""
-        if not isinstance(x, SparseTensor):
+        # By type: a proxy answers isinstance in its own way.
+        if not issubclass(type(x), SparseTensor):
             # A program calls layers with tensors of ours.
-            return self.convolve(x, coordinates)
+            return self._convolved(x, coordinates)
         if self.use_mm:
-            return x.like(call_layer(self, self.convolve, x.sparse))
+            return x.like(call_layer(self, self._convolved, x.sparse))
         key, target = _outputs(x, self.kernel_generator, coordinates, self.is_transpose)
-        return SparseTensor.of(call_layer(self, self.convolve, x.sparse, *target), key, x.coordinate_manager)
+        return SparseTensor.of(call_layer(self, self._convolved, x.sparse, *target), key, x.coordinate_manager)
+
+    def _convolved(self, x: Any, target: Any = None) -> Any:
+        return ops.linear(x, self.matrix(), self.bias) if self.use_mm else self.convolve(x, target)
+
+    def matrix(self) -> Tensor:
+        """[C_out, C_in] of a kernel of one offset."""
+        return self.kernel.t()
 
     def extra_repr(self) -> str:
         return f"in={self.in_channels}, out={self.out_channels}, {_window_text(self.kernel_generator)}"
@@ -165,7 +176,7 @@ class MinkowskiConvolution(_Convolution):
 
 
 class MinkowskiConvolutionTranspose(_Convolution):
-    """Transposed convolution, back to coordinates of tensor stride / stride if the manager has some, else to new ones."""
+    """Transposed convolution, to known coordinates of tensor stride / stride if there are some, else to new ones."""
 
     is_transpose = True
 
@@ -181,7 +192,7 @@ class MinkowskiChannelwiseConvolution(_Convolution):
 
     def __init__(self, in_channels: int, *args: Any, **more: Any) -> None:
         super().__init__(in_channels, in_channels, *args, **more)
-        self.groups, self.use_mm = in_channels, False
+        self.groups, self.use_mm, self.__dict__["linear_map"] = in_channels, False, None
 
     def _kernel_shape(self) -> tuple[int, ...]:
         return self.kernel_generator.kernel_volume, self.in_channels
@@ -237,7 +248,7 @@ class MinkowskiSumPooling(_Pooling):
 
 
 class MinkowskiPoolingTranspose(_Pooling):
-    """Sums over the windows that hold a voxel: what a pool of one window per voxel gave it, back to all of its voxels."""
+    """Sums over the windows that hold a voxel; without overlaps the row of its one window."""
 
     function, is_transpose = staticmethod(ops.unpool), True
 
@@ -392,10 +403,14 @@ class MinkowskiNonlinearityBase(MinkowskiModuleBase):
         return input.with_features(self.module(input.F))
 
 
-_NONLINEARITIES = (
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_NONLINEARITIES = _words(
     "ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6 RReLU SELU CELU GELU Sigmoid "
     "SiLU Softplus Softshrink Softsign Tanh Tanhshrink Threshold Softmin Softmax LogSoftmax Dropout AlphaDropout"
-).split()
+)
 
 
 def _nonlinearity(name: str) -> type:
@@ -429,7 +444,7 @@ class MinkowskiPruning(MinkowskiModuleBase):
 
 
 class MinkowskiUnion(MinkowskiModuleBase):
-    def forward(self, *inputs: SparseTensor) -> SparseTensor:
+    def forward(self, *inputs: Any) -> SparseTensor:
         return reduce(add, inputs)
 
 
@@ -490,9 +505,25 @@ def var(*sparse_tensors: Any) -> Any:
     return mean([(x - centre) ** 2 for x in _tensors(sparse_tensors)])
 
 
-def _stack(join: Callable[..., Any]) -> type:
-    forward = lambda self, x: join([module(x) for module in self])  # noqa: E731
-    return type(f"MinkowskiStack{join.__name__.capitalize()}", (nn.Sequential,), {"forward": forward})
+class MinkowskiStackSum(nn.Sequential):
+    """The sum of what each module makes of the input; of MinkowskiStackCat the channels side by side, and so on."""
+
+    join: ClassVar[Callable[..., Any]] = staticmethod(sum)
+
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.join([module(x) for module in self])
+
+
+class MinkowskiStackMean(MinkowskiStackSum):
+    join = staticmethod(mean)
+
+
+class MinkowskiStackVar(MinkowskiStackSum):
+    join = staticmethod(var)
+
+
+class MinkowskiStackCat(MinkowskiStackSum):
+    join = staticmethod(cat)
 
 
 def dense_coordinates(shape: Sequence[int]) -> Tensor:
@@ -515,7 +546,7 @@ def to_sparse_all(dense_tensor: Tensor, coordinates: Tensor | None = None) -> Sp
 
 
 def _functional(name: str) -> Callable[..., Any]:
-    function = getattr(functional, name)
+    function: Any = getattr(functional, name)
 
     def call(input: FeatureTensor, *args: Any, **more: Any) -> Any:
         more.pop("inplace", None)
@@ -525,16 +556,16 @@ def _functional(name: str) -> Callable[..., Any]:
     return call
 
 
-_ROW_WISE = (
+_ROW_WISE = _words(
     "threshold relu hardtanh hardswish relu6 elu selu celu leaky_relu prelu rrelu glu gelu logsigmoid hardshrink "
     "tanhshrink softsign softplus softmin softmax softshrink gumbel_softmax log_softmax tanh sigmoid hardsigmoid silu "
     "batch_norm normalize linear dropout alpha_dropout"
-).split()
-_LOSSES = (
+)
+_LOSSES = _words(
     "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss cross_entropy hinge_embedding_loss kl_div "
     "l1_loss mse_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss smooth_l1_loss "
     "soft_margin_loss"
-).split()
+)
 
 
 # modules
@@ -582,49 +613,17 @@ class Bottleneck(BasicBlock):
     expansion = 4
 
 
-class SELayer(nn.Module):
-    """Squeeze and excitation."""
-
-    def __init__(self, channel: int, reduction: int = 16, D: int = -1) -> None:  # noqa: ARG002
-        super().__init__()
-        within = MinkowskiLinear(channel, channel // reduction), NONLINEARITIES["MinkowskiReLU"]()
-        self.fc = nn.Sequential(
-            *within, MinkowskiLinear(channel // reduction, channel), NONLINEARITIES["MinkowskiSigmoid"]()
-        )
-        self.pooling, self.broadcast_mul = MinkowskiGlobalPooling(), MinkowskiBroadcastMultiplication()
-
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        return self.broadcast_mul(x, self.fc(self.pooling(x)))
-
-
-class SEBasicBlock(BasicBlock):
-    def __init__(self, inplanes: int, planes: int, *args: Any, reduction: int = 16, D: int = -1, **more: Any) -> None:
-        super().__init__(inplanes, planes, *args, **{"dimension": D} | more)
-        self.se = SELayer(planes * self.expansion, reduction)
-
-    def branch(self, x: Any) -> Any:
-        return self.se(super().branch(x))
-
-
-class SEBottleneck(SEBasicBlock):
-    expansion = 4
-
-
 # utils
 
 
-def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> Tensor:
+def kaiming_normal_(tensor: Tensor, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu") -> Tensor:
     """torch's kaiming_normal_ for a kernel [K, C_in, C_out]; of a matrix, the fan-in is its second axis."""
     if mode.lower() not in ("fan_in", "fan_out"):
         raise OptionError(f"mode is fan_in or fan_out, found {mode!r}")
-    sizes = (
-        tensor.shape[1::-1]
-        if tensor.ndim == 2
-        else (tensor.shape[0] * tensor.shape[1], tensor.shape[0] * tensor.shape[2])
-    )
+    taps, *channels = tensor.shape if tensor.ndim == 3 else (1, *tensor.shape[::-1])
     gain = nn.init.calculate_gain(nonlinearity, a)
     with torch.no_grad():
-        return tensor.normal_(0, gain / math.sqrt(sizes[mode.lower() == "fan_out"]))
+        return tensor.normal_(0, gain / math.sqrt(taps * channels[mode.lower() == "fan_out"]))
 
 
 def batched_coordinates(coords: Sequence[Any], dtype: torch.dtype = torch.int32, device: Any = None) -> Tensor:
@@ -714,34 +713,20 @@ def _named(*values: Any) -> dict[str, Any]:
     return {value.__name__: value for value in values}
 
 
-_KERNELS = _named(
-    MinkowskiConvolution, MinkowskiConvolutionTranspose, MinkowskiGenerativeConvolutionTranspose,
-    MinkowskiChannelwiseConvolution, MinkowskiMaxPooling, MinkowskiAvgPooling, MinkowskiSumPooling,
-    MinkowskiPoolingTranspose, MinkowskiAvgUnpooling, MinkowskiGlobalPooling, MinkowskiGlobalAvgPooling,
-    MinkowskiGlobalSumPooling, MinkowskiGlobalMaxPooling, MinkowskiBroadcast, MinkowskiBroadcastAddition,
-    MinkowskiBroadcastMultiplication, MinkowskiBroadcastConcatenation,
-)  # fmt: skip
-_ROWS = NONLINEARITIES | _named(
-    MinkowskiModuleBase, MinkowskiNonlinearityBase, MinkowskiNetwork, MinkowskiLinear, MinkowskiBatchNorm,
-    MinkowskiSyncBatchNorm, MinkowskiInstanceNorm, MinkowskiStableInstanceNorm, MinkowskiSinusoidal, MinkowskiPruning,
-    MinkowskiUnion, MinkowskiInterpolation, MinkowskiToSparseTensor, MinkowskiToDenseTensor, MinkowskiToFeature,
-    cat, sum, mean, var, to_sparse, to_sparse_all, dense_coordinates, *map(_stack, (cat, sum, mean, var)),
-    MinkowskiAlgorithm, CoordinateMapType, GPUMemoryAllocatorType, ConvolutionMode, PoolingMode,
+_FUNCTIONS = {name: _functional(name) for name in (*_ROW_WISE, *_LOSSES)}
+_UTILS = _named(
+    kaiming_normal_, batched_coordinates, sparse_collate, batch_sparse_collate, SparseCollation, sparse_quantize,
+    fnv_hash_vec,
 )  # fmt: skip
 _TENSORS = _named(
     SparseTensor, TensorField, KernelGenerator, tensors.CoordinateManager, tensors.CoordinateMapKey, tensors.RegionType,
     tensors.SparseTensorQuantizationMode, tensors.SparseTensorOperationMode, tensors.clear_global_coordinate_manager,
     tensors.set_sparse_tensor_operation_mode,
 )  # fmt: skip
-_FUNCTIONS = {name: _functional(name) for name in (*_ROW_WISE, *_LOSSES)}
-_UTILS = _named(
-    kaiming_normal_, batched_coordinates, sparse_collate, batch_sparse_collate, SparseCollation, sparse_quantize,
-    fnv_hash_vec,
-)  # fmt: skip
-_BLOCKS = _named(BasicBlock, Bottleneck)
 _TOP = {
-    **_KERNELS,
-    **_ROWS,
+    **{name: value for name, value in globals().items() if name.startswith("Minkowski")},
+    **_named(CoordinateMapType, GPUMemoryAllocatorType, ConvolutionMode, PoolingMode),
+    **_named(cat, sum, mean, var, to_sparse, to_sparse_all, dense_coordinates),
     **_TENSORS,
     "CoordsManager": tensors.CoordinateManager,
     "CoordsKey": tensors.CoordinateMapKey,
@@ -749,10 +734,10 @@ _TOP = {
     "convert_to_int_list": lambda arg, dimension: [*as_axes(arg, dimension, "arg", -(2**31))],
     "__version__": "0.5.4",
 }
-_FILES = (
+_FILES = _words(
     "SparseTensor Tensor TensorField CoordinateManager KernelGenerator Common Convolution ChannelwiseConvolution "
     "Pooling Broadcast Nonlinearity Normalization Pruning Union Interpolation Network Ops"
-).split()
+)
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "MinkowskiEngine": _TOP,
@@ -762,6 +747,5 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "MinkowskiEngine.utils": _UTILS,
     **{f"MinkowskiEngine.utils.{name}": _UTILS for name in ("quantization", "collation", "init")},
     "MinkowskiEngine.modules": {},
-    "MinkowskiEngine.modules.resnet_block": _BLOCKS,
-    "MinkowskiEngine.modules.senet_block": _BLOCKS | _named(SELayer, SEBasicBlock, SEBottleneck),
+    "MinkowskiEngine.modules.resnet_block": _named(BasicBlock, Bottleneck),
 }

@@ -1,8 +1,8 @@
 """MinkowskiEngine's tensors, keys, kernel generators and coordinate managers over pumice's SparseTensor.
 
 `sparse` of a tensor has its spatial axes reversed and coordinates divided by the tensor stride: kernel offsets, of
-which the first axis is fastest, are then in our order, and a kernel [K, C_in, C_out] is a strided view of our weight. Rules:
-MinkowskiEngine 0.5.4, coordinate_map_manager.cpp, kernel_region.hpp, MinkowskiSparseTensor.py.
+which the first axis is fastest, are then in our order, and a kernel [K, C_in, C_out] is a strided view of our weight.
+Rules: MinkowskiEngine 0.5.4, coordinate_map_manager.cpp, kernel_region.hpp, MinkowskiSparseTensor.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pumice import ops
 from pumice.compat.wrapped import Wrapped
 from pumice.coords import Geometry, Relation, as_axes, kernel_map, same_geometry, unique_coords
 from pumice.errors import CoordinateError, GeometryError, OptionError, ShapeError
-from pumice.ops.tensor import one_node
+from pumice.ops.tensor import coordinates_of, one_node
 
 SparseTensorQuantizationMode = IntEnum(
     "SparseTensorQuantizationMode",
@@ -174,6 +174,7 @@ class CoordinateMapKey:
         self.size = tensor_stride if isinstance(tensor_stride, int) else len(tensor_stride) + 1
         self.stride = () if isinstance(tensor_stride, int) else tuple(map(int, tensor_stride))
         self.name = string_id
+        self._hash = hash((self.stride, string_id))
 
     def is_key_set(self) -> bool:
         return bool(self.stride)
@@ -191,7 +192,7 @@ class CoordinateMapKey:
         return isinstance(other, CoordinateMapKey) and (self.stride, self.name) == (other.stride, other.name)
 
     def __hash__(self) -> int:
-        return hash((self.stride, self.name))
+        return self._hash
 
     def __repr__(self) -> str:
         return f"CoordinateMapKey({[*self.stride]}, {self.name!r})"
@@ -236,10 +237,9 @@ class CoordinateManager:
 
     def free_key(self, stride: Sequence[int], name: str = "") -> CoordinateMapKey:
         """A key of this stride that has no coordinates yet."""
-        key = CoordinateMapKey(stride, name)
-        while key in self.levels or key in self.fields:
-            key = CoordinateMapKey(stride, f"{name}-{len(self.levels) + len(key.name)}")
-        return key
+        names = (name, *(f"{name}-{number}" for number in range(1, len(self.levels) + len(self.fields) + 1)))
+        keys = (CoordinateMapKey(stride, each) for each in names)
+        return next(key for key in keys if key not in self.levels and key not in self.fields)
 
     def coarser(self, key: CoordinateMapKey, stride: Sequence[int]) -> Choice:
         """floor(in / stride)."""
@@ -475,6 +475,8 @@ class SparseTensor(FeatureTensor, Wrapped):
 
     Duplicates are joined by quantization_mode (RANDOM_SUBSAMPLE: the first of each); rows keep their order."""
 
+    coordinate_map_key: CoordinateMapKey
+
     def __init__(
         self,
         features: Any = None,
@@ -488,14 +490,14 @@ class SparseTensor(FeatureTensor, Wrapped):
         device: Any = None,
         **more: Any,
     ) -> None:
-        given = {"features": features, "coordinates": coordinates, "coordinate_map_key": coordinate_map_key}
-        given["coordinate_manager"] = coordinate_manager
+        given: dict[str, Any] = {"features": features, "coordinates": coordinates}
+        given |= {"coordinate_map_key": coordinate_map_key, "coordinate_manager": coordinate_manager}
         if unknown := more.keys() - _IGNORED - _OLD_NAMES.keys():
             raise OptionError(f"a SparseTensor takes {', '.join((*given, *_OLD_NAMES))}; found {', '.join(unknown)}")
         given.update({_OLD_NAMES[name]: more[name] for name in more.keys() & _OLD_NAMES.keys()})
-        features, coordinates, key, manager = (
-            x.to(device) if isinstance(x, Tensor) and device else x for x in given.values()
-        )
+        features, coordinates, key, manager = given.values()
+        if device is not None and features is not None:
+            features, coordinates = features.to(device), None if coordinates is None else coordinates.to(device)
         if features is None or (coordinates is None and (key is None or manager is None)):
             raise OptionError("give features and either coordinates, or coordinate_map_key and coordinate_manager")
         if coordinates is None:
@@ -522,11 +524,14 @@ class SparseTensor(FeatureTensor, Wrapped):
         key, manager = self.coordinate_map_key, self.coordinate_manager
         tensors = {key: self.sparse}
         # Besides, coordinates that layers may go back to; others they make again.
-        for other, level in manager.levels.items() if not _traced(self.sparse) else ():
+        for other, level in manager.levels.items():
             if other != key and (
                 other in manager.given or all(o <= t for o, t in zip(other.stride, key.stride, strict=True))
             ):
-                tensors[other] = ops.SparseTensor(self._F.new_empty(len(level), 0), level)
+                empty = (
+                    None if _traced(level) else ops.SparseTensor(level.coords.new_empty(len(level), 0).float(), level)
+                )
+                tensors[other] = coordinates_of(level) if empty is None else empty
         return [*tensors.values()], (manager.D, (*tensors,))
 
     @classmethod

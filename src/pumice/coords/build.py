@@ -46,8 +46,8 @@ def kernel_map(
 ) -> tuple[KernelMap, Geometry]:
     """The kernel map of `relation` on `geometry` and the geometry of its outputs, cached by `geometry`.
 
-    target: the outputs, for policies `given`, `cached_inverse` and `given_inverse` only. schedule: how neighbours are searched, by
-    default the cost model's choice; it affects no result and no cached map.
+    target: the outputs, for policies `given`, `cached_inverse`, `given_inverse` only. schedule: how neighbours are
+    searched, by default the cost model's choice; it affects no result and no cached map.
 
     Under torch.compile or torch.export the map is built when the compiled code runs (coords.tracing), unless `geometry`
     was prepared; `geometry` is not modified, and the returned geometry caches the map.
@@ -285,7 +285,7 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     target = parent if target is None else target
     if target is None:
         raise GeometryError(
-            f"{relation.policy} needs a target: the geometry that x's coordinates were made from is unknown or was freed"
+            f"{relation.policy} needs a target: the geometry that x's coordinates were made from is unknown or freed"
         )
     for forward in _candidate_forwards(relation) if tracing else _cached_forwards(relation):
         kept = tracing_module.cached_map(target, forward) if tracing else target.maps.get((forward, None))
