@@ -62,7 +62,7 @@ class MinkowskiNetwork(nn.Module, ABC):
 
 def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transposed: bool = False) -> tensors.Choice:
     """(key of a layer's outputs, its target or nothing)."""
-    manager, key, steps = x.coordinate_manager, x.coordinate_map_key, window.kernel_stride
+    manager, key, steps = x.coordinate_manager, x.coordinate_map_key, tuple(window.kernel_stride)
     if window.dimension != manager.D:
         raise ShapeError(f"dimension={window.dimension} takes tensors of as many spatial axes, found {manager.D}")
     if coordinates is not None:
@@ -72,7 +72,7 @@ def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transpo
         return manager.finer(key, steps, window.expand_coordinates)
     if window.expand_coordinates:
         if max(steps) > 1:
-            raise OptionError(f"expand_coordinates takes stride 1, found {steps}")
+            raise OptionError(f"expand_coordinates takes stride 1, found {[*steps]}")
         reached = kernel_map(x.sparse.geometry, window.relation("transposed_support"))[1]
         return manager.free_key(key.stride), (reached,)
     return manager.coarser(key, steps)
@@ -110,6 +110,8 @@ class _Convolution(Convolution):
         self.relation = window.relation("transposed_support" if self.is_transpose else None)
         self.onto = window.relation("given_inverse" if self.is_transpose else "given")
         self.kernel = nn.Parameter(torch.empty(self._kernel_shape()))
+        self._spread, axes = (*window.window, *self.kernel.shape[-2:]), range(len(window.window))
+        self._order = (-1, *axes, -2)
         with_bias = bias if has_bias is None else has_bias
         self.register_parameter("bias", nn.Parameter(torch.empty(1, out_channels)) if with_bias else None)
         self.reset_parameters()
@@ -124,8 +126,7 @@ class _Convolution(Convolution):
     @property
     def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """[C_out, *window, C_in], a view."""
-        window, kernel = self.kernel_generator.window, self.kernel
-        return kernel.view(*window, *kernel.shape[-2:]).permute(-1, *range(len(window)), -2)
+        return self._parameters["kernel"].view(self._spread).permute(self._order)  # pyright: ignore[reportOptionalMemberAccess]
 
     @property
     def bias(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]

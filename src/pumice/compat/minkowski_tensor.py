@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from functools import partialmethod
+from functools import lru_cache, partialmethod
 from typing import Any
 
 import torch
@@ -189,6 +189,8 @@ class CoordinateMapKey:
         return self.size
 
     def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
         return isinstance(other, CoordinateMapKey) and (self.stride, self.name) == (other.stride, other.name)
 
     def __hash__(self) -> int:
@@ -196,6 +198,18 @@ class CoordinateMapKey:
 
     def __repr__(self) -> str:
         return f"CoordinateMapKey({[*self.stride]}, {self.name!r})"
+
+
+@lru_cache(maxsize=1024)
+def _scaled(key: CoordinateMapKey, stride: tuple[int, ...]) -> CoordinateMapKey:
+    return CoordinateMapKey([t * s for t, s in zip(key.stride, stride, strict=True)], key.name)
+
+
+@lru_cache(maxsize=1024)
+def _divided(key: CoordinateMapKey, stride: tuple[int, ...]) -> CoordinateMapKey:
+    if any(t % s for t, s in zip(key.stride, stride, strict=True)):
+        raise OptionError(f"a stride divides the tensor stride, found {[*stride]} for {[*key.stride]}")
+    return CoordinateMapKey([t // s for t, s in zip(key.stride, stride, strict=True)])
 
 
 Choice = tuple[CoordinateMapKey, tuple[Any, ...]]
@@ -241,20 +255,18 @@ class CoordinateManager:
         keys = (CoordinateMapKey(stride, each) for each in names)
         return next(key for key in keys if key not in self.levels and key not in self.fields)
 
-    def coarser(self, key: CoordinateMapKey, stride: Sequence[int]) -> Choice:
+    def coarser(self, key: CoordinateMapKey, stride: tuple[int, ...]) -> Choice:
         """floor(in / stride)."""
-        if set(stride) == {1}:
+        if max(stride) == 1:
             return key, ()
-        found = CoordinateMapKey([t * s for t, s in zip(key.stride, stride, strict=True)], key.name)
+        found, source = _scaled(key, stride), (key, stride)
         if found not in self.levels:
-            self.sources[found] = key, tuple(stride)
-        return found, () if self.sources.get(found) == (key, tuple(stride)) else (self.levels[found],)
+            self.sources[found] = source
+        return found, () if self.sources.get(found) == source else (self.levels[found],)
 
-    def finer(self, key: CoordinateMapKey, stride: Sequence[int], expand: bool) -> Choice:
+    def finer(self, key: CoordinateMapKey, stride: tuple[int, ...], expand: bool) -> Choice:
         """Known coordinates of tensor stride / stride if there are some, unless `expand`; else new ones."""
-        if any(t % s for t, s in zip(key.stride, stride, strict=True)):
-            raise OptionError(f"a stride divides the tensor stride, found {[*stride]} for {[*key.stride]}")
-        found = CoordinateMapKey([t // s for t, s in zip(key.stride, stride, strict=True)])
+        found = _divided(key, stride)
         known = found in self.levels and not expand
         return (found, (self.levels[found],)) if known else (self.free_key(found.stride), ())
 
