@@ -16,7 +16,7 @@ from pumice.ops import DATAFLOWS
 from pumice.schedule.tuned_plans import Plans
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/guide.md", "docs/einsum.md", "docs/maps.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/einsum.md", "docs/from_minkowski.md", "docs/maps.md"]
 SCHEDULE = "schedule order m p q e; pack I; vector p 2 q 2;"  # Whatever lanes a vector has
 SAID = {
     "docs/guide.md": ["loss ", "accuracy ", "inference on", "voxels"],

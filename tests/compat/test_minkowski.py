@@ -4,6 +4,7 @@ Rules: MinkowskiEngine 0.5.4. Coordinates are in finest units; offsets have the 
 even ones from 0; a stride floors to its multiples.
 """
 
+import builtins
 import itertools
 import math
 from collections.abc import Sequence
@@ -797,3 +798,39 @@ def test_install():
         assert MinkowskiEngine.__version__ == "0.5.4"
     finally:
         uninstall("MinkowskiEngine")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """A U-Net, generated and pruned coordinates, pools, fields and arithmetic as on the CPU."""
+    coords, other, (places, feats) = cloud(points=400, extent=12), cloud(points=300, extent=12, seed=1), points(400)
+    draw = torch.Generator().manual_seed(0)
+    values = [torch.randn(len(c), 3, generator=draw, dtype=torch.float64) for c in (coords, other)]
+    torch.manual_seed(0)
+    net = nn.ModuleList(
+        [UNet(3), ME.MinkowskiGenerativeConvolutionTranspose(8, 4, kernel_size=3, stride=2, dimension=3)]
+    )
+    net.double()
+    found = []
+    for device in ("cpu", "cuda"):
+        net.to(device)
+        x = ME.SparseTensor(values[0], coords, device=device)
+        beside = ME.SparseTensor(values[1], other, device=device, coordinate_manager=x.coordinate_manager)
+        y, coarse = net[0](x)
+        wide = net[1](coarse)
+        kept = ME.MinkowskiPruning()(wide, wide.F[:, 0] > 0)
+        pooled = ME.MinkowskiPoolingTranspose(2, 2, dimension=3)(ME.MinkowskiMaxPooling(2, 2, dimension=3)(y))
+        field = ME.TensorField(feats, places, device=device)
+        results = [y, coarse, wide, kept, pooled, x + beside, x * beside, field.sparse()]
+        rows = [net[0].conv0(field.sparse().with_features(field.sparse().F[:, :3])).slice(field).F]
+        rows += [ME.MinkowskiGlobalMaxPooling()(y).F, x.features_at_coordinates(places.to(device))]
+        loss = builtins.sum(r.F.square().mean() for r in results) + builtins.sum(r.square().mean() for r in rows)
+        grads = torch.autograd.grad(loss, [*net.parameters()])
+        placed = [(r.C[order(r.C.cpu())].cpu(), r.F[order(r.C.cpu())].cpu()) for r in results]
+        found.append((placed, [r.cpu() for r in rows], [g.cpu() for g in grads]))
+    (placed, rows, grads), (others, gpu_rows, gpu_grads) = found
+    for (c, f), (d, g) in zip(placed, others, strict=True):
+        assert torch.equal(c, d)
+        assert_close(g, f)
+    for a, b in zip([*rows, *grads], [*gpu_rows, *gpu_grads], strict=True):
+        assert_close(b, a)
