@@ -710,6 +710,16 @@ def test_program(dim: int):
     assert "0 modules called as they are" in text and "convolution + norm + relu" in text
 
 
+def test_captured():
+    net = UNet(3).double().eval()
+    with torch.no_grad():
+        captured = pm.capture(net, tensor(), max_voxels=200)
+        for seed in range(2):
+            (y, coarse), (z, below) = net(tensor(seed=seed)), captured(tensor(seed=seed))
+            assert torch.equal(z.C, y.C) and torch.equal(below.C, coarse.C)
+            assert_close(z.F, y.F)
+
+
 def test_program_of_points():
     class Net(nn.Module):
         def __init__(self) -> None:
