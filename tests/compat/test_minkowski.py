@@ -7,6 +7,7 @@ even ones from 0; a stride floors to its multiples.
 import builtins
 import itertools
 import math
+import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -594,6 +595,26 @@ def test_parts_of_tensors():
     leaves, spec = torch.utils._pytree.tree_flatten(field)
     again = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert_close(again.sparse().F, field.sparse().F)
+
+
+def test_pickled():
+    """A tensor with its levels, as from a worker process; keys hash anew."""
+    x = tensor()
+    coarse = ME.MinkowskiConvolution(3, 3, kernel_size=2, stride=2, dimension=3).double()(x)
+    again = pickle.loads(
+        pickle.dumps(
+            ME.SparseTensor(
+                coarse.F.detach(),
+                coordinate_map_key=coarse.coordinate_map_key,
+                coordinate_manager=coarse.coordinate_manager,
+            )
+        )
+    )
+    assert again.coordinate_map_key == coarse.coordinate_map_key and torch.equal(again.C, coarse.C)
+    up = ME.MinkowskiConvolutionTranspose(3, 2, kernel_size=2, stride=2, dimension=3).double()
+    assert torch.equal(up(again).C, x.C)
+    assert b"_hash" not in pickle.dumps(x.coordinate_map_key)
+    assert pickle.loads(pickle.dumps(ME.CoordinateMapKey(4))).get_coordinate_size() == 4
 
 
 # Layers on rows, initialisation, checkpoints

@@ -196,6 +196,10 @@ class CoordinateMapKey:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Hashes of strings differ between processes.
+        return CoordinateMapKey, (self.stride or self.size, self.name)
+
     def __repr__(self) -> str:
         return f"CoordinateMapKey({[*self.stride]}, {self.name!r})"
 
