@@ -524,6 +524,11 @@ def test_dense_and_decomposed():
         here = coords[:, 0] == item
         assert torch.equal(places[item], coords[here, 1:]) and torch.equal(feats[item], x.F[here])
         assert torch.equal(x.coordinates_at(item), places[item]) and torch.equal(x.features_at(item), feats[item])
+    # Items that lose all voxels stay.
+    kept = ME.MinkowskiPruning()(x, x.C[:, 0] == 0)
+    assert [len(f) for f in kept.decomposed_features] == [len(feats[0]), 0] and len(
+        ME.MinkowskiGlobalMaxPooling()(kept)
+    ) == 2
     back = ME.to_sparse(wanted)
     assert torch.equal(back.dense(wanted.shape)[0], wanted)
     assert len(ME.to_sparse_all(wanted)) == wanted[:, 0].numel()
@@ -653,7 +658,10 @@ def test_layers_on_rows():
     for name, options in {"ReLU": {"inplace": True}, "PReLU": {}, "Softmax": {"dim": 1}, "GELU": {}, "ELU": {}}.items():
         own = getattr(nn, name)(**({} if name == "ReLU" else options)).double()
         assert_close(getattr(ME, f"Minkowski{name}")(**options).double()(x).F, own(x.F))
-    assert_close(minkowski.MODULES["MinkowskiEngine.MinkowskiFunctional"]["relu"](x).F, x.F.relu())
+    named = minkowski.MODULES["MinkowskiEngine.MinkowskiFunctional"]
+    assert_close(named["relu"](x, inplace=True).F, x.F.relu())
+    assert_close(named["leaky_relu"](x, 0.3).F, nn.functional.leaky_relu(x.F, 0.3))
+    assert_close(named["mse_loss"](x, x.F + 2), torch.tensor(4.0).double())
     assert_close(ME.MinkowskiDropout(0.5).eval()(x).F, x.F)
     layer = ME.MinkowskiSinusoidal(3, 5).double()
     assert_close(layer(x).F, torch.sin(x.F @ layer.kernel + layer.bias) * layer.coef)

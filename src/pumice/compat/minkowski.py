@@ -547,26 +547,15 @@ def to_sparse_all(dense_tensor: Tensor, coordinates: Tensor | None = None) -> Sp
 
 
 def _functional(name: str) -> Callable[..., Any]:
+    """torch.nn.functional's function on features; of a loss, its value."""
     function: Any = getattr(functional, name)
+    loss = "loss" in name or "entropy" in name or name == "kl_div"
 
     def call(input: FeatureTensor, *args: Any, **more: Any) -> Any:
-        more.pop("inplace", None)
-        found = function(input.F, *args, **more)
-        return found if name in _LOSSES else input.with_features(found)
+        found = function(input.F, *args, **{k: v for k, v in more.items() if k != "inplace"})
+        return found if loss else input.with_features(found)
 
     return call
-
-
-_ROW_WISE = _words(
-    "threshold relu hardtanh hardswish relu6 elu selu celu leaky_relu prelu rrelu glu gelu logsigmoid hardshrink "
-    "tanhshrink softsign softplus softmin softmax softshrink gumbel_softmax log_softmax tanh sigmoid hardsigmoid silu "
-    "batch_norm normalize linear dropout alpha_dropout"
-)
-_LOSSES = _words(
-    "binary_cross_entropy binary_cross_entropy_with_logits poisson_nll_loss cross_entropy hinge_embedding_loss kl_div "
-    "l1_loss mse_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss smooth_l1_loss "
-    "soft_margin_loss"
-)
 
 
 # modules
@@ -714,7 +703,9 @@ def _named(*values: Any) -> dict[str, Any]:
     return {value.__name__: value for value in values}
 
 
-_FUNCTIONS = {name: _functional(name) for name in (*_ROW_WISE, *_LOSSES)}
+_FUNCTIONS = {
+    name: _functional(name) for name, each in vars(functional).items() if callable(each) and name[0].islower()
+}
 _UTILS = _named(
     kaiming_normal_, batched_coordinates, sparse_collate, batch_sparse_collate, SparseCollation, sparse_quantize,
     fnv_hash_vec,

@@ -438,11 +438,15 @@ class FeatureTensor:
     double = partialmethod(_changed, "double")
     detach = partialmethod(_changed, "detach")
 
+    def _batch(self) -> tuple[Tensor, int]:
+        """(batch item of each row, number of items or 0 if unknown)."""
+        return self.C[:, 0].long(), 0
+
     @property
     def decomposition_permutations(self) -> list[Tensor]:
         """The rows of each batch item."""
-        items = self.C[:, 0].long()
-        return [*items.argsort(stable=True).split(torch.bincount(items).tolist())]
+        items, count = self._batch()
+        return [*items.argsort(stable=True).split(torch.bincount(items, minlength=count).tolist())]
 
     _batchwise_row_indices = decomposition_permutations
 
@@ -564,6 +568,9 @@ class SparseTensor(FeatureTensor, Wrapped):
 
     def with_features(self, feats: Any) -> SparseTensor:
         return self.like(self.sparse.replace(feats))
+
+    def _batch(self) -> tuple[Tensor, int]:
+        return self.sparse.items, self.sparse.batch_size
 
     _F = property(lambda self: self.sparse.feats, lambda self, f: setattr(self, "sparse", self.sparse.replace(f)))
     C = property(lambda self: _theirs(self.sparse.coords, self.coordinate_map_key))
