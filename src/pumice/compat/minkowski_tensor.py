@@ -253,11 +253,11 @@ class CoordinateManager:
         level = self.level(key)
         return level.replace(feats) if _traced(level) else ops.SparseTensor(feats, level)
 
-    def free_key(self, stride: Sequence[int], name: str = "") -> CoordinateMapKey:
-        """A key of this stride that has no coordinates yet."""
-        names = (name, *(f"{name}-{number}" for number in range(1, len(self.levels) + len(self.fields) + 1)))
-        keys = (CoordinateMapKey(stride, each) for each in names)
-        return next(key for key in keys if key not in self.levels and key not in self.fields)
+    def free_key(self, stride: Sequence[int], name: str = "", among: Any = None) -> CoordinateMapKey:
+        """A key of this stride that has no coordinates yet; among: or no fields."""
+        taken = self.levels if among is None else among
+        names = (name, *(f"{name}-{number}" for number in range(1, len(taken) + 1)))
+        return next(key for key in (CoordinateMapKey(stride, each) for each in names) if key not in taken)
 
     def coarser(self, key: CoordinateMapKey, stride: tuple[int, ...]) -> Choice:
         """floor(in / stride)."""
@@ -294,9 +294,14 @@ class CoordinateManager:
     ) -> tuple[CoordinateMapKey, Any]:
         """(key, inner tensor) of a user's features and coordinates."""
         sparse, key = voxels(feats, coordinates, tuple(stride), mode, False), self.free_key(stride, name)
+        self.give(key, sparse)
+        return key, sparse
+
+    def give(self, key: CoordinateMapKey, sparse: Any) -> None:
+        """Register a user's coordinates under a free key."""
         self.keep(key, sparse)
         self.given.add(key)
-        return key, sparse
+        self.sources.pop(key, None)
 
     def at_origin(self, x: Any, values: Tensor) -> SparseTensor:
         """values [B, C] as a tensor at the origin of each item of x."""
@@ -320,7 +325,7 @@ class CoordinateManager:
         return key, (first_rows(_inverse_of(x), len(x)), _inverse_of(x))
 
     def insert_field(self, coordinates: Tensor, tensor_stride: Any = 1, string_id: str = "") -> CoordinateMapKey:
-        key = self.free_key(as_axes(tensor_stride, self.D, "tensor_stride", 1), string_id)
+        key = self.free_key(as_axes(tensor_stride, self.D, "tensor_stride", 1), string_id, self.fields)
         self.fields[key] = coordinates
         return key
 
@@ -709,9 +714,9 @@ class TensorField(FeatureTensor):
         key = next((key for own, key in manager.inverses if own == field and key.stride == stride), None)
         if key is not None:
             return SparseTensor.of(manager.tensor(found.feats, key), key, manager)
-        key = CoordinateMapKey(stride) if CoordinateMapKey(stride) not in manager.levels else manager.free_key(stride)
+        key = manager.free_key(stride)
         manager.inverses[field, key] = found.inverse
-        manager.given.add(key)
+        manager.give(key, found)
         return SparseTensor.of(found, key, manager)
 
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> Tensor:
