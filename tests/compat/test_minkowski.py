@@ -5,6 +5,7 @@ even ones from 0; a stride floors to its multiples.
 """
 
 import builtins
+import copy
 import itertools
 import math
 import pickle
@@ -651,6 +652,26 @@ def test_parameters_and_checkpoints():
         ME.MinkowskiConvolution(3, 4, kernel_size=3)
     with pytest.raises(ShapeError, match="dimension=2"):
         ME.MinkowskiConvolution(3, 4, kernel_size=3, dimension=2)(x)
+
+
+def test_weights_follow_their_parameter():
+    """Without gradients the view of the kernel is kept: written, replaced, cast, copied and pickled."""
+    x, layer = tensor(), ME.MinkowskiConvolution(3, 4, kernel_size=2, dimension=3).double()
+    with torch.no_grad():
+        y = layer(x).F
+        layer.kernel.mul_(2)
+        assert_close(layer(x).F, 2 * y)
+        layer.kernel.data = layer.kernel / 2
+        assert_close(layer(x).F, y)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            other.kernel.mul_(3)
+            assert_close(other(x).F, 3 * y)
+        assert_close(layer(x).F, y)
+        assert layer.float()(x.with_features(x.F.float())).F.dtype == torch.float32
+        layer.kernel = nn.Parameter(torch.zeros_like(layer.kernel))
+        assert not layer(x.with_features(x.F.float())).F.any()
+    layer.double()(x).F.sum().backward()
+    assert layer.kernel.grad is not None
 
 
 def test_layers_on_rows():

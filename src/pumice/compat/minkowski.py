@@ -62,7 +62,7 @@ class MinkowskiNetwork(nn.Module, ABC):
 
 def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transposed: bool = False) -> tensors.Choice:
     """(key of a layer's outputs, its target or nothing)."""
-    manager, key, steps = x.coordinate_manager, x.coordinate_map_key, tuple(window.kernel_stride)
+    manager, key, steps = x.coordinate_manager, x.coordinate_map_key, window.steps
     if window.dimension != manager.D:
         raise ShapeError(f"dimension={window.dimension} takes tensors of as many spatial axes, found {manager.D}")
     if coordinates is not None:
@@ -76,6 +76,15 @@ def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transpo
         reached = kernel_map(x.sparse.geometry, window.relation("transposed_support"))[1]
         return manager.free_key(key.stride), (reached,)
     return manager.coarser(key, steps)
+
+
+class _Kept:
+    """A parameter and its view; copies and pickles are empty."""
+
+    value: tuple[Any, Any] = (None, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Kept, ()
 
 
 class _Convolution(Convolution):
@@ -111,7 +120,7 @@ class _Convolution(Convolution):
         self.onto = window.relation("given_inverse" if self.is_transpose else "given")
         self.kernel = nn.Parameter(torch.empty(self._kernel_shape()))
         self._spread, axes = (*window.window, *self.kernel.shape[-2:]), range(len(window.window))
-        self._order = (-1, *axes, -2)
+        self._order, self._kept = (-1, *axes, -2), _Kept()
         with_bias = bias if has_bias is None else has_bias
         self.register_parameter("bias", nn.Parameter(torch.empty(1, out_channels)) if with_bias else None)
         self.reset_parameters()
@@ -126,7 +135,17 @@ class _Convolution(Convolution):
     @property
     def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """[C_out, *window, C_in], a view."""
-        return self._parameters["kernel"].view(self._spread).permute(self._order)  # pyright: ignore[reportOptionalMemberAccess]
+        kernel, (known, view) = self._parameters["kernel"], self._kept.value
+        if torch.is_grad_enabled() or type(kernel) is not nn.Parameter or torch.compiler.is_compiling():
+            return self._view(kernel)
+        # Two views take longer than all else here; `.data` may be another tensor by now.
+        if known is not kernel or view.data_ptr() != kernel.data_ptr():
+            view = self._view(kernel)
+            self._kept.value = kernel, view
+        return view
+
+    def _view(self, kernel: Any) -> Tensor:
+        return kernel.view(self._spread).permute(self._order)
 
     @property
     def bias(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -198,9 +217,8 @@ class MinkowskiChannelwiseConvolution(_Convolution):
     def _kernel_shape(self) -> tuple[int, ...]:
         return self.kernel_generator.kernel_volume, self.in_channels
 
-    @property
-    def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.kernel.t().view(self.in_channels, *self.kernel_generator.window, 1)
+    def _view(self, kernel: Any) -> Tensor:
+        return kernel.t().view(self.in_channels, *self.kernel_generator.window, 1)
 
 
 class _Pooling(MinkowskiModuleBase):

@@ -127,6 +127,7 @@ class KernelGenerator:
         self.region_type, self.region_offsets, self.axis_types = RegionType(region_type), region_offsets, axis_types
         self.kernel_size = [*as_axes(kernel_size, dimension, "kernel_size", -1)]
         self.kernel_stride = [*as_axes(stride, dimension, "stride", 1)]
+        self.steps = tuple(self.kernel_stride)
         self.kernel_dilation = [*as_axes(dilation, dimension, "dilation", 1)]
         self.dimension, self.expand_coordinates, self.is_transpose = dimension, expand_coordinates, is_transpose
         self.offsets = self._offsets()
@@ -501,6 +502,7 @@ class SparseTensor(FeatureTensor, Wrapped):
     Duplicates are joined by quantization_mode (RANDOM_SUBSAMPLE: the first of each); rows keep their order."""
 
     coordinate_map_key: CoordinateMapKey
+    quantization_mode: Any = FIRST
 
     def __init__(
         self,
@@ -541,7 +543,6 @@ class SparseTensor(FeatureTensor, Wrapped):
         """A tensor around an inner one, whose coordinates the manager keeps."""
         made = cls.__new__(cls)
         made.sparse, made.coordinate_map_key, made.coordinate_manager = sparse, key, manager
-        made.quantization_mode = FIRST
         manager.keep(key, sparse)
         return made
 
