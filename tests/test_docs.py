@@ -16,7 +16,11 @@ from pumice.ops import DATAFLOWS
 from pumice.schedule.tuned_plans import Plans
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("guide", "einsum", "maps", "from_torchsparse", "from_flexgemm"))]
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("guide", "einsum", "maps")),
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/from_*.md")),
+]
 SCHEDULE = "schedule order m p q e; pack I; vector p 2 q 2;"  # Whatever lanes a vector has
 SAID = {
     "docs/guide.md": ["loss ", "accuracy ", "inference on", "voxels"],

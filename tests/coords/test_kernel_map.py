@@ -15,7 +15,7 @@ from pumice.coords import Geometry, KernelMap, Relation, SortSpec, kernel_map, r
 from pumice.coords.capacity import BufferedMapState, BufferedState, CapacityPlanner, FixedCapacities
 from pumice.coords.lookup import mask_words
 from pumice.coords.tiles import Tiling, assign_tiles, group_totals, pair_counts, sort_rows
-from pumice.errors import OptionError
+from pumice.errors import GeometryError, OptionError
 from pumice.lower import maps
 from pumice.testing import random_cloud
 
@@ -436,3 +436,22 @@ def test_equal_relations_are_shared_and_others_are_not():
     assert shared == relations and len(set(map(id, shared))) == len(shared)
     for one in relations:
         assert replace(one).shared() is one.shared()
+
+
+def test_inverse_onto_given_coordinates():
+    """Of another window than made the inputs, which cached_inverse refuses; of the same window it is that map."""
+    fine = Geometry.checked(torch.tensor([[0, 0, 1, 2], [0, 3, 1, 0], [0, 4, 4, 4]], dtype=torch.int32))
+    made, coarse = kernel_map(fine, Relation.of(3, 2, stride=2))
+    window = Relation.of(3, 3, stride=2, policy="given_inverse")
+    found, outputs = kernel_map(coarse, window, fine)
+    assert outputs is fine and (found.num_inputs, found.num_outputs) == (len(coarse), len(fine))
+    forward, _ = kernel_map(fine, replace(window, policy="given"), coarse)
+    assert torch.equal(found.transpose().rows(), forward.rows())
+    with pytest.raises(GeometryError, match="the inverse has kernel_size"):
+        kernel_map(coarse, replace(window, policy="cached_inverse"), fine)
+    same, _ = kernel_map(coarse, Relation.of(3, 2, stride=2, policy="given_inverse"), fine)
+    assert same.table is made.table
+    with pytest.raises(GeometryError, match="given_inverse needs a target"):
+        kernel_map(coarse, window)
+    with pytest.raises(GeometryError, match="strides are incompatible"):
+        kernel_map(coarse, Relation.of(3, 2, stride=4, policy="given_inverse"), fine)

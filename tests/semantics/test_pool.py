@@ -9,7 +9,7 @@ import torch
 from oracle import Ints
 
 import pumice as pm
-from pumice.errors import DeviceError, DtypeError, ShapeError
+from pumice.errors import DeviceError, DtypeError, GeometryError, OptionError, ShapeError
 
 MODES = ["max", "avg", "sum"]
 
@@ -90,6 +90,62 @@ def test_pool_in_low_precision(mode, dtype, device):
     pairs = oracle.forward_pairs(ops.coords, cases.tuples(y), case.relation)
     assert y.feats.dtype == dtype
     cases.assert_close(y.feats, oracle.pool(pairs, len(y), cases.array(ops.feats), mode), dtype, "features")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pool_of_offsets(mode, device):
+    """A window given by its offsets in reverse order, and a cross."""
+    ops = cases.operands(cases.Case("offsets", (3, 3), voxels=20), device=device)
+    x, pool = cases.tensor(ops.coords, ops.feats), getattr(pm.ops, f"{mode}_pool")
+    window = [(i, j) for i in (1, 0, -1) for j in (1, 0, -1)]
+    want = cases.array(pool(x, 3, stride=2).feats)
+    cases.assert_close(pool(x, 3, stride=2, offsets=window).feats, want, torch.float64, "window")
+    cross = [(0, 0), (1, 0), (-1, 0), (0, 2), (0, -2)]
+    y, rows = pool(x, 3, stride=1, offsets=cross), {tuple(c): i for i, c in enumerate(ops.coords)}
+    near = [[(b, p + i, q + j) for i, j in cross] for b, p, q in ops.coords]
+    pairs = [(k, rows[c], o) for o, those in enumerate(near) for k, c in enumerate(those) if c in rows]
+    cases.assert_close(y.feats, oracle.pool(pairs, len(y), cases.array(ops.feats), mode), torch.float64, "cross")
+    with pytest.raises(OptionError, match="padding=1"):
+        pool(x, 3, padding=1, offsets=cross)
+
+
+UNPOOLS = [
+    Pool("3d-k2", (2, 2, 2)),
+    Pool("3d-k3-s2", (3, 3, 3), (2, 2, 2)),
+    Pool("2d-k3-s3-p0", (3, 3), padding=(0, 0)),
+    Pool("2d-k2-s2-d2", (2, 2), (2, 2), dilation=(2, 2)),
+]
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("spec", UNPOOLS, ids=str)
+def test_unpool_equals_the_oracle(spec: Pool, given: bool, reduce: str, device):
+    case = spec.case()
+    ops = cases.operands(case, device=device)
+    fine = cases.tensor(ops.coords, ops.feats)
+    # From coordinates that another window made.
+    coarse = pm.ops.max_pool(fine, 1, stride=spec.stride or spec.kernel)
+    feats = torch.randn(coarse.feats.shape, dtype=torch.float64).to(device).requires_grad_()
+    options = {"stride": spec.stride, "padding": spec.padding, "dilation": spec.dilation or 1, "reduce": reduce}
+    y = pm.ops.unpool(coarse.replace(feats), spec.kernel, fine if given else None, **options)
+    assert y.stride == fine.stride and (not given or y.geometry is fine.geometry)
+    pairs = oracle.exchanged_pairs(cases.tuples(coarse), cases.tuples(y), case.relation)
+    assert given or {o for _, _, o in pairs} == {*range(len(y))}
+    mode = {"sum": "sum", "mean": "avg"}[reduce]
+    cases.assert_close(y.feats, oracle.pool(pairs, len(y), cases.array(feats), mode), torch.float64, "features")
+    dy = torch.randn(y.feats.shape, dtype=torch.float64).to(device)
+    y.feats.backward(dy)
+    grad = oracle.pool_grad(pairs, cases.array(feats), cases.array(dy), mode)
+    cases.assert_close(feats.grad, grad, torch.float64, "gradient")
+
+
+def test_unpool_refuses():
+    x = pm.ops.max_pool(cases.tensor([(0, 0, 0), (0, 5, 1)], torch.ones(2, 1)), 2)
+    with pytest.raises(OptionError, match="'max'"):
+        pm.ops.unpool(x, 2, reduce="max")
+    with pytest.raises(GeometryError, match="stride"):
+        pm.ops.unpool(x, 2, x)
 
 
 def test_max_of_negative_values_is_negative():

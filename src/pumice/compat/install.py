@@ -64,10 +64,10 @@ def _replace(library: str, modules: Mapping[str, Mapping[str, Any]]) -> None:
         del sys.modules[path]
     for path, names in modules.items():
         sys.modules[path] = module_of(library, path, names)
-    # Parents hold their children, as after an import.
+    # Parents hold their children, as after an import, unless a name of theirs is the same.
     for path in modules:
         parent, _, child = path.rpartition(".")
-        if parent in modules:
+        if parent in modules and child not in modules[parent]:
             setattr(sys.modules[parent], child, sys.modules[path])
     was = f" (in place of {len(foreign)} modules already imported)" if foreign else ""
     _LOG.warning("pumice stands in for %s%s", library, was)

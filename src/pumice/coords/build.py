@@ -46,8 +46,8 @@ def kernel_map(
 ) -> tuple[KernelMap, Geometry]:
     """The kernel map of `relation` on `geometry` and the geometry of its outputs, cached by `geometry`.
 
-    target: the outputs, for policies `given` and `cached_inverse` only. schedule: how neighbours are searched, by
-    default the cost model's choice; it affects no result and no cached map.
+    target: the outputs, for policies `given`, `cached_inverse`, `given_inverse` only. schedule: how neighbours are
+    searched, by default the cost model's choice; it affects no result and no cached map.
 
     Under torch.compile or torch.export the map is built when the compiled code runs (coords.tracing), unless `geometry`
     was prepared; `geometry` is not modified, and the returned geometry caches the map.
@@ -58,7 +58,7 @@ def kernel_map(
         raise GeometryError(f"kernel_map takes a Geometry, found {type(geometry).__name__}; a tensor's is x.geometry")
     if schedule is not None and not isinstance(schedule, MapSchedule):
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
-    if relation.policy == "cached_inverse":
+    if relation.policy in ("cached_inverse", "given_inverse"):
         return _inverse_map(geometry, relation, target)
     if torch.compiler.is_dynamo_compiling():
         # Reading the cached maps would add guards on them to the compiled code.
@@ -281,11 +281,11 @@ def _search(inputs: Geometry, outputs: Geometry, relation: Relation, schedule: M
 def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[KernelMap, Geometry]:
     """(transpose of the forward map from `target` to `geometry`, target); the forward map is cached by `target`."""
     tracing = torch.compiler.is_dynamo_compiling()
-    parent = None if tracing else geometry.parent
+    parent = None if tracing or relation.policy == "given_inverse" else geometry.parent
     target = parent if target is None else target
     if target is None:
         raise GeometryError(
-            "cached_inverse needs a target: the geometry that x's coordinates were made from is unknown or was freed"
+            f"{relation.policy} needs a target: the geometry that x's coordinates were made from is unknown or freed"
         )
     for forward in _candidate_forwards(relation) if tracing else _cached_forwards(relation):
         kept = tracing_module.cached_map(target, forward) if tracing else target.maps.get((forward, None))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pumice.errors import OptionError, ShapeError
 
-POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "cached_inverse")
+POLICIES = ("same", "given", "support", "floor_unique", "transposed_support", "cached_inverse", "given_inverse")
 
 
 def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tuple[Any, ...]:
@@ -51,6 +51,8 @@ class Relation:
     floor_unique        the distinct floor(in / stride) (as MinkowskiEngine)
     transposed_support  in and out exchanged: every out = stride * in + dilation * tap - padding
     cached_inverse      the input coordinates of the forward relation that is inverted
+    given_inverse       coordinates that the caller passes, with in and out exchanged; also if the inputs were made by
+                        another relation than this one (as MinkowskiEngine)
 
     bounded: drop outputs outside output_shape(spatial_shape of the input); output_padding is added to this."""
 

@@ -20,6 +20,7 @@ from pumice.ops.pool import (
     row_mean,
     row_sum,
     sum_pool,
+    unpool,
 )
 from pumice.ops.prepare import MapConsumers, prepare, prepare_levels
 from pumice.ops.quantize import quantize
@@ -86,6 +87,7 @@ __all__ = [
     "tuning",
     "union",
     "upsample_nearest",
+    "unpool",
     "voxelize",
 ]
 

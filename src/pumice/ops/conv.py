@@ -743,7 +743,7 @@ AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:
     """(policy, target geometry) of the argument `out`."""
     if out is None or isinstance(out, str):
-        if out in ("given", "cached_inverse", "transposed_support"):
+        if out in ("given", "cached_inverse", "given_inverse", "transposed_support"):
             raise OptionError(f"out={out!r} is internal; pass a target, or use conv_inverse or conv_transpose")
         return out, None
     if isinstance(out, SparseTensor | Geometry):

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from pumice.coords import Geometry, KernelMap, Relation
-from pumice.errors import DeviceError, ShapeError
+from pumice.coords import Geometry, KernelMap, Relation, kernel_map
+from pumice.errors import DeviceError, OptionError, ShapeError
 from pumice.lower import rows as lowered
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.prepare import layer_map
 from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, not_sparse, one_node
 from pumice.runtime.launch import has_triton
+
+Offsets = Sequence[Sequence[int]] | None
 
 
 @one_node
@@ -26,13 +28,15 @@ def max_pool(
     padding: Size | None = None,
     dilation: Size = 1,
     out: Target = None,
+    offsets: Offsets = None,
 ) -> SparseTensor:
     """y[o, c] = max of x[i, c] over the inputs present in the window of o; 0 if there are none.
 
     The gradient goes to the first input that attains the maximum, in the order of kernel offsets. Arguments as in
-    conv(); stride defaults to kernel_size.
+    conv(); stride defaults to kernel_size. offsets: [K][D] integers instead of a window, as in conv() (then kernel_size
+    only is the default stride).
     """
-    found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
+    found, outputs = _window(x, (kernel_size, stride, padding, dilation, offsets), out)
     feats = arithmetic_feats(x)
     # Maps between buffers have no pair counts on the host.
     if found.buffered is not None or (_kernels_run(feats) and has_triton(feats)):
@@ -50,9 +54,10 @@ def sum_pool(
     padding: Size | None = None,
     dilation: Size = 1,
     out: Target = None,
+    offsets: Offsets = None,
 ) -> SparseTensor:
     """y[o, c] = sum of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
-    found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
+    found, outputs = _window(x, (kernel_size, stride, padding, dilation, offsets), out)
     return SparseTensor(_sums(arithmetic_feats(x), found, outputs), outputs)
 
 
@@ -65,13 +70,47 @@ def avg_pool(
     padding: Size | None = None,
     dilation: Size = 1,
     out: Target = None,
+    offsets: Offsets = None,
 ) -> SparseTensor:
     """y[o, c] = mean of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
-    found, outputs = _window(x, kernel_size, stride, padding, dilation, out)
+    found, outputs = _window(x, (kernel_size, stride, padding, dilation, offsets), out)
     # Divide before rounding to x's dtype: the sum may overflow half precision where the mean does not.
     wide = arithmetic_feats(x).to(torch.promote_types(x.dtype, torch.float32))
     means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
     return SparseTensor(means.to(x.dtype), outputs)
+
+
+@one_node
+def unpool(
+    x: SparseTensor,
+    kernel_size: Size,
+    target: SparseTensor | Geometry | None = None,
+    *,
+    stride: Size | None = None,
+    padding: Size | None = None,
+    dilation: Size = 1,
+    offsets: Offsets = None,
+    reduce: str = "sum",
+) -> SparseTensor:
+    """The transpose of a pool: features go back to the finer voxels of their windows.
+
+        y[o, c] = sum or mean of x[i, c] over the inputs i with  out = stride * in + dilation * r - padding
+
+    target: the finer coordinates, a SparseTensor or Geometry; None: all that are reached. Arguments otherwise as in
+    max_pool(). With windows that do not overlap (kernel_size = stride, padding 0) every voxel takes the features of its
+    coarser voxel: nearest up-sampling. Raises OptionError for another `reduce` than "sum" and "mean", and as
+    conv_inverse() does, but takes any target whose stride times `stride` is that of x.
+    """
+    if reduce not in ("sum", "mean"):
+        raise OptionError(f"reduce is 'sum' or 'mean', found {reduce!r}")
+    policy = "transposed_support" if target is None else "given_inverse"
+    relation = _relation(x.spatial_dim, kernel_size, stride, padding, dilation, offsets, policy)
+    found, outputs = kernel_map(x.geometry, relation, target_of(target)[1])
+    wide = arithmetic_feats(x).to(torch.promote_types(x.dtype, torch.float32))
+    y = _sums(wide, found, outputs)
+    if reduce == "mean":
+        y = y / found.counts().clamp(min=1)[:, None].to(x.device)
+    return SparseTensor(y.to(x.dtype), outputs)
 
 
 @one_node
@@ -168,12 +207,27 @@ def _check_rows(x: SparseTensor, values: Tensor) -> None:
 
 
 def _window(
-    x: SparseTensor, kernel: Size, stride: Size | None, padding: Size | None, dilation: Size, out: Target
+    x: SparseTensor, rule: tuple[Size, Size | None, Size | None, Size, Offsets], out: Target
 ) -> tuple[KernelMap, Geometry]:
     policy, target = target_of(out)
+    return layer_map(x.geometry, _relation(x.spatial_dim, *rule, policy), target)
+
+
+def _relation(
+    dim: int,
+    kernel: Size,
+    stride: Size | None,
+    padding: Size | None,
+    dilation: Size,
+    offsets: Offsets,
+    policy: str | None,
+) -> Relation:
     step = kernel if stride is None else stride
-    relation = Relation.of(x.spatial_dim, kernel, stride=step, padding=padding, dilation=dilation, policy=policy)
-    return layer_map(x.geometry, relation, target)
+    if offsets is None:
+        return Relation.of(dim, kernel, stride=step, padding=padding, dilation=dilation, policy=policy)
+    if padding is not None:
+        raise OptionError(f"offsets cannot be combined with padding, found padding={padding!r}")
+    return Relation.of_offsets(dim, offsets, stride=step, dilation=dilation, policy=policy)
 
 
 def _sums(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:
