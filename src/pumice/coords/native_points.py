@@ -1,0 +1,383 @@
+"""Search among points in C, on a CPU.
+
+Points are split at medians of their widest axis until LEAF of them are left, as in a kd-tree (Bentley, Multidimensional
+binary search trees used for associative searching, 1975); what is kept of the tree are its leaves and groups of these,
+with boxes (coords.neighbors.PointBlocks). A query is compared with the boxes of a whole vector of leaves at once and
+with all points of a leaf.
+
+Both the distance to a point and the bound of a box are sums in the same order of squares of differences, each rounded,
+never fused: rounding is monotone, so no bound exceeds the distance of a point in the box, and results are exact. Whoever
+searches next begins with the distances to what was found last, which is close by.
+
+Farthest points: leaves keep the distance of their farthest point, so that a new sample touches only those leaves whose
+box is nearer (Han et al., QuickFPS, IEEE TCAD 2023, section III).
+
+The plain twins are those of coords.neighbors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import CDLL
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pumice.runtime.native import NativeUnavailableError, call, compiler
+
+LEAF = 32  # Points of a leaf
+GROUP = 16  # Leaves of a group
+
+_TYPES = {torch.float32: ("float", "int", 4), torch.float64: ("double", "i64", 8)}
+
+_SOURCE = """#ifdef __clang__
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+enum {{ D = {dim}, V = {lanes}, LEAF = {leaf}, CHUNK = 256 }};
+typedef {real} real;
+typedef {whole} whole;
+typedef real vec __attribute__((vector_size(V * sizeof(real)), aligned(sizeof(real)), may_alias));
+typedef whole mask __attribute__((vector_size(V * sizeof(real)), aligned(sizeof(real)), may_alias));
+typedef signed char bytes __attribute__((vector_size(V)));
+static inline vec load(const real *x) {{ return *(const vec *)x; }}
+static inline vec chosen(mask m, vec a, vec b) {{ return (vec)(((mask)a & m) | ((mask)b & ~m)); }}
+/* A byte 0xff for each lane that is set. */
+static inline unsigned long long lanes_of(mask m) {{
+    const bytes narrow = __builtin_convertvector(m, bytes);
+    unsigned long long found = 0;
+    __builtin_memcpy(&found, &narrow, V < 8 ? V : 8);
+    return found;
+}}
+/* Iterate over the set lanes of masks of up to 8 lanes. */
+#define EACH_LANE(bits, lane) for (unsigned long long left = bits, lane; \\
+    left && (lane = __builtin_ctzll(left) >> 3, 1); left &= ~(255ull << 8 * lane))
+
+/* leaves [2 D, leaf_stride]: low and high sides of boxes; groups alike. points [leaf, D, LEAF], index [leaf, LEAF], -1
+   for padding. group_leaf [groups + 1], item_group [items + 1]: where leaves of a group, groups of an item begin. */
+typedef struct {{
+    const real *points, *leaves, *groups; const int *index; const i64 *group_leaf, *item_group;
+    i64 leaf_stride, group_stride;
+}} tree;
+static inline vec bound(const real *box, i64 stride, const real *q) {{
+    vec sum = {{0}};
+    const vec none = {{0}};
+    for (int a = 0; a < D; a++) {{
+        const vec below = load(box + a * stride) - q[a], above = q[a] - load(box + (D + a) * stride);
+        const vec apart = chosen(below > above, below, above), d = chosen(apart > none, apart, none);
+        sum += d * d;
+    }}
+    return sum;
+}}
+static inline vec distances(const real *points, const real *q) {{
+    vec sum = {{0}};
+    for (int a = 0; a < D; a++) {{ const vec d = load(points + a * LEAF) - q[a]; sum += d * d; }}
+    return sum;
+}}
+
+/* Split order[0, n) at a multiple of LEAF; `k`-th smallest by Hoare's selection. */
+static void select_kth(const real *x, int *order, i64 n, i64 k) {{
+    i64 low = 0, high = n - 1;
+    while (low < high) {{
+        const real pivot = x[(i64)order[low + (high - low) / 2] * D];
+        i64 i = low, j = high;
+        while (i <= j) {{
+            while (x[(i64)order[i] * D] < pivot) i++;
+            while (x[(i64)order[j] * D] > pivot) j--;
+            if (i <= j) {{ const int t = order[i]; order[i++] = order[j]; order[j--] = t; }}
+        }}
+        if (k <= j) high = j; else if (k >= i) low = i; else return;
+    }}
+}}
+static void split(const real *x, int *order, i64 n) {{
+    while (n > LEAF) {{
+        real low[D], high[D];
+        for (int a = 0; a < D; a++) low[a] = high[a] = x[(i64)order[0] * D + a];
+        for (i64 i = 1; i < n; i++) for (int a = 0; a < D; a++) {{
+            const real v = x[(i64)order[i] * D + a];
+            low[a] = v < low[a] ? v : low[a];
+            high[a] = v > high[a] ? v : high[a];
+        }}
+        int widest = 0;
+        for (int a = 1; a < D; a++) if (high[a] - low[a] > high[widest] - low[widest]) widest = a;
+        const i64 half = ((n + LEAF - 1) / LEAF + 1) / 2 * LEAF;
+        if (high[widest] > low[widest]) select_kth(x + widest, order, n, half);
+        split(x, order, half);
+        order += half, n -= half;
+    }}
+}}
+typedef struct {{ const real *x; int *order; const i64 *begins; i64 items, next; }} splitting;
+static void split_work(void *data) {{
+    splitting *s = data;
+    for (i64 item; (item = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->items;)
+        split(s->x, s->order + s->begins[item], s->begins[item + 1] - s->begins[item]);
+}}
+/* order: the points item by item; begins [items + 1]. */
+int arrange(region parallel, int threads, const real *x, int *order, const i64 *begins, i64 items) {{
+    splitting s = {{x, order, begins, items, 0}};
+    start(parallel, threads, items, split_work, &s);
+    return 0;
+}}
+/* Points and boxes of leaves. begins [leaves]: the place in `order` of the first point of each, count: of points. */
+int fill(region parallel, int threads, const real *x, const int *order, const i64 *begins, const i64 *counts,
+    real *points, int *index, real *leaves, i64 count, i64 stride) {{
+    for (i64 leaf = 0; leaf < count; leaf++) {{
+        const int *own = order + begins[leaf];
+        real *to = points + leaf * D * LEAF;
+        for (int a = 0; a < D; a++) {{
+            real low = {limit}, high = -{limit};
+            for (i64 i = 0; i < LEAF; i++) {{
+                const int there = i < counts[leaf];
+                const real v = there ? x[(i64)own[i] * D + a] : (real)__builtin_inf();
+                to[a * LEAF + i] = v;
+                low = there && v < low ? v : low;
+                high = there && v > high ? v : high;
+            }}
+            leaves[a * stride + leaf] = low;
+            leaves[(D + a) * stride + leaf] = high;
+        }}
+        for (i64 i = 0; i < LEAF; i++) index[leaf * LEAF + i] = i < counts[leaf] ? own[i] : -1;
+    }}
+    return 0;
+}}
+
+/* The k best so far, sorted, and the largest squared distance that is admitted. */
+typedef struct {{ real *d; i64 *at; i64 k, n, by_index; real most; }} best;
+static inline int before(const best *b, real d, i64 at, i64 j) {{
+    return b->by_index ? at < b->at[j] : d < b->d[j] || (d == b->d[j] && at < b->at[j]);
+}}
+static inline void offer(best *b, real d, i64 at) {{
+    if (b->n == b->k && !before(b, d, at, b->k - 1)) return;
+    i64 j = b->n < b->k ? b->n++ : b->k - 1;
+    for (; j > 0 && before(b, d, at, j - 1); j--) b->d[j] = b->d[j - 1], b->at[j] = b->at[j - 1];
+    b->d[j] = d, b->at[j] = at;
+    if (b->n == b->k && !b->by_index && b->d[b->k - 1] < b->most) b->most = b->d[b->k - 1];
+}}
+/* work(data, leaf) for each leaf of an item whose box is at most *most away from q, which may be lowered meanwhile. */
+static inline __attribute__((always_inline)) void each_leaf(const tree *t, const real *q, i64 item, const real *most,
+    void (*work)(void *, i64), void *data) {{
+    const i64 last = t->item_group[item + 1];
+    for (i64 g = t->item_group[item]; g < last; g += V) {{
+        EACH_LANE(lanes_of(bound(t->groups + g, t->group_stride, q) <= *most), one) {{
+            if (g + (i64)one >= last) break;
+            const i64 end = t->group_leaf[g + one + 1];
+            for (i64 leaf = t->group_leaf[g + one]; leaf < end; leaf += V) {{
+                const vec far = bound(t->leaves + leaf, t->leaf_stride, q);
+                EACH_LANE(lanes_of(far <= *most), other)
+                    if (leaf + (i64)other < end && far[other] <= *most) work(data, leaf + other);
+            }}
+        }}
+    }}
+}}
+
+/* x: the points. turn: the order of the queries; item: of each. first [n + 1]: where the results of a query begin. */
+typedef struct {{
+    tree t; const real *x, *q; const int *turn; const i64 *item, *first; i64 *found; real *apart;
+    i64 n, k, by_index, next; real most;
+}} search;
+typedef struct {{ const search *s; const real *q; best b; }} one_search;
+static inline __attribute__((always_inline)) void offer_leaf(void *data, i64 leaf) {{
+    one_search *one = data;
+    const tree *t = &one->s->t;
+    for (int i = 0; i < LEAF; i += V) {{
+        const vec d = distances(t->points + leaf * D * LEAF + i, one->q);
+        EACH_LANE(lanes_of(d <= one->b.most), lane) offer(&one->b, d[lane], t->index[leaf * LEAF + i + lane]);
+    }}
+}}
+/* Squared distance that the k nearest do not exceed: that of the farthest of k points. */
+static real reach_of(const search *s, const i64 *of, const real *q) {{
+    real far = 0;
+    for (i64 j = 0; j < s->k; j++) {{
+        real sum = 0;
+        for (int a = 0; a < D; a++) {{ const real d = s->x[of[j] * D + a] - q[a]; sum += d * d; }}
+        far = sum > far ? sum : far;
+    }}
+    return far < s->most ? far : s->most;
+}}
+static void search_work(void *data) {{
+    search *s = data;
+    for (i64 begin; (begin = __atomic_fetch_add(&s->next, CHUNK, __ATOMIC_RELAXED)) < s->n;) {{
+        const i64 end = begin + CHUNK < s->n ? begin + CHUNK : s->n;
+        const i64 *near = 0;
+        for (i64 j = begin; j < end; j++) {{
+            const i64 i = s->turn[j], item = s->item[i];
+            const real *q = s->q + i * D;
+            real *d = s->apart + i * s->k;
+            i64 *at = s->found + i * s->k;
+            if (near && s->item[s->turn[j - 1]] != item) near = 0;
+            one_search one = {{s, q, {{d, at, s->k, 0, s->by_index, near ? reach_of(s, near, q) : s->most}}}};
+            each_leaf(&s->t, q, item, &one.b.most, offer_leaf, &one);
+            near = one.b.n == s->k && !s->by_index ? at : 0;
+            for (i64 left = one.b.n; left < s->k; left++) d[left] = __builtin_inf(), at[left] = -1;
+        }}
+    }}
+}}
+/* The k nearest of each query that are at most `*most` away, squared; by_index: those of lowest index of these. */
+int nearest(region parallel, int threads, const real *points, const int *index, const real *leaves, const real *groups,
+    const i64 *group_leaf, const i64 *item_group, const real *x, const real *q, const int *turn, const i64 *item,
+    i64 *found, real *apart, const real *most, i64 leaf_stride, i64 group_stride, i64 n, i64 k, i64 by_index) {{
+    search s = {{{{points, leaves, groups, index, group_leaf, item_group, leaf_stride, group_stride}}, x, q, turn, item, 0,
+        found, apart, n, k, by_index, 0, *most}};
+    start(parallel, threads, (n + CHUNK - 1) / CHUNK, search_work, &s);
+    return 0;
+}}
+
+typedef struct {{ const search *s; const real *q; i64 *to; i64 n; }} listing;
+static inline __attribute__((always_inline)) void list_leaf(void *data, i64 leaf) {{
+    listing *l = data;
+    const tree *t = &l->s->t;
+    for (int i = 0; i < LEAF; i += V) {{
+        const vec d = distances(t->points + leaf * D * LEAF + i, l->q);
+        EACH_LANE(lanes_of(d <= l->s->most), lane) {{
+            if (l->to) l->to[l->n] = t->index[leaf * LEAF + i + lane];
+            l->n++;
+        }}
+    }}
+}}
+/* Shell's sort. */
+static void sort_indices(i64 *x, i64 n) {{
+    static const i64 gaps[] = {{65921, 16001, 3905, 929, 209, 57, 23, 10, 4, 1}};
+    for (int g = 0; g < 10; g++) for (i64 i = gaps[g]; i < n; i++) {{
+        const i64 v = x[i];
+        i64 j = i;
+        for (; j >= gaps[g] && x[j - gaps[g]] > v; j -= gaps[g]) x[j] = x[j - gaps[g]];
+        x[j] = v;
+    }}
+}}
+static void list_work(void *data) {{
+    search *s = data;
+    for (i64 begin; (begin = __atomic_fetch_add(&s->next, CHUNK, __ATOMIC_RELAXED)) < s->n;) {{
+        const i64 end = begin + CHUNK < s->n ? begin + CHUNK : s->n;
+        for (i64 j = begin; j < end; j++) {{
+            const i64 i = s->turn[j];
+            listing l = {{s, s->q + i * D, s->first ? s->found + s->first[i] : 0, 0}};
+            each_leaf(&s->t, l.q, s->item[i], &s->most, list_leaf, &l);
+            if (s->first) sort_indices(l.to, l.n); else s->found[i] = l.n;
+        }}
+    }}
+}}
+/* All that are at most `*most` away, squared: their numbers if first is null, else they, in ascending order. */
+int within(region parallel, int threads, const real *points, const int *index, const real *leaves, const real *groups,
+    const i64 *group_leaf, const i64 *item_group, const real *q, const int *turn, const i64 *item, const i64 *first,
+    i64 *found, const real *most, i64 leaf_stride, i64 group_stride, i64 n) {{
+    search s = {{{{points, leaves, groups, index, group_leaf, item_group, leaf_stride, group_stride}}, 0, q, turn, item,
+        first, found, 0, n, 0, 0, 0, *most}};
+    start(parallel, threads, (n + CHUNK - 1) / CHUNK, list_work, &s);
+    return 0;
+}}
+
+/* apart [leaf, LEAF]: squared distance to the nearest sample, below 0 for samples and padding. The farthest point of each
+   leaf, and of each group: its distance and place leaf * LEAF + i; ties by index. */
+typedef struct {{
+    tree t; const i64 *begins, *first; i64 *found; real *apart, *leaf_far, *group_far; i64 *leaf_at, *group_at;
+    i64 items, next;
+}} sampling;
+static inline int farther(const sampling *s, real d, i64 at, real than, i64 than_at) {{
+    return d > than || (d == than && s->t.index[at] < s->t.index[than_at]);
+}}
+static void touch(sampling *s, i64 leaf, const real *q) {{
+    real *apart = s->apart + leaf * LEAF;
+    vec far = {{0}};
+    far -= 2;
+    for (int i = 0; i < LEAF; i += V) {{
+        const vec d = distances(s->t.points + leaf * D * LEAF + i, q), had = load(apart + i);
+        const vec now = chosen(d < had, d, had);
+        *(vec *)(apart + i) = now;
+        far = chosen(now > far, now, far);
+    }}
+    real top = far[0];
+    for (int v = 1; v < V; v++) top = far[v] > top ? far[v] : top;
+    i64 at = -1;
+    for (int i = 0; i < LEAF; i += V) EACH_LANE(lanes_of(load(apart + i) == top), lane) {{
+        const i64 place = leaf * LEAF + i + lane;
+        if (at < 0 || s->t.index[place] < s->t.index[at]) at = place;
+    }}
+    s->leaf_far[leaf] = top, s->leaf_at[leaf] = at;
+}}
+static void refresh_group(sampling *s, i64 g) {{
+    i64 leaf = s->t.group_leaf[g];
+    real far = s->leaf_far[leaf];
+    i64 at = s->leaf_at[leaf];
+    while (++leaf < s->t.group_leaf[g + 1])
+        if (farther(s, s->leaf_far[leaf], s->leaf_at[leaf], far, at)) far = s->leaf_far[leaf], at = s->leaf_at[leaf];
+    s->group_far[g] = far, s->group_at[g] = at;
+}}
+/* Distances to a new sample, q. */
+static void sample(sampling *s, i64 item, const real *q) {{
+    const tree *t = &s->t;
+    const i64 last = t->item_group[item + 1];
+    for (i64 g = t->item_group[item]; g < last; g += V)
+        EACH_LANE(lanes_of(bound(t->groups + g, t->group_stride, q) < load(s->group_far + g)), one) {{
+            if (g + (i64)one >= last) break;
+            const i64 end = t->group_leaf[g + one + 1];
+            for (i64 leaf = t->group_leaf[g + one]; leaf < end; leaf += V)
+                EACH_LANE(lanes_of(bound(t->leaves + leaf, t->leaf_stride, q) < load(s->leaf_far + leaf)), other)
+                    if (leaf + (i64)other < end) touch(s, leaf + other, q);
+            refresh_group(s, g + one);
+        }}
+}}
+static void sample_work(void *data) {{
+    sampling *s = data;
+    const tree *t = &s->t;
+    for (i64 item; (item = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED)) < s->items;) {{
+        const i64 begin = t->item_group[item], end = t->item_group[item + 1];
+        i64 place = s->begins[item], own = begin;
+        while (own + 1 < end && t->group_leaf[own + 1] <= place / LEAF) own++;
+        for (i64 n = s->first[item]; n < s->first[item + 1]; n++) {{
+            for (i64 g = own = n > s->first[item] ? begin : own; n > s->first[item] && g < end; g++)
+                if (farther(s, s->group_far[g], s->group_at[g], s->group_far[own], s->group_at[own])) own = g;
+            if (n > s->first[item]) place = s->group_at[own];
+            const i64 leaf = place / LEAF;
+            real q[D];
+            for (int a = 0; a < D; a++) q[a] = t->points[leaf * D * LEAF + a * LEAF + place % LEAF];
+            s->found[n] = t->index[place];
+            s->apart[place] = -1;
+            sample(s, item, q);
+            /* Again, as its bound is not below 0 if duplicates of the sample are all that is left there. */
+            touch(s, leaf, q);
+            refresh_group(s, own);
+        }}
+    }}
+}}
+/* begins [items]: the place of each item's first sample; first [items + 1]: where its samples begin in found. */
+int farthest(region parallel, int threads, const real *points, const int *index, const real *leaves, const real *groups,
+    const i64 *group_leaf, const i64 *item_group, const i64 *begins, const i64 *first, i64 *found, real *apart,
+    real *leaf_far, real *group_far, i64 *leaf_at, i64 *group_at, i64 leaf_stride, i64 group_stride, i64 items) {{
+    sampling s = {{{{points, leaves, groups, index, group_leaf, item_group, leaf_stride, group_stride}}, begins, first,
+        found, apart, leaf_far, group_far, leaf_at, group_at, items, 0}};
+    start(parallel, threads, items, sample_work, &s);
+    return 0;
+}}
+"""
+
+
+@lru_cache(maxsize=16)
+def library(dim: int, dtype: torch.dtype) -> CDLL | str:
+    """The kernels for D = dim, or the reason why there are none."""
+    found = compiler()
+    if isinstance(found, str):
+        return found
+    real, whole, size = _TYPES[dtype]
+    lanes = min(8, found.vector[0] * 4 // size)
+    limit = "__FLT_MAX__" if size == 4 else "__DBL_MAX__"
+    try:
+        return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, real=real, whole=whole, limit=limit))
+    except (NativeUnavailableError, OSError) as error:
+        return str(error)
+
+
+def run(points: Tensor, name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
+    """Run a kernel for points [N, D]."""
+    if isinstance(found := library(points.shape[1], points.dtype), str):
+        raise NativeUnavailableError(found)
+    call(found, name, tensors, sizes)
+
+
+def refusal(points: Tensor) -> str | None:
+    """Reason why these kernels do not search among points [N, D], or None."""
+    if points.device.type != "cpu":
+        return "C kernels run on a CPU"
+    found = library(points.shape[1], points.dtype)
+    return found if isinstance(found, str) else None

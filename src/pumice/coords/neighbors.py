@@ -1,0 +1,310 @@
+"""Search among points in space: nearest points, points within a radius, farthest points.
+
+    nearest     index[q, j] = argmin over the p of q's batch item of  |points[p] - queries[q]|^2, the j-th least
+    within      all p of q's item with  |points[p] - queries[q]|^2 <= most
+    farthest    index[j] = argmax over p of  min over i < j of  |points[p] - points[index[i]]|^2
+
+Squared distances are sums of squares from the first axis to the last, each rounded to the dtype of the points; of equal
+ones the lowest index comes first. Results are exact and the same on all devices.
+
+Points are held in leaves: blocks of neighbours, with boxes. C (coords.native_points) and Triton kernels
+(coords.neighbor_kernels) pass over leaves whose box is too far; the twins in plain torch compare all with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords import native_points
+from pumice.coords.codes import serialize
+from pumice.coords.native_points import GROUP
+from pumice.runtime.launch import has_triton
+
+_PAIRS = 1 << 22  # Distances that the twins hold at once
+_PAST = 8  # Entries behind the boxes, which vectors may read
+_MORTON = 4  # Axes that the order of points follows
+_DEPTH = 16  # Maximum bits of each
+
+Found = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class PointSet:
+    """Points [N, D], float32 or float64, contiguous; items int64 [N]: the batch item of each, of `count` items."""
+
+    points: Tensor
+    items: Tensor
+    count: int
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @property
+    def dim(self) -> int:
+        return self.points.shape[1]
+
+
+class Limits(NamedTuple):
+    """What a search admits. k: results of each query; most: largest squared distance; by_index: of those admitted take
+    the k of lowest index, not the nearest."""
+
+    k: int
+    most: float
+    by_index: bool = False
+
+
+def nearest(points: PointSet, queries: PointSet, limits: Limits) -> Found:
+    """(int64 [Q, k]: found points, -1 for none; [Q, k]: squared distances, inf for none)."""
+    if _in_c(points):
+        return _nearest_native(points, queries, limits)
+    if _in_triton(points):
+        from pumice.coords import neighbor_search
+
+        return neighbor_search.nearest(points, queries, limits)
+    return nearest_torch(points, queries, limits)
+
+
+def within(points: PointSet, queries: PointSet, most: float) -> Found:
+    """(int64 [Q + 1]: where the results of each query begin; int64 [E]: points at most so far, squared, ascending)."""
+    if _in_c(points):
+        return _within_native(points, queries, most)
+    if _in_triton(points):
+        from pumice.coords import neighbor_search
+
+        return neighbor_search.within(points, queries, most)
+    return within_torch(points, queries, most)
+
+
+def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """int64 [sum of counts]: counts[b] samples of each item b, which begin with point starts[b]. No point is taken
+    twice: counts are at most the numbers of points."""
+    if _in_c(points):
+        return _farthest_native(points, counts, starts)
+    if _in_triton(points):
+        from pumice.coords import neighbor_search
+
+        return neighbor_search.farthest(points, counts, starts)
+    return farthest_torch(points, counts, starts)
+
+
+def _in_c(points: PointSet) -> bool:
+    return native_points.refusal(points.points) is None and not has_triton(points.points)
+
+
+def _in_triton(points: PointSet) -> bool:
+    return has_triton(points.points) and points.points.dtype == torch.float32
+
+
+# Plain torch
+
+
+def squared_distances(points: Tensor, queries: Tensor) -> Tensor:
+    """[Q, N]."""
+    total = queries.new_zeros(len(queries), len(points))
+    for axis in range(points.shape[1]):
+        apart = points[:, axis] - queries[:, axis, None]
+        total = total + apart * apart
+    return total
+
+
+def _admitted(points: PointSet, queries: PointSet, part: slice, most: float) -> Tensor:
+    """[part, N]: squared distances, inf where they exceed `most` or items differ."""
+    apart = squared_distances(points.points, queries.points[part])
+    other = points.items != queries.items[part, None]
+    return apart.masked_fill_(other | (apart > most), torch.inf)
+
+
+def _parts(points: PointSet, queries: PointSet) -> list[slice]:
+    rows = max(1, _PAIRS // max(1, len(points)))
+    return [slice(first, first + rows) for first in range(0, len(queries), rows)]
+
+
+def nearest_torch(points: PointSet, queries: PointSet, limits: Limits) -> Found:
+    """As nearest, in plain torch."""
+    index = points.items.new_full((len(queries), limits.k), -1)
+    squared = points.points.new_full((len(queries), limits.k), torch.inf)
+    for part in _parts(points, queries):
+        apart = _admitted(points, queries, part, limits.most)
+        by = apart.isinf() if limits.by_index else apart
+        order = by.sort(dim=1, stable=True).indices[:, : limits.k]
+        found = apart.gather(1, order)
+        squared[part, : order.shape[1]] = found
+        index[part, : order.shape[1]] = order.masked_fill(found.isinf(), -1)
+    return index, squared
+
+
+def within_torch(points: PointSet, queries: PointSet, most: float) -> Found:
+    """As within, in plain torch."""
+    pairs = [_admitted(points, queries, part, most).isfinite().nonzero() for part in _parts(points, queries)]
+    counts = [torch.bincount(p[:, 0], minlength=part.stop - part.start) for p, part in zip(pairs, _parts(points, queries))]
+    first = torch.cat([points.items.new_zeros(1), *counts])[: len(queries) + 1].cumsum(0)
+    return first, torch.cat([points.items.new_zeros(0), *(p[:, 1] for p in pairs)])
+
+
+def farthest_torch(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """As farthest, in plain torch."""
+    found = [points.items.new_zeros(0)]
+    for item, (count, start) in enumerate(zip(counts, starts, strict=True)):
+        own = (points.items == item).nonzero()[:, 0]
+        apart = points.points.new_full((len(own),), torch.inf)
+        taken = (own == start).nonzero()[:1, 0]
+        for _ in range(count):
+            found.append(own[taken])
+            apart = torch.minimum(apart, squared_distances(points.points[own], points.points[own[taken]])[0])
+            apart[taken] = -1
+            taken = apart.argmax()[None]
+    return torch.cat(found)
+
+
+# Leaves
+
+
+@dataclass(frozen=True)
+class PointLeaves:
+    """Points in blocks of `size` neighbours of one item, the last block of an item padded.
+
+    order: int32 [N], the points item by item, neighbours together; block n holds counts[n] of them from begins[n] on.
+    points [leaves, D, size], inf for padding; index int32 [leaves, size], -1 for padding. boxes [2 D, leaves + some]:
+    low sides, then high. item_leaf int64 [items + 1]: where the leaves of each item begin."""
+
+    order: Tensor
+    points: Tensor
+    index: Tensor
+    boxes: Tensor
+    item_leaf: Tensor
+
+
+class _Blocks(NamedTuple):
+    """Runs of `size` within segments. begins, counts int64 [blocks]; of [segments + 1]: where a segment's blocks begin;
+    segment int64 [blocks]."""
+
+    begins: Tensor
+    counts: Tensor
+    of: Tensor
+    segment: Tensor
+
+
+def _blocks(ends: Tensor, size: int) -> _Blocks:
+    """ends: int64 [segments + 1], where each begins, then the end of the last."""
+    each = (ends[1:] - ends[:-1] + size - 1) // size
+    of = torch.cat([each.new_zeros(1), each.cumsum(0)])
+    segment = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
+    begins = ends[segment] + (torch.arange(len(segment), device=each.device) - of[segment]) * size
+    return _Blocks(begins, (ends[1:][segment] - begins).clamp_(max=size), of, segment)
+
+
+def item_ends(points: PointSet) -> Tensor:
+    """int64 [items + 1]: where each item begins in an order by items."""
+    counts = torch.bincount(points.items, minlength=points.count)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def morton_order(points: PointSet) -> Tensor:
+    """int64 [N]: the points by (item, Morton code of their place on the widest axes)."""
+    if not len(points):
+        return points.items
+    low, high = points.points.amin(0), points.points.amax(0)
+    axes = (high - low).argsort(descending=True)[:_MORTON]
+    depth = min(_DEPTH, (62 - points.count.bit_length()) // len(axes))
+    unit = (high - low)[axes].amax().clamp(min=torch.finfo(low.dtype).tiny) / (2**depth - 1)
+    cells = ((points.points - low)[:, axes] / unit).int().clamp_(0, 2**depth - 1)
+    codes = serialize(torch.cat([points.items.int()[:, None], cells], dim=1), depth=depth, check=False)
+    return codes.argsort()
+
+
+def leaves_of(points: PointSet, size: int) -> PointLeaves:
+    """In plain torch, by Morton codes."""
+    order, blocks = morton_order(points), _blocks(item_ends(points), size)
+    lane = torch.arange(size, device=order.device)
+    place = blocks.begins[:, None] + lane
+    there = lane < blocks.counts[:, None]
+    index = order[place.clamp_(max=max(0, len(order) - 1))].where(there, -1) if len(order) else place
+    held = points.points[index].movedim(2, 1)
+    spread = held.masked_fill(~there[:, None], torch.inf)
+    low, high = spread.amin(2), held.masked_fill(~there[:, None], -torch.inf).amax(2)
+    boxes = torch.cat([low, high], dim=1).T.contiguous()
+    return PointLeaves(order.int(), spread.contiguous(), index.int(), boxes, blocks.of)
+
+
+# C
+
+
+class _Tree(NamedTuple):
+    """Leaves and groups of these as the C kernels take them."""
+
+    order: Tensor
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, int]
+    counts: Tensor
+
+
+def _arranged(points: PointSet, ends: Tensor) -> Tensor:
+    """int32 [N]: the points item by item, neighbours together."""
+    order = points.items.argsort(stable=True).int() if points.count > 1 else torch.arange(len(points), dtype=torch.int32)
+    native_points.run(points.points, "arrange", (points.points, order, ends), (points.count,))
+    return order
+
+
+def _tree(points: PointSet) -> _Tree:
+    ends = item_ends(points)
+    order, blocks = _arranged(points, ends), _blocks(ends, native_points.LEAF)
+    groups, number = _blocks(blocks.of, GROUP), len(blocks.begins)
+    held = points.points.new_empty(number, points.dim, native_points.LEAF)
+    index = order.new_empty(number, native_points.LEAF)
+    leaves = points.points.new_full((2 * points.dim, number + _PAST), torch.inf)
+    tensors = (points.points, order, blocks.begins, blocks.counts, held, index, leaves)
+    native_points.run(points.points, "fill", tensors, (number, leaves.shape[1]))
+    outer = points.points.new_full((2 * points.dim, len(groups.begins) + _PAST), torch.inf)
+    of = torch.repeat_interleave(torch.arange(len(groups.begins)), groups.counts).expand(points.dim, -1)
+    outer[: points.dim].scatter_reduce_(1, of, leaves[: points.dim, :number], "amin")
+    outer[points.dim :].neg_().scatter_reduce_(1, of, leaves[points.dim :, :number], "amax")
+    begins = torch.cat([groups.begins, groups.begins.new_tensor([number])])
+    return _Tree(order, (held, index, leaves, outer, begins, groups.of), (leaves.shape[1], outer.shape[1]), blocks.counts)
+
+
+def _turn(points: PointSet, queries: PointSet, tree: _Tree) -> Tensor:
+    """int32 [Q]: an order of the queries in which neighbours are together."""
+    return tree.order if queries is points else _arranged(queries, item_ends(queries))
+
+
+def _nearest_native(points: PointSet, queries: PointSet, limits: Limits) -> Found:
+    tree, most = _tree(points), points.points.new_tensor([limits.most])
+    index = queries.items.new_empty(len(queries), limits.k)
+    squared = points.points.new_empty(len(queries), limits.k)
+    tensors = (points.points, queries.points, _turn(points, queries, tree), queries.items, index, squared, most)
+    sizes = (*tree.strides, len(queries), limits.k, int(limits.by_index))
+    native_points.run(points.points, "nearest", (*tree.tensors, *tensors), sizes)
+    return index, squared
+
+
+def _within_native(points: PointSet, queries: PointSet, most: float) -> Found:
+    tree, limit = _tree(points), points.points.new_tensor([most])
+    turn, counts = _turn(points, queries, tree), queries.items.new_zeros(len(queries) + 1)
+    asked, sizes = (*tree.tensors, queries.points, turn, queries.items), (*tree.strides, len(queries))
+    native_points.run(points.points, "within", (*asked, None, counts[1:], limit), sizes)
+    first = counts.cumsum(0)
+    found = first.new_empty(int(first[-1]))
+    native_points.run(points.points, "within", (*asked, first, found, limit), sizes)
+    return first, found
+
+
+def _farthest_native(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    tree = _tree(points)
+    index = tree.tensors[1]
+    place = torch.empty(len(points), dtype=torch.int64)
+    slots = (index >= 0).flatten().nonzero()[:, 0]
+    place[index.flatten()[slots].long()] = slots
+    begins = torch.tensor([int(place[s]) if n else 0 for s, n in zip(starts, counts, strict=True)])
+    first = torch.tensor([0, *counts]).cumsum(0)
+    found = first.new_empty(sum(counts))
+    apart = points.points.new_full(index.shape, torch.finfo(points.points.dtype).max).masked_fill_(index < 0, -1)
+    far = [points.points.new_full((n,), torch.finfo(apart.dtype).max) for n in tree.strides]
+    at = [first.new_zeros(n) for n in tree.strides]
+    tensors = (*tree.tensors, begins, first, found, apart, *far, *at)
+    native_points.run(points.points, "farthest", tensors, (*tree.strides, points.count))
+    return found
