@@ -27,7 +27,7 @@ from torch import Tensor
 from pumice.runtime.native import NativeUnavailableError, call, compiler
 
 LEAF = 32  # Points of a leaf
-GROUP = 16  # Leaves of a group
+GROUP = 16  # Leaves of a group, at most the WIDE of the kernels
 
 _TYPES = {torch.float32: ("float", "int", 4), torch.float64: ("double", "i64", 8)}
 
@@ -41,19 +41,17 @@ typedef {real} real;
 typedef {whole} whole;
 typedef real vec __attribute__((vector_size(V * sizeof(real)), aligned(sizeof(real)), may_alias));
 typedef whole mask __attribute__((vector_size(V * sizeof(real)), aligned(sizeof(real)), may_alias));
-typedef signed char bytes __attribute__((vector_size(V)));
+typedef unsigned long long u64;
 static inline vec load(const real *x) {{ return *(const vec *)x; }}
 static inline vec chosen(mask m, vec a, vec b) {{ return (vec)(((mask)a & m) | ((mask)b & ~m)); }}
-/* A byte 0xff for each lane that is set. */
-static inline unsigned long long lanes_of(mask m) {{
-    const bytes narrow = __builtin_convertvector(m, bytes);
-    unsigned long long found = 0;
-    __builtin_memcpy(&found, &narrow, V < 8 ? V : 8);
-    return found;
+/* Sets bits of the lanes that are set, from bit `first` on. */
+static inline mask bits_of(mask m, int first) {{ const mask each = {{{weights}}}; return m & (each << first); }}
+static inline u64 joined(mask m) {{
+{joins}    return m[0] & {all};
 }}
-/* Iterate over the set lanes of masks of up to 8 lanes. */
-#define EACH_LANE(bits, lane) for (unsigned long long left = bits, lane; \\
-    left && (lane = __builtin_ctzll(left) >> 3, 1); left &= ~(255ull << 8 * lane))
+/* Iterate over set bits. */
+#define EACH_BIT(bits, bit) for (u64 left = bits, bit; left && (bit = __builtin_ctzll(left), 1); left &= left - 1)
+enum {{ WIDE = 16 }};
 
 /* leaves [2 D, leaf_stride]: low and high sides of boxes; groups alike. points [leaf, D, LEAF], index [leaf, LEAF], -1
    for padding. group_leaf [groups + 1], item_group [items + 1]: where leaves of a group, groups of an item begin. */
@@ -70,6 +68,27 @@ static inline vec bound(const real *box, i64 stride, const real *q) {{
         sum += d * d;
     }}
     return sum;
+}}
+/* Bits of those of up to WIDE boxes that are at most `most` away, whose bounds are in `far`. */
+static inline u64 near_boxes(const real *box, i64 stride, const real *q, real most, i64 count, real *far) {{
+    mask near = {{0}};
+    for (int i = 0; i < WIDE; i += V) {{
+        const vec d = bound(box + i, stride, q);
+        *(vec *)(far + i) = d;
+        near |= bits_of(d <= most, i);
+    }}
+    return joined(near) & (count < WIDE ? (1ull << count) - 1 : ~0ull);
+}}
+/* Bits of the points of a leaf that are at most `most` away, whose distances are in `far`. */
+static inline u64 near_points(const real *points, const real *q, real most, real *far) {{
+    mask near = {{0}};
+    for (int i = 0; i < LEAF; i += V) {{
+        vec sum = {{0}};
+        for (int a = 0; a < D; a++) {{ const vec d = load(points + a * LEAF + i) - q[a]; sum += d * d; }}
+        *(vec *)(far + i) = sum;
+        near |= bits_of(sum <= most, i);
+    }}
+    return joined(near);
 }}
 static inline vec distances(const real *points, const real *q) {{
     vec sum = {{0}};
@@ -159,17 +178,14 @@ static inline void offer(best *b, real d, i64 at) {{
 static inline __attribute__((always_inline)) void each_leaf(const tree *t, const real *q, i64 item, const real *most,
     void (*work)(void *, i64), void *data) {{
     const i64 last = t->item_group[item + 1];
-    for (i64 g = t->item_group[item]; g < last; g += V) {{
-        EACH_LANE(lanes_of(bound(t->groups + g, t->group_stride, q) <= *most), one) {{
-            if (g + (i64)one >= last) break;
-            const i64 end = t->group_leaf[g + one + 1];
-            for (i64 leaf = t->group_leaf[g + one]; leaf < end; leaf += V) {{
-                const vec far = bound(t->leaves + leaf, t->leaf_stride, q);
-                EACH_LANE(lanes_of(far <= *most), other)
-                    if (leaf + (i64)other < end && far[other] <= *most) work(data, leaf + other);
-            }}
+    real outer[WIDE], far[WIDE];
+    for (i64 g = t->item_group[item]; g < last; g += WIDE)
+        EACH_BIT(near_boxes(t->groups + g, t->group_stride, q, *most, last - g, outer), one) {{
+            const i64 leaf = t->group_leaf[g + one], count = t->group_leaf[g + one + 1] - leaf;
+            if (outer[one] > *most) continue;
+            EACH_BIT(near_boxes(t->leaves + leaf, t->leaf_stride, q, *most, count, far), other)
+                if (far[other] <= *most) work(data, leaf + other);
         }}
-    }}
 }}
 
 /* x: the points. turn: the order of the queries; item: of each. first [n + 1]: where the results of a query begin. */
@@ -181,10 +197,9 @@ typedef struct {{ const search *s; const real *q; best b; }} one_search;
 static inline __attribute__((always_inline)) void offer_leaf(void *data, i64 leaf) {{
     one_search *one = data;
     const tree *t = &one->s->t;
-    for (int i = 0; i < LEAF; i += V) {{
-        const vec d = distances(t->points + leaf * D * LEAF + i, one->q);
-        EACH_LANE(lanes_of(d <= one->b.most), lane) offer(&one->b, d[lane], t->index[leaf * LEAF + i + lane]);
-    }}
+    real far[LEAF];
+    EACH_BIT(near_points(t->points + leaf * D * LEAF, one->q, one->b.most, far), i)
+        offer(&one->b, far[i], t->index[leaf * LEAF + i]);
 }}
 /* Squared distance that the k nearest do not exceed: that of the farthest of k points. */
 static real reach_of(const search *s, const i64 *of, const real *q) {{
@@ -228,13 +243,10 @@ typedef struct {{ const search *s; const real *q; i64 *to; i64 n; }} listing;
 static inline __attribute__((always_inline)) void list_leaf(void *data, i64 leaf) {{
     listing *l = data;
     const tree *t = &l->s->t;
-    for (int i = 0; i < LEAF; i += V) {{
-        const vec d = distances(t->points + leaf * D * LEAF + i, l->q);
-        EACH_LANE(lanes_of(d <= l->s->most), lane) {{
-            if (l->to) l->to[l->n] = t->index[leaf * LEAF + i + lane];
-            l->n++;
-        }}
-    }}
+    real far[LEAF];
+    const u64 near = near_points(t->points + leaf * D * LEAF, l->q, l->s->most, far);
+    if (l->to) EACH_BIT(near, i) l->to[l->n++] = t->index[leaf * LEAF + i];
+    else l->n += __builtin_popcountll(near);
 }}
 /* Shell's sort. */
 static void sort_indices(i64 *x, i64 n) {{
@@ -289,11 +301,11 @@ static void touch(sampling *s, i64 leaf, const real *q) {{
     }}
     real top = far[0];
     for (int v = 1; v < V; v++) top = far[v] > top ? far[v] : top;
+    mask equal = {{0}};
+    for (int i = 0; i < LEAF; i += V) equal |= bits_of(load(apart + i) == top, i);
     i64 at = -1;
-    for (int i = 0; i < LEAF; i += V) EACH_LANE(lanes_of(load(apart + i) == top), lane) {{
-        const i64 place = leaf * LEAF + i + lane;
-        if (at < 0 || s->t.index[place] < s->t.index[at]) at = place;
-    }}
+    EACH_BIT(joined(equal), i)
+        if (at < 0 || s->t.index[leaf * LEAF + i] < s->t.index[at]) at = leaf * LEAF + i;
     s->leaf_far[leaf] = top, s->leaf_at[leaf] = at;
 }}
 static void refresh_group(sampling *s, i64 g) {{
@@ -304,17 +316,21 @@ static void refresh_group(sampling *s, i64 g) {{
         if (farther(s, s->leaf_far[leaf], s->leaf_at[leaf], far, at)) far = s->leaf_far[leaf], at = s->leaf_at[leaf];
     s->group_far[g] = far, s->group_at[g] = at;
 }}
+/* Bits of those of up to WIDE boxes that are less far than their farthest point is from the samples. */
+static inline u64 nearer_boxes(const real *box, i64 stride, const real *q, const real *most, i64 count) {{
+    mask near = {{0}};
+    for (int i = 0; i < WIDE; i += V) near |= bits_of(bound(box + i, stride, q) < load(most + i), i);
+    return joined(near) & (count < WIDE ? (1ull << count) - 1 : ~0ull);
+}}
 /* Distances to a new sample, q. */
 static void sample(sampling *s, i64 item, const real *q) {{
     const tree *t = &s->t;
     const i64 last = t->item_group[item + 1];
-    for (i64 g = t->item_group[item]; g < last; g += V)
-        EACH_LANE(lanes_of(bound(t->groups + g, t->group_stride, q) < load(s->group_far + g)), one) {{
-            if (g + (i64)one >= last) break;
-            const i64 end = t->group_leaf[g + one + 1];
-            for (i64 leaf = t->group_leaf[g + one]; leaf < end; leaf += V)
-                EACH_LANE(lanes_of(bound(t->leaves + leaf, t->leaf_stride, q) < load(s->leaf_far + leaf)), other)
-                    if (leaf + (i64)other < end) touch(s, leaf + other, q);
+    for (i64 g = t->item_group[item]; g < last; g += WIDE)
+        EACH_BIT(nearer_boxes(t->groups + g, t->group_stride, q, s->group_far + g, last - g), one) {{
+            const i64 leaf = t->group_leaf[g + one], count = t->group_leaf[g + one + 1] - leaf;
+            EACH_BIT(nearer_boxes(t->leaves + leaf, t->leaf_stride, q, s->leaf_far + leaf, count), other)
+                touch(s, leaf + other, q);
             refresh_group(s, g + one);
         }}
 }}
@@ -360,12 +376,20 @@ def library(dim: int, dtype: torch.dtype) -> CDLL | str:
     if isinstance(found, str):
         return found
     real, whole, size = _TYPES[dtype]
-    lanes = min(8, found.vector[0] * 4 // size)
-    limit = "__FLT_MAX__" if size == 4 else "__DBL_MAX__"
+    lanes = found.vector[0] * 4 // size
+    names = {"real": real, "whole": whole, "limit": "__FLT_MAX__" if size == 4 else "__DBL_MAX__"}
+    names |= {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)}
     try:
-        return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, real=real, whole=whole, limit=limit))
+        return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, all=f"0x{(1 << LEAF) - 1:x}", **names))
     except (NativeUnavailableError, OSError) as error:
         return str(error)
+
+
+def _joins(lanes: int) -> str:
+    """Lines of C that make each lane of m the union of all."""
+    halves = [lanes >> n for n in range(1, lanes.bit_length())]
+    swaps = (", ".join(str(lane ^ half) for lane in range(lanes)) for half in halves)
+    return "".join(f"    m |= __builtin_shufflevector(m, m, {swap});\n" for swap in swaps)
 
 
 def run(points: Tensor, name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from pumice.coords.native_points import GROUP
 from pumice.runtime.launch import has_triton
 
 _PAIRS = 1 << 22  # Distances that the twins hold at once
-_PAST = 8  # Entries behind the boxes, which vectors may read
+_PAST = 16  # Entries behind the boxes, which vectors may read
 _MORTON = 4  # Axes that the order of points follows
 _DEPTH = 16  # Maximum bits of each
 
