@@ -162,17 +162,27 @@ int fill(region parallel, int threads, const real *x, const int *order, const i6
     return 0;
 }}
 
-/* The k best so far, sorted, and the largest squared distance that is admitted. */
-typedef struct {{ real *d; i64 *at; i64 k, n, by_index; real most; }} best;
-static inline int before(const best *b, real d, i64 at, i64 j) {{
-    return b->by_index ? at < b->at[j] : d < b->d[j] || (d == b->d[j] && at < b->at[j]);
+/* The best so far by (d, at), sorted, with room for whole vectors and d[-1] below all; the largest squared distance that
+   is admitted. by_index: distances count as 0. */
+typedef struct {{ real *d; whole *at; i64 k, by_index; real most; }} best;
+static inline void offer(best *b, real d, whole at) {{
+    const real x = b->by_index ? 0 : d;
+    if (b->by_index && at >= b->at[b->k - 1]) return;
+    /* Each takes the largest of what it had, what was before it and the new one but for the largest: no branches. */
+    for (i64 j = (b->k - 1) / V * V; j >= 0; j -= V) {{
+        const vec had = load(b->d + j), lower = load(b->d + j - 1);
+        const mask had_at = *(mask *)(b->at + j), lower_at = *(mask *)(b->at + j - 1);
+        const mask here = (x < had) | ((x == had) & (at < had_at));
+        const mask below = (x < lower) | ((x == lower) & (at < lower_at));
+        *(vec *)(b->d + j) = chosen(here, chosen(below, lower, (vec){{0}} + x), had);
+        *(mask *)(b->at + j) = (here & ((below & lower_at) | (~below & at))) | (~here & had_at);
+    }}
+    if (b->d[b->k - 1] < b->most && !b->by_index) b->most = b->d[b->k - 1];
 }}
-static inline void offer(best *b, real d, i64 at) {{
-    if (b->n == b->k && !before(b, d, at, b->k - 1)) return;
-    i64 j = b->n < b->k ? b->n++ : b->k - 1;
-    for (; j > 0 && before(b, d, at, j - 1); j--) b->d[j] = b->d[j - 1], b->at[j] = b->at[j - 1];
-    b->d[j] = d, b->at[j] = at;
-    if (b->n == b->k && !b->by_index && b->d[b->k - 1] < b->most) b->most = b->d[b->k - 1];
+static inline real squared(const real *p, const real *q) {{
+    real sum = 0;
+    for (int a = 0; a < D; a++) {{ const real d = p[a] - q[a]; sum += d * d; }}
+    return sum;
 }}
 /* work(data, leaf) for each leaf of an item whose box is at most *most away from q, which may be lowered meanwhile. */
 static inline __attribute__((always_inline)) void each_leaf(const tree *t, const real *q, i64 item, const real *most,
@@ -204,28 +214,31 @@ static inline __attribute__((always_inline)) void offer_leaf(void *data, i64 lea
 /* Squared distance that the k nearest do not exceed: that of the farthest of k points. */
 static real reach_of(const search *s, const i64 *of, const real *q) {{
     real far = 0;
-    for (i64 j = 0; j < s->k; j++) {{
-        real sum = 0;
-        for (int a = 0; a < D; a++) {{ const real d = s->x[of[j] * D + a] - q[a]; sum += d * d; }}
-        far = sum > far ? sum : far;
-    }}
+    for (i64 j = 0; j < s->k; j++) {{ const real d = squared(s->x + of[j] * D, q); far = d > far ? d : far; }}
     return far < s->most ? far : s->most;
 }}
 static void search_work(void *data) {{
     search *s = data;
+    const i64 room = (s->k + V - 1) / V * V + V;
+    real d[room], *const nearest = d + V;
+    whole at[room], *const which = at + V;
     for (i64 begin; (begin = __atomic_fetch_add(&s->next, CHUNK, __ATOMIC_RELAXED)) < s->n;) {{
         const i64 end = begin + CHUNK < s->n ? begin + CHUNK : s->n;
         const i64 *near = 0;
         for (i64 j = begin; j < end; j++) {{
             const i64 i = s->turn[j], item = s->item[i];
             const real *q = s->q + i * D;
-            real *d = s->apart + i * s->k;
-            i64 *at = s->found + i * s->k;
+            i64 *found = s->found + i * s->k, n = 0;
             if (near && s->item[s->turn[j - 1]] != item) near = 0;
-            one_search one = {{s, q, {{d, at, s->k, 0, s->by_index, near ? reach_of(s, near, q) : s->most}}}};
+            one_search one = {{s, q, {{nearest, which, s->k, s->by_index, near ? reach_of(s, near, q) : s->most}}}};
+            for (i64 r = 0; r < room; r++) d[r] = r < V ? -1 : __builtin_inf(), at[r] = r < V ? -1 : {highest};
             each_leaf(&s->t, q, item, &one.b.most, offer_leaf, &one);
-            near = one.b.n == s->k && !s->by_index ? at : 0;
-            for (i64 left = one.b.n; left < s->k; left++) d[left] = __builtin_inf(), at[left] = -1;
+            for (; n < s->k && nearest[n] < (real)__builtin_inf(); n++) {{
+                found[n] = which[n];
+                s->apart[i * s->k + n] = s->by_index ? squared(s->x + found[n] * D, q) : nearest[n];
+            }}
+            near = n == s->k && !s->by_index ? found : 0;
+            for (; n < s->k; n++) s->apart[i * s->k + n] = __builtin_inf(), found[n] = -1;
         }}
     }}
 }}
@@ -378,6 +391,7 @@ def library(dim: int, dtype: torch.dtype) -> CDLL | str:
     real, whole, size = _TYPES[dtype]
     lanes = found.vector[0] * 4 // size
     names = {"real": real, "whole": whole, "limit": "__FLT_MAX__" if size == 4 else "__DBL_MAX__"}
+    names |= {"highest": "__INT_MAX__" if size == 4 else "__LONG_LONG_MAX__"}
     names |= {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)}
     try:
         return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, all=f"0x{(1 << LEAF) - 1:x}", **names))

@@ -14,48 +14,18 @@ Points are held in leaves: blocks of neighbours, with boxes. C (coords.native_po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pumice.coords import native_points
-from pumice.coords.codes import serialize
+from pumice.coords import native_points, neighbor_search
 from pumice.coords.native_points import GROUP
+from pumice.coords.points import Found, Limits, PointSet, blocks_of, item_ends
 from pumice.runtime.launch import has_triton
 
 _PAIRS = 1 << 22  # Distances that the twins hold at once
 _PAST = 16  # Entries behind the boxes, which vectors may read
-_MORTON = 4  # Axes that the order of points follows
-_DEPTH = 16  # Maximum bits of each
-
-Found = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class PointSet:
-    """Points [N, D], float32 or float64, contiguous; items int64 [N]: the batch item of each, of `count` items."""
-
-    points: Tensor
-    items: Tensor
-    count: int
-
-    def __len__(self) -> int:
-        return len(self.points)
-
-    @property
-    def dim(self) -> int:
-        return self.points.shape[1]
-
-
-class Limits(NamedTuple):
-    """What a search admits. k: results of each query; most: largest squared distance; by_index: of those admitted take
-    the k of lowest index, not the nearest."""
-
-    k: int
-    most: float
-    by_index: bool = False
 
 
 def nearest(points: PointSet, queries: PointSet, limits: Limits) -> Found:
@@ -63,8 +33,6 @@ def nearest(points: PointSet, queries: PointSet, limits: Limits) -> Found:
     if _in_c(points):
         return _nearest_native(points, queries, limits)
     if _in_triton(points):
-        from pumice.coords import neighbor_search
-
         return neighbor_search.nearest(points, queries, limits)
     return nearest_torch(points, queries, limits)
 
@@ -74,8 +42,6 @@ def within(points: PointSet, queries: PointSet, most: float) -> Found:
     if _in_c(points):
         return _within_native(points, queries, most)
     if _in_triton(points):
-        from pumice.coords import neighbor_search
-
         return neighbor_search.within(points, queries, most)
     return within_torch(points, queries, most)
 
@@ -86,8 +52,6 @@ def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> 
     if _in_c(points):
         return _farthest_native(points, counts, starts)
     if _in_triton(points):
-        from pumice.coords import neighbor_search
-
         return neighbor_search.farthest(points, counts, starts)
     return farthest_torch(points, counts, starts)
 
@@ -161,76 +125,6 @@ def farthest_torch(points: PointSet, counts: Sequence[int], starts: Sequence[int
     return torch.cat(found)
 
 
-# Leaves
-
-
-@dataclass(frozen=True)
-class PointLeaves:
-    """Points in blocks of `size` neighbours of one item, the last block of an item padded.
-
-    order: int32 [N], the points item by item, neighbours together; block n holds counts[n] of them from begins[n] on.
-    points [leaves, D, size], inf for padding; index int32 [leaves, size], -1 for padding. boxes [2 D, leaves + some]:
-    low sides, then high. item_leaf int64 [items + 1]: where the leaves of each item begin."""
-
-    order: Tensor
-    points: Tensor
-    index: Tensor
-    boxes: Tensor
-    item_leaf: Tensor
-
-
-class _Blocks(NamedTuple):
-    """Runs of `size` within segments. begins, counts int64 [blocks]; of [segments + 1]: where a segment's blocks begin;
-    segment int64 [blocks]."""
-
-    begins: Tensor
-    counts: Tensor
-    of: Tensor
-    segment: Tensor
-
-
-def _blocks(ends: Tensor, size: int) -> _Blocks:
-    """ends: int64 [segments + 1], where each begins, then the end of the last."""
-    each = (ends[1:] - ends[:-1] + size - 1) // size
-    of = torch.cat([each.new_zeros(1), each.cumsum(0)])
-    segment = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
-    begins = ends[segment] + (torch.arange(len(segment), device=each.device) - of[segment]) * size
-    return _Blocks(begins, (ends[1:][segment] - begins).clamp_(max=size), of, segment)
-
-
-def item_ends(points: PointSet) -> Tensor:
-    """int64 [items + 1]: where each item begins in an order by items."""
-    counts = torch.bincount(points.items, minlength=points.count)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def morton_order(points: PointSet) -> Tensor:
-    """int64 [N]: the points by (item, Morton code of their place on the widest axes)."""
-    if not len(points):
-        return points.items
-    low, high = points.points.amin(0), points.points.amax(0)
-    axes = (high - low).argsort(descending=True)[:_MORTON]
-    depth = min(_DEPTH, (62 - points.count.bit_length()) // len(axes))
-    unit = (high - low)[axes].amax().clamp(min=torch.finfo(low.dtype).tiny) / (2**depth - 1)
-    cells = ((points.points - low)[:, axes] / unit).int().clamp_(0, 2**depth - 1)
-    codes = serialize(torch.cat([points.items.int()[:, None], cells], dim=1), depth=depth, check=False)
-    return codes.argsort()
-
-
-def leaves_of(points: PointSet, size: int) -> PointLeaves:
-    """In plain torch, by Morton codes."""
-    order, blocks = morton_order(points), _blocks(item_ends(points), size)
-    lane = torch.arange(size, device=order.device)
-    place = blocks.begins[:, None] + lane
-    there = lane < blocks.counts[:, None]
-    index = order[place.clamp_(max=max(0, len(order) - 1))].where(there, -1) if len(order) else place
-    held = points.points[index].movedim(2, 1)
-    spread = held.masked_fill(~there[:, None], torch.inf)
-    low, high = spread.amin(2), held.masked_fill(~there[:, None], -torch.inf).amax(2)
-    boxes = torch.cat([low, high], dim=1).T.contiguous()
-    return PointLeaves(order.int(), spread.contiguous(), index.int(), boxes, blocks.of)
-
-
 # C
 
 
@@ -252,8 +146,8 @@ def _arranged(points: PointSet, ends: Tensor) -> Tensor:
 
 def _tree(points: PointSet) -> _Tree:
     ends = item_ends(points)
-    order, blocks = _arranged(points, ends), _blocks(ends, native_points.LEAF)
-    groups, number = _blocks(blocks.of, GROUP), len(blocks.begins)
+    order, blocks = _arranged(points, ends), blocks_of(ends, native_points.LEAF)
+    groups, number = blocks_of(blocks.of, GROUP), len(blocks.begins)
     held = points.points.new_empty(number, points.dim, native_points.LEAF)
     index = order.new_empty(number, native_points.LEAF)
     leaves = points.points.new_full((2 * points.dim, number + _PAST), torch.inf)
