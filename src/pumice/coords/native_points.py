@@ -6,8 +6,8 @@ with boxes (coords.neighbors.PointBlocks). A query is compared with the boxes of
 with all points of a leaf.
 
 Both the distance to a point and the bound of a box are sums in the same order of squares of differences, each rounded,
-never fused: rounding is monotone, so no bound exceeds the distance of a point in the box, and results are exact. Whoever
-searches next begins with the distances to what was found last, which is close by.
+never fused: rounding is monotone, so no bound exceeds the distance of a point in the box, and results are exact. A
+query begins with the distances to what the query before has found, which is close by.
 
 Farthest points: leaves keep the distance of their farthest point, so that a new sample touches only those leaves whose
 box is nearer (Han et al., QuickFPS, IEEE TCAD 2023, section III).
@@ -162,8 +162,8 @@ int fill(region parallel, int threads, const real *x, const int *order, const i6
     return 0;
 }}
 
-/* The best so far by (d, at), sorted, with room for whole vectors and d[-1] below all; the largest squared distance that
-   is admitted. by_index: distances count as 0. */
+/* The best so far by (d, at), sorted, with room for whole vectors and d[-1] below all. most: the largest squared
+   distance that is admitted. by_index: distances count as 0. */
 typedef struct {{ real *d; whole *at; i64 k, by_index; real most; }} best;
 static inline void offer(best *b, real d, whole at) {{
     const real x = b->by_index ? 0 : d;
@@ -246,8 +246,8 @@ static void search_work(void *data) {{
 int nearest(region parallel, int threads, const real *points, const int *index, const real *leaves, const real *groups,
     const i64 *group_leaf, const i64 *item_group, const real *x, const real *q, const int *turn, const i64 *item,
     i64 *found, real *apart, const real *most, i64 leaf_stride, i64 group_stride, i64 n, i64 k, i64 by_index) {{
-    search s = {{{{points, leaves, groups, index, group_leaf, item_group, leaf_stride, group_stride}}, x, q, turn, item, 0,
-        found, apart, n, k, by_index, 0, *most}};
+    search s = {{{{points, leaves, groups, index, group_leaf, item_group, leaf_stride, group_stride}}, x, q, turn, item,
+        0, found, apart, n, k, by_index, 0, *most}};
     start(parallel, threads, (n + CHUNK - 1) / CHUNK, search_work, &s);
     return 0;
 }}
@@ -293,8 +293,8 @@ int within(region parallel, int threads, const real *points, const int *index, c
     return 0;
 }}
 
-/* apart [leaf, LEAF]: squared distance to the nearest sample, below 0 for samples and padding. The farthest point of each
-   leaf, and of each group: its distance and place leaf * LEAF + i; ties by index. */
+/* apart [leaf, LEAF]: squared distance to the nearest sample, below 0 for samples and padding. The farthest point of
+   each leaf, and of each group: its distance and place leaf * LEAF + i; ties by index. */
 typedef struct {{
     tree t; const i64 *begins, *first; i64 *found; real *apart, *leaf_far, *group_far; i64 *leaf_at, *group_at;
     i64 items, next;

@@ -214,8 +214,8 @@ def farthest(
             far = tl.zeros([TILE, LEAF], tl.float32)
             for axis in tl.static_range(D):
                 p = tl.load(points + (own * D + axis)[:, None] * LEAF + column, mask=on[:, None], other=0.0)
-                gap = p - tl.load(whole + chosen * D + axis)
-                far += gap * gap
+                apart_by = p - tl.load(whole + chosen * D + axis)
+                far += apart_by * apart_by
             at = own[:, None] * LEAF + column
             which = tl.load(index + at, mask=on[:, None], other=0)
             had = tl.load(apart + at, mask=on[:, None], other=-1.0)

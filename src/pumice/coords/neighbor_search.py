@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.points import Found, Limits, PointLeaves, PointSet, leaves_of
+from pumice.coords.points import Found, Limits, PointSet, leaves_of
 from pumice.runtime.launch import kernel
 
 _CHUNK = 128  # Boxes that a program looks at together

@@ -104,10 +104,13 @@ def nearest_torch(points: PointSet, queries: PointSet, limits: Limits) -> Found:
 
 def within_torch(points: PointSet, queries: PointSet, most: float) -> Found:
     """As within, in plain torch."""
-    pairs = [_admitted(points, queries, part, most).isfinite().nonzero() for part in _parts(points, queries)]
-    counts = [torch.bincount(p[:, 0], minlength=part.stop - part.start) for p, part in zip(pairs, _parts(points, queries))]
-    first = torch.cat([points.items.new_zeros(1), *counts])[: len(queries) + 1].cumsum(0)
-    return first, torch.cat([points.items.new_zeros(0), *(p[:, 1] for p in pairs)])
+    pairs = [points.items.new_zeros(0, 2)]
+    for part in _parts(points, queries):
+        found = _admitted(points, queries, part, most).isfinite().nonzero()
+        pairs.append(found + found.new_tensor([part.start, 0]))
+    query, index = torch.cat(pairs).unbind(1)
+    first = torch.bincount(query + 1, minlength=len(queries) + 1).cumsum(0)
+    return first, index.contiguous()
 
 
 def farthest_torch(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
@@ -134,12 +137,13 @@ class _Tree(NamedTuple):
     order: Tensor
     tensors: tuple[Tensor, ...]
     strides: tuple[int, int]
-    counts: Tensor
 
 
 def _arranged(points: PointSet, ends: Tensor) -> Tensor:
     """int32 [N]: the points item by item, neighbours together."""
-    order = points.items.argsort(stable=True).int() if points.count > 1 else torch.arange(len(points), dtype=torch.int32)
+    order = (
+        points.items.argsort(stable=True).int() if points.count > 1 else torch.arange(len(points), dtype=torch.int32)
+    )
     native_points.run(points.points, "arrange", (points.points, order, ends), (points.count,))
     return order
 
@@ -158,7 +162,7 @@ def _tree(points: PointSet) -> _Tree:
     outer[: points.dim].scatter_reduce_(1, of, leaves[: points.dim, :number], "amin")
     outer[points.dim :].neg_().scatter_reduce_(1, of, leaves[points.dim :, :number], "amax")
     begins = torch.cat([groups.begins, groups.begins.new_tensor([number])])
-    return _Tree(order, (held, index, leaves, outer, begins, groups.of), (leaves.shape[1], outer.shape[1]), blocks.counts)
+    return _Tree(order, (held, index, leaves, outer, begins, groups.of), (leaves.shape[1], outer.shape[1]))
 
 
 def _turn(points: PointSet, queries: PointSet, tree: _Tree) -> Tensor:

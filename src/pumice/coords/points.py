@@ -13,6 +13,7 @@ from pumice.coords.codes import serialize
 _AXES = 4  # Axes that the order of points follows
 _DEPTH = 16  # Maximum bits of each
 
+
 @dataclass(frozen=True)
 class PointSet:
     """Points [N, D], float32 or float64, contiguous; items int64 [N]: the batch item of each, of `count` items."""
