@@ -15,6 +15,40 @@ BEYOND = tl.constexpr(1 << 40)  # Above all indices
 _NUMBERS = ["k", "most", "stride", "query_stride"]
 
 
+@triton.jit(do_not_specialize=["count"])
+def codes(
+    points, items, low, unit, found, count: "i64",
+    D: tl.constexpr, AXES: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """found[p]: batch item and Morton code of point p's cell of size `unit` from `low`, on the first AXES axes."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = p < count
+    code = tl.load(items + p, mask=there, other=0) << (AXES * DEPTH)
+    for axis in tl.static_range(AXES):
+        x = (tl.load(points + p * D + axis, mask=there, other=0.0) - tl.load(low + axis)) / tl.load(unit)
+        cell = tl.minimum(x, (1 << DEPTH) - 1.0).to(tl.int64)
+        for bit in tl.static_range(DEPTH):
+            code |= ((cell >> bit) & 1) << (bit * AXES + AXES - 1 - axis)
+    tl.store(found + p, code, mask=there)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def leaves(
+    points, order, begins, counts, held, index, boxes, stride: "i64", D: tl.constexpr, LEAF: tl.constexpr
+):
+    """The leaf of the program: up to LEAF points in `order` from begins[leaf] on."""
+    leaf = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, LEAF)
+    there = lane < tl.load(counts + leaf)
+    which = tl.load(order + tl.load(begins + leaf) + lane, mask=there, other=-1)
+    tl.store(index + leaf * LEAF + lane, which.to(tl.int32))
+    for axis in tl.static_range(D):
+        x = tl.load(points + which * D + axis, mask=there, other=float("inf"))
+        tl.store(held + (leaf * D + axis) * LEAF + lane, x)
+        tl.store(boxes + axis * stride + leaf, tl.min(x))
+        tl.store(boxes + (D + axis) * stride + leaf, tl.max(tl.where(there, x, -float("inf"))))
+
+
 @triton.jit
 def _key(far, index):
     return (far.to(tl.int32, bitcast=True).to(tl.int64) << 32) | index.to(tl.int64)
@@ -22,12 +56,13 @@ def _key(far, index):
 
 @triton.jit
 def _distances(points, queries, leaf, query_leaf, D: tl.constexpr, LEAF: tl.constexpr, QUERIES: tl.constexpr):
-    """[QUERIES, LEAF]: squared distances of the queries and points of two leaves."""
-    total = tl.zeros([QUERIES, LEAF], tl.float32)
+    """[LEAF, QUERIES]: squared distances of the points and queries of two leaves. Queries are the fast axis: a thread
+    holds all points of a query, and sums and minima over points take no exchange between threads."""
+    total = tl.zeros([LEAF, QUERIES], tl.float32)
     for axis in tl.static_range(D):
         p = tl.load(points + (leaf * D + axis) * LEAF + tl.arange(0, LEAF))
         q = tl.load(queries + (query_leaf * D + axis) * QUERIES + tl.arange(0, QUERIES))
-        apart = p[None, :] - q[:, None]
+        apart = p[:, None] - q[None, :]
         total += apart * apart
     return total
 
@@ -75,21 +110,21 @@ def _met(
     keys, points, index, queries, leaf, query_leaf, most,
     D: tl.constexpr, LEAF: tl.constexpr, QUERIES: tl.constexpr, BY_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """keys [QUERIES, SLOTS] with the points of a leaf that are better than the worst of them."""
+    """keys [SLOTS, QUERIES] with the points of a leaf that are better than the worst of them."""
     far = _distances(points, queries, leaf, query_leaf, D, LEAF, QUERIES)
-    which = tl.load(index + leaf * LEAF + tl.arange(0, LEAF))[None, :]
+    which = tl.load(index + leaf * LEAF + tl.arange(0, LEAF))[:, None]
     if BY_INDEX:
         fresh = tl.where(far <= most, which.to(tl.int64), ABSENT)
     else:
         fresh = tl.where(far <= most, _key(far, which), ABSENT)
-    worst = tl.max(keys, 1)
-    best = tl.min(fresh, 1)
+    worst = tl.max(keys, 0)
+    best = tl.min(fresh, 0)
     while tl.max((best < worst).to(tl.int32)) > 0:
         better = best < worst
-        keys = tl.where((keys == worst[:, None]) & better[:, None], best[:, None], keys)
-        fresh = tl.where(fresh == best[:, None], ABSENT, fresh)
-        worst = tl.max(keys, 1)
-        best = tl.min(fresh, 1)
+        keys = tl.where((keys == worst[None, :]) & better[None, :], best[None, :], keys)
+        fresh = tl.where(fresh == best[None, :], ABSENT, fresh)
+        worst = tl.max(keys, 0)
+        best = tl.min(fresh, 0)
     return keys
 
 
@@ -98,7 +133,7 @@ def _reach(keys, there, most, BY_INDEX: tl.constexpr):
     """Squared distance beyond which no query has use for a point."""
     if BY_INDEX:
         return most
-    bits = (tl.max(keys, 1) >> 32).to(tl.int32)
+    bits = (tl.max(keys, 0) >> 32).to(tl.int32)
     return tl.minimum(tl.max(tl.where(there, bits, 0)).to(tl.float32, bitcast=True), most)
 
 
@@ -112,12 +147,12 @@ def nearest(
     """found, apart [Q, k]: the k best points of each query, sorted, -1 and inf for none; apart is that of the keys."""
     own = tl.program_id(0).to(tl.int64)
     which = tl.load(query_index + own * QUERIES + tl.arange(0, QUERIES))
-    slot = tl.arange(0, SLOTS).to(tl.int64)[None, :]
+    slot = tl.arange(0, SLOTS).to(tl.int64)
     there = which >= 0
     limit = tl.cast(most, tl.float32)
     empty = BEYOND if BY_INDEX else (limit.to(tl.int32, bitcast=True).to(tl.int64) + 1) << 32
     # Slots that are too many, and those of padding, hold what nothing is better than.
-    keys = tl.where((slot < k) & there[:, None], empty + slot, -1 - slot)
+    keys = tl.where((slot < k)[:, None] & there[None, :], (empty + slot)[:, None], (-1 - slot)[:, None])
     item = tl.load(query_item + own)
     begin, end = tl.load(item_leaf + item), tl.load(item_leaf + item + 1)
     middle = _middle_leaf(boxes, query_boxes, begin, end, own, stride, query_stride, D, CHUNK)
@@ -133,10 +168,10 @@ def nearest(
             keys = _met(keys, points, index, queries, next_leaf, own, limit, D, LEAF, QUERIES, BY_INDEX)
             bound = tl.where(leaf == next_leaf, float("inf"), bound)
         start += CHUNK
-    keys = tl.sort(keys, dim=1)
+    keys = tl.sort(tl.trans(keys), dim=1)
     # The k are the last of the slots.
-    at = which[:, None].to(tl.int64) * k + slot - (SLOTS - k)
-    mask = there[:, None] & (slot >= SLOTS - k)
+    at = which[:, None].to(tl.int64) * k + (slot - (SLOTS - k))[None, :]
+    mask = there[:, None] & (slot >= SLOTS - k)[None, :]
     none = keys >= empty
     far = (keys >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     tl.store(found + at, tl.where(none, -1, keys & 0xFFFFFFFF), mask=mask)
@@ -164,12 +199,12 @@ def within(
         while tl.min(bound) <= limit:
             next_leaf = start + tl.argmin(bound, 0)
             far = _distances(points, queries, next_leaf, own, D, LEAF, QUERIES)
-            hit = ((far <= limit) & there[:, None]).to(tl.int64)
+            hit = ((far <= limit) & there[None, :]).to(tl.int64)
             if LIST:
-                place = at[:, None] + tl.cumsum(hit, axis=1) - hit
+                place = at[None, :] + tl.cumsum(hit, axis=0) - hit
                 met = tl.load(index + next_leaf * LEAF + tl.arange(0, LEAF)).to(tl.int64)
-                tl.store(found + place, tl.broadcast_to(met[None, :], [QUERIES, LEAF]), mask=hit > 0)
-            at += tl.sum(hit, 1)
+                tl.store(found + place, tl.broadcast_to(met[:, None], [LEAF, QUERIES]), mask=hit > 0)
+            at += tl.sum(hit, 0)
             bound = tl.where(leaf == next_leaf, float("inf"), bound)
         start += CHUNK
     if not LIST:

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.points import Found, Limits, PointSet, leaves_of
+from pumice.coords.points import Found, Limits, PointLeaves, PointSet, blocks_of, item_ends
 from pumice.runtime.launch import kernel
 
 _CHUNK = 128  # Boxes that a program looks at together
+_BLOCK = 256  # Points whose codes a program computes
+_AXES = 4  # Axes that the order of points follows
+_DEPTH = 16  # Maximum bits of each
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,29 @@ def shape_for(k: int) -> SearchShape:
 
 def slots_of(k: int) -> int:
     return 1 << max(1, (k - 1).bit_length())
+
+
+def leaves_of(points: PointSet, size: int) -> PointLeaves:
+    """As coords.points.leaves_of, whose order follows the widest axes, not the first."""
+    like, number = points.points, len(points)
+    low, high = torch.aminmax(like, dim=0) if number else (like.new_zeros(points.dim),) * 2
+    axes = min(points.dim, _AXES)
+    depth = min(_DEPTH, (62 - points.count.bit_length()) // axes)
+    unit = (high - low)[:axes].amax().clamp_(min=torch.finfo(like.dtype).tiny).div_(2**depth - 1)
+    codes = points.items.new_empty(number)
+    constants = {"D": points.dim, "AXES": axes, "DEPTH": depth, "BLOCK": _BLOCK}
+    tensors = (like, points.items, low, unit, codes)
+    kernel("neighbor_kernels.codes")(-(-number // _BLOCK), tensors, (number,), constants)
+    order, blocks = codes.argsort(), blocks_of(item_ends(points), size)
+    count = len(blocks.begins)
+    held, boxes = like.new_empty(count, points.dim, size), like.new_empty(2 * points.dim, count)
+    index = torch.empty(count, size, dtype=torch.int32, device=like.device)
+    tensors, constants = (
+        (like, order, blocks.begins, blocks.counts, held, index, boxes),
+        {"D": points.dim, "LEAF": size},
+    )
+    kernel("neighbor_kernels.leaves")(count, tensors, (count,), constants, 1)
+    return PointLeaves(order, held, index, boxes, blocks.of, blocks.segment)
 
 
 def _asked(points: PointSet, queries: PointSet, shape: SearchShape) -> tuple[list[Tensor], tuple[int, int], Any]:

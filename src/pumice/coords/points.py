@@ -71,14 +71,17 @@ class Blocks(NamedTuple):
 def blocks_of(ends: Tensor, size: int) -> Blocks:
     """ends: int64 [segments + 1], where each begins, then the end of the last."""
     each = (ends[1:] - ends[:-1] + size - 1) // size
+    number = int(each.sum())
     of = torch.cat([each.new_zeros(1), each.cumsum(0)])
-    segment = torch.repeat_interleave(torch.arange(len(each), device=each.device), each)
+    segment = torch.repeat_interleave(torch.arange(len(each), device=each.device), each, output_size=number)
     begins = ends[segment] + (torch.arange(len(segment), device=each.device) - of[segment]) * size
     return Blocks(begins, (ends[1:][segment] - begins).clamp_(max=size), of, segment)
 
 
 def item_ends(points: PointSet) -> Tensor:
     """int64 [items + 1]: where each item begins in an order by items."""
+    if points.count == 1:
+        return torch.arange(2, device=points.items.device) * len(points)
     counts = torch.bincount(points.items, minlength=points.count)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 

@@ -2,11 +2,17 @@
 
     y[t] = sum over the s of t's sequence of  softmax over s (scale * q[t] . k[s]) * v[s]      for each head
 
-Sequences of one length are a batch of torch's scaled_dot_product_attention. Others are a nested tensor of it on a GPU
-in half precision, which takes its flash kernel; elsewhere they are grouped by length into such batches.
+Sequences of one length are a batch of torch's scaled_dot_product_attention. Others go to its varlen_attn on a GPU in
+half precision; elsewhere they are grouped by length into such batches.
 """
 
 from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,17 +54,26 @@ def attention(
     Source: T. Dao, FlashAttention-2, ICLR 2024, whose varlen interface this follows."""
     keys = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     _check(q, k, v, dropout)
-    lengths, key_lengths = _lengths(cu_seqlens, len(q), "cu_seqlens"), _lengths(keys, len(k), "cu_seqlens_k")
-    if len(lengths) != len(key_lengths):
-        raise ShapeError(f"cu_seqlens_k has as many entries as cu_seqlens, {len(lengths) + 1}; {len(key_lengths) + 1}")
-    pairs = [*zip(lengths, key_lengths, strict=True)]
+    lengths = _lengths(cu_seqlens, len(q), "cu_seqlens")
+    others = lengths if keys is cu_seqlens and len(k) == len(q) else _lengths(keys, len(k), "cu_seqlens_k")
+    if len(lengths.each) != len(others.each):
+        raise ShapeError(f"cu_seqlens_k is [{len(lengths.each) + 1}] as cu_seqlens, found [{len(others.each) + 1}]")
     how = _Options(dropout, scale, causal, q.shape[1] != k.shape[1])
-    if len({*pairs}) == 1 and 0 not in pairs[0]:
-        return how.equal(q, k, v, len(pairs), pairs[0])
-    square = not causal or keys is cu_seqlens or lengths == key_lengths
-    if q.is_cuda and q.dtype in _HALF and square and not how.grouped and all(n and m for n, m in pairs):
-        return how.nested(q, k, v, (cu_seqlens, keys), pairs)
-    return how.by_length(q, k, v, pairs)
+    if lengths.alike and others.alike:
+        return how.equal(q, k, v, len(lengths.each), (lengths.most, others.most))
+    if q.is_cuda and q.dtype in _HALF and how.runs_varlen(q, v):
+        return how.varlen(q, k, v, (cu_seqlens, keys), (lengths.most, others.most))
+    return how.by_length(q, k, v, [*zip(lengths.each, others.each, strict=True)])
+
+
+@lru_cache(maxsize=1)
+def _varlen_attn() -> Callable[..., Any] | None:
+    """torch's own attention over sequences of any lengths, where it has one that scales and masks."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size"} <= {*inspect.signature(varlen_attn).parameters} else None
 
 
 class _Options:
@@ -88,19 +103,15 @@ class _Options:
             found = self._run(*heads, causal)
         return found.transpose(1, 2).reshape(len(q), q.shape[1], v.shape[2])
 
-    def nested(
-        self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], pairs: list[tuple[int, int]]
-    ) -> Tensor:
+    def runs_varlen(self, q: Tensor, v: Tensor) -> bool:
+        plain = not self.dropout and not self.grouped and q.shape[2] == v.shape[2]
+        return plain and len(q) > 0 and len(v) > 0 and _varlen_attn() is not None
+
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor], most: tuple[int, int]) -> Tensor:
         """Of sequences of any lengths."""
-        longest = [max(lengths) for lengths in zip(*pairs, strict=True)]
-        shortest = [min(lengths) for lengths in zip(*pairs, strict=True)]
-        heads = [
-            torch.nested.nested_tensor_from_jagged(
-                x, ends[at].long(), min_seqlen=shortest[at], max_seqlen=longest[at]
-            ).transpose(1, 2)
-            for x, at in ((q, 0), (k, 1), (v, 1))
-        ]
-        return self._run(*heads, self.causal).transpose(1, 2).values()
+        run, window = _varlen_attn(), {"window_size": (-1, 0)} if self.causal else {}
+        assert run is not None
+        return run(q, k, v, *(end.int() for end in ends), *most, scale=self.scale, **window)
 
     def by_length(self, q: Tensor, k: Tensor, v: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
         """Of sequences of any lengths, those of one length at a time."""
@@ -123,22 +134,37 @@ def _rows(begins: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     return (first[:, None] + torch.arange(size, device=device)).flatten()
 
 
+class _Lengths(NamedTuple):
+    """Of sequences: each, the most, whether all are as long, and more than 0; the ends of the first and the last, and
+    whether they ascend."""
+
+    each: tuple[int, ...]
+    most: int
+    alike: bool
+    ends: tuple[int, int]
+    ascend: bool
+
+
 @cached_per_tensor
-def _ends(cu_seqlens: Tensor) -> tuple[int, ...]:
-    return tuple(cu_seqlens.tolist())
+def _read(cu_seqlens: Tensor) -> _Lengths:
+    ends = cu_seqlens.tolist()
+    each = tuple(last - first for first, last in itertools.pairwise(ends))
+    most = max(each, default=0)
+    return _Lengths(each, most, most > 0 and len({*each}) == 1, (ends[0], ends[-1]), min(each, default=0) >= 0)
 
 
-def _lengths(cu_seqlens: Tensor, total: int, name: str) -> list[int]:
+def _lengths(cu_seqlens: Tensor, total: int, name: str) -> _Lengths:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise DtypeError(f"{name} is an int32 or int64 tensor, found {found}")
     if cu_seqlens.ndim != 1 or not len(cu_seqlens):
         raise ShapeError(f"{name} is [B + 1], found shape {list(cu_seqlens.shape)}")
-    ends = _ends(cu_seqlens)
-    lengths = [last - first for first, last in zip(ends, ends[1:], strict=False)]
-    if ends[0] or ends[-1] != total or any(n < 0 for n in lengths):
-        raise CoordinateError(f"{name} ascends from 0 to {total}, the number of rows; found {ends[0]} to {ends[-1]}")
-    return lengths
+    found = _read(cu_seqlens)
+    if found.ends != (0, total) or not found.ascend:
+        raise CoordinateError(
+            f"{name} ascends from 0 to {total}, the number of rows; found {found.ends[0]} to {found.ends[1]}"
+        )
+    return found
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
