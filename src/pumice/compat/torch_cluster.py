@@ -97,7 +97,7 @@ def grid_cluster(pos: Tensor, size: Tensor, start: Opt = None, end: Opt = None) 
     """Number of the cell of `size` that holds each point, the first axis fastest: int64 [N]."""
     points = _rows(pos)
     low, high = points.amin(0) if start is None else start, points.amax(0) if end is None else end
-    strides = torch.cat([torch.ones_like(low), ((high - low) / size).floor() + 1]).long()
+    strides = torch.cat([torch.ones_like(low[:1]), ((high - low) / size).floor() + 1]).long()
     return (((points - low) / size).long() * strides[: len(low)].cumprod(0)).sum(1)
 
 

@@ -26,13 +26,16 @@ from pumice.runtime.launch import has_triton
 
 _PAIRS = 1 << 22  # Distances that the twins hold at once
 _PAST = 16  # Entries behind the boxes, which vectors may read
+_AXES = 8  # Axes up to which boxes keep points apart
+_MOST = 1 << 14  # Results of a query that C keeps
+_MOST_KEYS = 1 << 10  # And a kernel
 
 
 def nearest(points: PointSet, queries: PointSet, limits: Limits) -> Found:
     """(int64 [Q, k]: found points, -1 for none; [Q, k]: squared distances, inf for none)."""
-    if _in_c(points):
+    if _in_c(points) and limits.k <= _MOST:
         return _nearest_native(points, queries, limits)
-    if _in_triton(points):
+    if _in_triton(points) and limits.k <= _MOST_KEYS:
         return neighbor_search.nearest(points, queries, limits)
     return nearest_torch(points, queries, limits)
 
@@ -57,11 +60,12 @@ def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> 
 
 
 def _in_c(points: PointSet) -> bool:
-    return native_points.refusal(points.points) is None and not has_triton(points.points)
+    held = points.points
+    return points.dim <= _AXES and not has_triton(held) and native_points.refusal(held) is None
 
 
 def _in_triton(points: PointSet) -> bool:
-    return has_triton(points.points) and points.points.dtype == torch.float32
+    return points.dim <= _AXES and has_triton(points.points) and points.points.dtype == torch.float32
 
 
 # Plain torch

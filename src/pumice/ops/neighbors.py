@@ -17,7 +17,6 @@ from pumice.coords import Limits, PointSet, farthest, nearest, within
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops.scatter import gather
 
-_AXES = 8
 _ORDERS = ("distance", "index")
 
 
@@ -43,7 +42,8 @@ def knn(
 
     Parameters
     ----------
-    points: floating point [P, D], D from 1 to 8, finite. float64 is searched in float64, others in float32.
+    points: floating point [P, D], finite. float64 is searched in float64, others in float32. Above D = 8 all points are
+        compared with all queries, in parts.
     k: number of neighbours, at least 1.
     queries: [Q, D], of the dtype and on the device of points; default: the points, each its own first neighbour.
     batch, query_batch: int [P] and [Q], the batch item of each, in any order; default: 0.
@@ -160,7 +160,7 @@ def three_interpolate(
     weight = (near / near.sum(1, keepdim=True).clamp(min=torch.finfo(near.dtype).tiny)).to(feats.dtype)
     if not len(feats):
         return feats.new_zeros(len(queries), feats.shape[1]) + feats.sum()
-    met = gather(feats, index.clamp(min=0).flatten()).reshape(*index.shape, -1)
+    met = gather(feats, index.clamp(min=0).flatten()).reshape(*index.shape, feats.shape[1])
     return torch.einsum("qkc,qk->qc", met, weight)
 
 
@@ -201,8 +201,8 @@ def _checked(points: Tensor, name: str) -> Tensor:
     if not isinstance(points, Tensor) or not points.is_floating_point():
         found = points.dtype if isinstance(points, Tensor) else type(points).__name__
         raise DtypeError(f"{name} are a floating point tensor, found {found}")
-    if points.ndim != 2 or not 1 <= points.shape[1] <= _AXES:
-        raise ShapeError(f"{name} are [N, D] with D from 1 to {_AXES}, found shape {list(points.shape)}")
+    if points.ndim != 2 or not points.shape[1]:
+        raise ShapeError(f"{name} are [N, D] with D of at least 1, found shape {list(points.shape)}")
     found = points.detach()
     return (found if found.dtype == torch.float64 else found.float()).contiguous()
 
