@@ -14,7 +14,7 @@ BATCH, NEW_BATCH = torch.arange(30) >= 18, torch.arange(9) >= 5
 
 
 def apart() -> torch.Tensor:
-    return torch.cdist(NEW.double(), XYZ.double()).masked_fill(BATCH != NEW_BATCH[:, None], torch.inf)
+    return torch.cdist(NEW.double(), XYZ.double()).masked_fill(NEW_BATCH[:, None] != BATCH, torch.inf)
 
 
 def test_offsets():
