@@ -22,6 +22,7 @@ from benchmarks.suites import (
     layer_accuracy,
     layers,
     maps,
+    points,
     pruned,
     roofline,
     sparse_loops,
@@ -103,6 +104,7 @@ _TABLE = (
             "ablation": maps.ablation,
         },
     ),
+    Suite("points", {"knn": points.knn, "ball": points.ball, "fps": points.fps, "attention": points.attention}),
     Suite(
         "tuner",
         {

@@ -26,7 +26,9 @@ from pumice.coords import (
     CoordBuffer,
     Geometry,
     GridSpec,
+    Limits,
     MapSchedule,
+    PointSet,
     Relation,
     SortSpec,
     bricks,
@@ -34,6 +36,7 @@ from pumice.coords import (
     chain_tiles,
     kernel_map,
     lookup,
+    neighbor_search,
     segments,
     tiles,
 )
@@ -146,6 +149,8 @@ def variants() -> tuple[Variant, ...]:
         with patch.multiple(bricks, WHOLE=0, FEW=0):
             _lookups(3)
             _levels(3)
+        for dim, count in ((3, 300), (2, 9000)):
+            _points(dim, count)
         for volume in (27, 8, 125):
             _stages(volume)
         for count in (100, 500, 2000):
@@ -226,6 +231,15 @@ def _lookups(dim: int) -> None:
         table.neighbours(other, Relation.of(dim, 3, dilation=9))
     if dim == 3:
         tables[0].neighbours(cloud, asked[0], mirrored=True)
+
+
+def _points(dim: int, count: int) -> None:
+    """Searches among points."""
+    points = PointSet(torch.zeros(count, dim), torch.zeros(count, dtype=torch.int64), 1)
+    for limits in (Limits(3, 1.0), Limits(16, 1.0), Limits(32, 1.0, True), Limits(200, 1.0)):
+        neighbor_search.nearest(points, points, limits)
+    neighbor_search.within(points, points, 1.0)
+    neighbor_search.farthest(points, [7], [0])
 
 
 def _levels(dim: int) -> None:

@@ -10,7 +10,9 @@ from pumice.coords.grid import ROUNDINGS, GridSpec, VoxelFrame
 from pumice.coords.kernel_map import KernelMap, Pairs, read_pending_sizes
 from pumice.coords.lookup import MapSchedule, lookup_of, mask_words
 from pumice.coords.multi_map import MultiMap, PairSegments
+from pumice.coords.neighbors import farthest, nearest, within
 from pumice.coords.outputs import make_outputs
+from pumice.coords.points import Limits, PointSet
 from pumice.coords.relation import POLICIES, Relation, as_axes
 from pumice.coords.tiles import PairGroups, SortSpec, TileList
 from pumice.coords.tracing import trace_local
@@ -27,11 +29,13 @@ __all__ = [
     "GridSpec",
     "KernelMap",
     "KeySpace",
+    "Limits",
     "MapSchedule",
     "MultiMap",
     "PairGroups",
     "PairSegments",
     "Pairs",
+    "PointSet",
     "Relation",
     "SortSpec",
     "TileList",
@@ -42,6 +46,7 @@ __all__ = [
     "check_steps",
     "checked_geometry",
     "deserialize",
+    "farthest",
     "frame_of",
     "join_side_streams",
     "kernel_map",
@@ -50,6 +55,7 @@ __all__ = [
     "mask_words",
     "morton_argsort",
     "morton_unique",
+    "nearest",
     "on_side_stream",
     "pyramid",
     "quantize",
@@ -58,4 +64,5 @@ __all__ = [
     "serialize",
     "trace_local",
     "unique_coords",
+    "within",
 ]

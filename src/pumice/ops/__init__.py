@@ -2,12 +2,14 @@
 
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.kernel import tuning
+from pumice.ops.attention import attention
 from pumice.ops.conv import conv, conv_features, conv_inverse, conv_transpose
 from pumice.ops.einsum import compile_einsum, einsum
 from pumice.ops.graph import Graph
 from pumice.ops.harmonics import clebsch_gordan, spherical_harmonics
 from pumice.ops.irreps import Irrep, Irreps
 from pumice.ops.linear import linear
+from pumice.ops.neighbors import Neighbors, ball_query, farthest_point_sample, knn, radius_graph, three_interpolate
 from pumice.ops.norm import batch_norm, group_norm
 from pumice.ops.points import coalesce, devoxelize, interpolate, voxelize
 from pumice.ops.pool import (
@@ -42,9 +44,12 @@ __all__ = [
     "Irrep",
     "Irreps",
     "MapConsumers",
+    "Neighbors",
     "Sparse",
     "SparseTensor",
+    "attention",
     "avg_pool",
+    "ball_query",
     "batch_norm",
     "broadcast",
     "cat",
@@ -59,6 +64,7 @@ __all__ = [
     "conv_transpose",
     "devoxelize",
     "einsum",
+    "farthest_point_sample",
     "from_dense",
     "gather",
     "global_avg_pool",
@@ -66,11 +72,13 @@ __all__ = [
     "global_sum_pool",
     "group_norm",
     "interpolate",
+    "knn",
     "linear",
     "max_pool",
     "prepare",
     "prune",
     "quantize",
+    "radius_graph",
     "relational_conv",
     "row_mean",
     "row_sum",
@@ -83,6 +91,7 @@ __all__ = [
     "split",
     "sum_pool",
     "to_bev",
+    "three_interpolate",
     "to_dense",
     "tuning",
     "union",

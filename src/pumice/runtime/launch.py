@@ -333,11 +333,13 @@ class KernelLauncher:
         constants: Mapping[str, Any] = MappingProxyType({}),
         warps: int = 4,
         overlapped: bool = False,
+        fused: bool = True,
     ) -> None:
         """Launch `programs` programs on the tensors' device and its current stream. overlapped: they may start before
         the kernel in front has ended (programmatic dependent launch, from Hopper on), for which they wait themselves.
+        fused: products may be added without being rounded before.
         """
-        fixed = self.bound(tensors, constants, warps, overlapped)
+        fixed = self.bound(tensors, constants, warps, overlapped, fused)
         if (recorded := _LAUNCHES.get()) is None:
             fixed(programs, tensors, numbers)
         else:
@@ -349,13 +351,14 @@ class KernelLauncher:
         constants: Mapping[str, Any] = MappingProxyType({}),
         warps: int = 4,
         overlapped: bool = False,
+        fused: bool = True,
     ) -> BoundKernel:
         """The kernel with these constants for tensors of these dtypes."""
         known = tuple(constants.values())
-        key = (warps, overlapped, known, *[t.dtype for t in tensors])
+        key = (warps, overlapped, fused, known, *[t.dtype for t in tensors])
         fixed = self._fixed.get(key)
         if fixed is None:
-            fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps, overlapped)
+            fixed = self._fixed[key] = BoundKernel(self._kernel, known, warps, overlapped, fused)
         return fixed
 
 
@@ -378,9 +381,12 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
 class BoundKernel:
     """Kernel with bound constexprs, for tensors of fixed dtypes; has a compiled variant per alignment of them."""
 
-    def __init__(self, kernel: Any, constants: Sequence[Any], warps: int = 4, overlapped: bool = False) -> None:
+    def __init__(
+        self, kernel: Any, constants: Sequence[Any], warps: int = 4, overlapped: bool = False, fused: bool = True
+    ) -> None:
         self.kernel, self.constants, self.warps = kernel, tuple(constants), warps
         self._options = {"num_warps": warps, **({"launch_pdl": True} if overlapped else {})}
+        self._options |= {} if fused else {"enable_fp_fusion": False}
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
     def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
