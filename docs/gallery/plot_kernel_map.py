@@ -1,0 +1,8 @@
+"""
+A kernel map
+============
+
+x
+"""
+import matplotlib.pyplot as plt
+plt.plot([1,2])
