@@ -7,7 +7,7 @@ Docstrings are plain text: `names` in backticks, indented lines for equations, a
 
        Conv3d Linear
 
-documents these names of a module.
+documents these names of a module; `*` stands for the public names that the page does not have yet.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 class Public(SphinxDirective):
-    """The names in its content, each by the directive of autodoc for its kind."""
+    """The names in its content, each by the directive of autodoc for its kind; `*`: what is not on the page yet."""
 
     required_arguments = 1
     has_content = True
 
     def run(self) -> list[nodes.Node]:
         module = importlib.import_module(self.arguments[0])
-        names = " ".join(self.content).split()
-        lines = [line for name in names for line in (*_directive(module.__name__, name, getattr(module, name)), "")]
+        names, lines = " ".join(self.content).split(), list[str]()
+        if names == ["*"]:
+            page = self.env.doc2path(self.env.docname).read_text(encoding="utf-8")
+            names = [name for name in module.__all__ if not re.search(rf"\b{name}\b", page)]
+            lines = [".. rubric:: More", ""] if names else []
+        lines += [line for name in names for line in (*_directive(module.__name__, name, getattr(module, name)), "")]
         found = nodes.container()
         self.state.nested_parse(StringList(lines, module.__name__), 0, found)
         return found.children

@@ -85,7 +85,7 @@ class TensorProduct(nn.Module):
         irreps_in1: str | Irreps,
         irreps_in2: str | Irreps,
         irreps_out: str | Irreps,
-        instructions: str | Sequence[tuple],
+        instructions: str | Sequence[tuple[Any, ...]],
         *,
         shared_weights: bool | None = None,
         internal_weights: bool | None = None,
