@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.main import get_command
 
+import pumice
 from pumice.cli.main import app
 from pumice.engine import tuning
 from pumice.language.formats import NAMED
@@ -111,3 +112,10 @@ def test_the_guide_names_every_dataflow():
     for name in DATAFLOWS:
         base = name.rpartition("-")[0]
         assert any(f"`{told}`" in text for told in (name, f"{base}-*", f"-{name.rpartition('-')[2]}")), name
+
+
+def test_the_citation_is_of_this_version():
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert found["version"] == pumice.__version__
+    assert len(found["references"]) == 5 and all(each["authors"] and each["title"] for each in found["references"])
