@@ -26,7 +26,8 @@ ELSEWHERE = {"docs/benchmarks.md"}  # in benchmarks/tests
 SCHEDULE = "schedule order m p q e; pack I; vector p 2 q 2;"  # Whatever lanes a vector has
 SAID = {
     "docs/tutorial.md": ["loss ", "accuracy ", "voxels"],
-    "docs/guide/compile.md": ["inference on"],
+    "docs/guide/compile.md": ["convolution + norm + relu", "capacities up to"],
+    "docs/guide/tuning.md": ["inference on"],
     "docs/einsum.md": ["C[A_m[p],n] = A_values[p,q] * B[A_k[p,q],n] ; A_m:sorted", "tl.load", SCHEDULE],
     "docs/how/coords.md": ["KernelMap(3 -> 3 rows, K=27, 5 pairs, 1.67 per output, policy='same')", "-> "],
 }
