@@ -43,6 +43,7 @@ sphinx_gallery_conf = {
     "copyfile_regex": r".*\.rst",
     "download_all_examples": False,
     "show_memory": False,
+    "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
     "write_computation_times": False,
     "plot_gallery": True,

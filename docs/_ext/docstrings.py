@@ -21,9 +21,11 @@ from typing import Any
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from sphinx.util import inspect as sphinx_inspect
 from sphinx.util.docutils import SphinxDirective
 
 _SPAN = re.compile(r"(``?)(.+?)\1")
+_NEXT = re.compile(r"(?<=\.) (?=[a-z]\w*(?:, [a-z]\w*)*: )")  # another item on the same line
 _ITEM = re.compile(r"[\w*]+(?:, [\w*]+)*(?: \([^)]*\))?: ")
 
 
@@ -31,7 +33,16 @@ def setup(app: Any) -> dict[str, bool]:
     app.setup_extension("sphinx.ext.autodoc")
     app.add_directive("public", Public)
     app.connect("autodoc-process-docstring", lambda *given: given[-1].__setitem__(slice(None), converted(given[-1])))
+    app.connect("autodoc-process-signature", _of_init)
     return {"parallel_read_safe": True}
+
+
+def _of_init(app: Any, what: str, name: str, obj: Any, options: Any, text: str | None, result: str) -> Any:
+    """The signature of `__init__`, where a class has a `__new__` that takes anything."""
+    if what != "class" or not (text or "").startswith("(*_"):
+        return None
+    found = sphinx_inspect.signature(obj.__init__, bound_method=True).replace(return_annotation=inspect.Signature.empty)
+    return sphinx_inspect.stringify_signature(found, unqualified_typehints=True), result
 
 
 class Public(SphinxDirective):
@@ -81,22 +92,21 @@ def _paragraphs(lines: Sequence[str]) -> list[list[str]]:
 
 def _items(lines: Sequence[str]) -> list[str]:
     """The list of a section as definitions, indented below its name, then what follows the last item; [] if none."""
-    found = list[str]()
-    for number, line in enumerate(lines):
-        item = _ITEM.match(line)
-        if item:
-            names = ", ".join(f"**{escaped(part)}**" for part in item[0][:-2].split(", "))
-            found += [f"    {names}", "        " + line[item.end() :]]
-        elif found and line.startswith(" "):
-            found[-1] += " " + line.strip()
+    items, end = list[str](), 0
+    for end, line in enumerate([*lines, ""]):
+        if _ITEM.match(line):
+            items.append(line)
+        elif items and line.startswith(" "):
+            items[-1] += f" {line.strip()}"
         else:
-            rest = ["", *_text(lines[number:])] if found else []
-            return [*_inline_of_items(found), *rest]
-    return _inline_of_items(found)
+            break
+    rest = ["", *_text(lines[end:])] if items and lines[end:] else []
+    return [line for item in items for one in _NEXT.split(item) for line in _definition(one)] + rest
 
 
-def _inline_of_items(lines: Sequence[str]) -> list[str]:
-    return [line if line.lstrip().startswith("**") else "        " + inline(line.strip()) for line in lines]
+def _definition(item: str) -> tuple[str, str]:
+    names, _, meaning = item.partition(": ")
+    return "    " + ", ".join(f"**{escaped(name)}**" for name in names.split(", ")), f"        {inline(meaning)}"
 
 
 def _text(paragraph: Sequence[str]) -> Iterator[str]:

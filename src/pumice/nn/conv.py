@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import cleandoc
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +45,7 @@ class Convolution(CompiledTogether, nn.Module):
             cls.dim = dim
             # Conv1d to Conv4d inherit the docstring of Conv, which is not public.
             line, _, _ = (cls.__doc__ or "").partition(";")
-            cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
+            cls.__doc__ = f"{line}.\n\n{cleandoc(cls.__bases__[0].__doc__ or '')}"
 
     def __init__(
         self,
