@@ -92,16 +92,15 @@ def _paragraphs(lines: Sequence[str]) -> list[list[str]]:
 
 def _items(lines: Sequence[str]) -> list[str]:
     """The list of a section as definitions, indented below its name, then what follows the last item; [] if none."""
-    items, end = list[str](), 0
-    for end, line in enumerate([*lines, ""]):
+    items, rest = list[str](), list(lines)
+    while rest and (_ITEM.match(rest[0]) or (items and rest[0].startswith(" "))):
+        line = rest.pop(0)
         if _ITEM.match(line):
             items.append(line)
-        elif items and line.startswith(" "):
-            items[-1] += f" {line.strip()}"
         else:
-            break
-    rest = ["", *_text(lines[end:])] if items and lines[end:] else []
-    return [line for item in items for one in _NEXT.split(item) for line in _definition(one)] + rest
+            items[-1] += f" {line.strip()}"
+    after = ["", *_text(rest)] if items and rest else []
+    return [line for item in items for one in _NEXT.split(item) for line in _definition(one)] + after
 
 
 def _definition(item: str) -> tuple[str, str]:
