@@ -18,6 +18,7 @@ class Around(nn.Module):
 
     net: nn.Module
     form: pytree.TreeSpec
+    training: bool
 
     def __init__(self, net: nn.Module, form: pytree.TreeSpec) -> None:
         super().__init__()
