@@ -11,7 +11,7 @@ NEED_PYTHON = test -n "$(PYTHON)" || \
 	{ echo "no Python 3.11 or newer found; name one: make PYTHON=/path/to/python3"; exit 1; }
 
 VENV := .venv
-EXTRAS := dev,gpu-dev,io
+EXTRAS := dev,docs,gpu-dev,io
 BIN := $(VENV)/bin
 # Of the tests; more than four gain little, and want a GiB or two each.
 WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n > 4 ? 4 : n)))
@@ -24,12 +24,12 @@ STAMP36 := $(VENV36)/.stamp
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help env demo test lint pytest test-benchmarks bench shape lint-kernels sanitize clean
+.PHONY: help env demo docs test lint pytest test-benchmarks bench shape lint-kernels sanitize clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo "also         make env, test-benchmarks, lint, bench, shape, lint-kernels, sanitize, clean"
+	@echo "also         make env, docs, test-benchmarks, lint, bench, shape, lint-kernels, sanitize, clean"
 
 env: $(STAMP)
 
@@ -47,6 +47,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	@$(BIN)/pumice demo
+
+# Without a network; warnings are errors. The gallery's scripts run.
+docs: env
+	@echo "docs: build/site/index.html"
+	@$(BIN)/python -m sphinx -W --keep-going --quiet -d build/doctrees docs build/site
 
 lint: env
 	@echo "lint: ruff"

@@ -30,8 +30,8 @@ from pumice.errors import OptionError, PumiceError
 from pumice.schedule.tuned_plans import plans
 from pumice.schedule.tuned_tiles import ledger
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-console = Console(highlight=False)
+app: typer.Typer = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+console: Console = Console(highlight=False)
 # Scans for tuning; more of them add little.
 _SAMPLES = 4
 

@@ -291,24 +291,51 @@ class Chain:
     counts of tile entries within each segment."""
 
     buffered = False
+    request: ChainRequest
+    coords: Tensor
+    rows: int
+    most: int
+    room: int
+    tiled_rows: int
+    digits: Digits
+    words: Part
+    totals: Part
+    starts: list[Part]
+    table: Part
+    found: Part
+    values: Part
+    slots: Part
+    coarse: Part
+    tables: Part
+    masks: Part
+    layout: Part
+    keys: Part
+    order: Part
+    tile_rows: Part
+    tile_masks: Part
+    ends: Part
+    count: Part
+    valid: Part
+    limits: Part
+    status: Part
 
     def __init__(self, coords: Tensor, most: int, request: ChainRequest) -> None:
         self.request, self.coords, self.rows, self.most = request, coords, len(coords), most
         steps, number, device = len(request.steps), len(request.tiled), coords.device
         self.room = room = steps * most
         levels = [level for _, level, _ in request.tiled]
-        self.largest = max([most if level else self.rows for level in levels], default=0)
+        self.largest: int = max([most if level else self.rows for level in levels], default=0)
         self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
         self.digits = digits = digits_of(number)
         bins = (-(-tiled // digits.block) + 1, 1 << digits.width)
         cleared = (request.num_read,), (GROUPS * len(request.maps),), *(bins,) * digits.turns
         self.words, self.totals, *self.starts = allocate(device, cleared, torch.zeros)
-        self.size = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
+        self.size: int = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
         cells = torch.full((self.size + room,), FREE, dtype=torch.int64, device=device)
         self.table, self.found = carve(cells, ((self.size,), (room,)))
         wide = torch.empty((digits.turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
-        self.rooms = carve(wide, ((tiled,),) * (digits.turns - 1))
-        self.begins = starts_of(request, aligned(self.rows), most)
+        self.rooms: list[Part] = carve(wide, ((tiled,),) * (digits.turns - 1))
+        self.begins: list[tuple[int, int]] = starts_of(request, aligned(self.rows), most)
         entries, masked = self.begins[-1]
         of_tiles = -(-tiled // SMALL) + 5 * number
         levels = (self.size,), (room,), (steps, most, 1 + request.dim), (entries,), (masked,)
@@ -347,12 +374,30 @@ class BufferedChain:
     are -1, of masks 0. valid int32: row count of coarser level l at entry 4 l. limits: see chain_kernels."""
 
     buffered = True
+    request: ChainRequest
+    coords: Tensor
+    count: Tensor
+    status: Tensor
+    rows: int
+    most: int
+    room: int
+    words: Part
+    valid: Part
+    masks: Part
+    values: Part
+    coarse: Part
+    tables: Part
+    table: Part
+    found: Part
+    slots: Part
+    totals: Part
+    limits: Tensor
 
     def __init__(self, cloud: CoordBuffer, request: ChainRequest, most_rows: tuple[int, ...]) -> None:
         self.request, self._rows = request, most_rows
         self.coords, self.count, self.status = cloud.coords, cloud.count, cloud.status
         self.rows, self.most, self.room, device = cloud.capacity, max(most_rows), sum(most_rows[1:]), cloud.device
-        self.size = 1 << max(6, (2 * sum(most_rows) - 1).bit_length())
+        self.size: int = 1 << max(6, (2 * sum(most_rows) - 1).bit_length())
         self._places = _places(request, most_rows)
         *_, (entries, masked, _) = self._places
         self.words, self.valid, self.masks = allocate(
@@ -445,7 +490,7 @@ class Estimate:
 
     def __init__(self, request: ChainRequest) -> None:
         self._bound = request.wide**request.dim
-        self.ratio = min(self._bound, _FIRST_ESTIMATE)
+        self.ratio: float = min(self._bound, _FIRST_ESTIMATE)
 
     def most(self, rows: int, needed: int = 0) -> int:
         """Capacity for `rows` finest rows. needed: rows needed by a run that overflowed, or 0."""

@@ -179,6 +179,10 @@ class Tiled:
     the map's tiles, which differ only in the order of kernel offsets; else None."""
 
     __slots__ = ("_arrays", "_begins", "_list", "block", "count", "entries", "of", "pieces", "sorted", "volume")
+    volume: int
+    count: int
+    block: int
+    entries: int
 
     def __init__(
         self,
@@ -190,7 +194,7 @@ class Tiled:
         self._arrays, self._begins, self.volume = arrays, begins, volume
         self.count, self.block, self.entries = sizes
         self.pieces: dict[int, PieceLists] = {}
-        self.sorted = True
+        self.sorted: bool = True
         self.of: Tiled | None = None
         self._list: TileList | None = None
 
@@ -311,6 +315,8 @@ class GroupedPairs:
     """Pair groups of one map, in arrays shared by all maps; see PairGroups. count: groups; size: pairs per group."""
 
     __slots__ = ("_found", "_inputs", "_outputs", "_taps", "count", "size")
+    count: int
+    size: int
 
     def __init__(self, taps: Part, inputs: Part, outputs: Part) -> None:
         self._taps, self._inputs, self._outputs = taps, inputs, outputs

@@ -47,6 +47,8 @@ class Geometry:
     Immutable and compared by identity: SparseTensors on the same coordinates share one geometry and its maps.
     Coordinates may be negative unless `spatial_shape` bounds them."""
 
+    searched: bool
+
     def __init__(self, coords: Tensor, site: GridSpec, inverse: Tensor | None = None, settled: bool = True) -> None:
         self._coords = coords = unwrapped(coords)
         self._site = site
@@ -76,7 +78,7 @@ class Geometry:
         # True if the status word of a buffer already reports duplicates and out-of-bounds coordinates.
         self.searched = False
         # In a captured network: events after which "coords" and search results ("found") may be read.
-        self.pending_events = PendingEvents(coords.device)
+        self.pending_events: PendingEvents = PendingEvents(coords.device)
 
     @staticmethod
     def in_buffer(

@@ -22,6 +22,7 @@ from pumice.errors import OptionError, ShapeError
 from pumice.runtime.launch import compiling_launches, has_triton, outside_inference_mode
 from pumice.runtime.streams import is_capturing
 
+Map = TypeVar("Map", bound="KernelMap")
 Kept = TypeVar("Kept")
 _MISSING = object()
 
@@ -43,7 +44,7 @@ class Deferred:
     __slots__ = ("make",)
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.make = make
+        self.make: Callable[[], Any] = make
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,11 +206,11 @@ class KernelMap:
             value = self._storages[key] = found.make()
         return value
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KernelMap:
+    def to(self: Map, device: torch.device | str, non_blocking: bool = False) -> Map:
         """The map with its rows on `device`; other storages are rebuilt there on demand."""
         return self.without_storages(self.table.to(device, non_blocking=non_blocking))
 
-    def without_storages(self, table: Tensor | None = None) -> KernelMap:
+    def without_storages(self: Map, table: Tensor | None = None) -> Map:
         """The map with empty caches. table: the same table on another device, if given."""
         own = self.table if table is None else table
         return replace(self, table=own, _storages={}, calls={}, _transposed_calls={})

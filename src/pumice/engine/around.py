@@ -16,6 +16,10 @@ from pumice.ops.tensor import is_sparse
 class Around(nn.Module):
     """net(value) as a network of the SparseTensor in value. form: the rest of the value, the same in every call."""
 
+    net: nn.Module
+    form: pytree.TreeSpec
+    training: bool
+
     def __init__(self, net: nn.Module, form: pytree.TreeSpec) -> None:
         super().__init__()
         self.net, self.form, self.training = net, form, net.training

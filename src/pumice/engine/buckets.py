@@ -140,6 +140,10 @@ class GraphRunner:
     reason ("voxels", "points", "range", "batch", "room", "capture"). replays: scenes by graphs."""
 
     early_status = True
+    program: Any
+    example: ModelInput
+    limits: Limits
+    replays: int
     """True if graphs write their status words to the host before they finish."""
 
     def __init__(
@@ -152,7 +156,7 @@ class GraphRunner:
         self._kinds: tuple[Kind, ...] = ()
         # True once one capacity's results were compared: all capacities run one program.
         self._checked = False
-        self.device = buffers.device
+        self.device: torch.device = buffers.device
         self._pool: Any = None
         self.clear()
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

@@ -25,8 +25,8 @@ class Exportable(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.stride = stride if isinstance(stride, int) else tuple(stride)
-        self.spatial_shape = None if spatial_shape is None else tuple(spatial_shape)
+        self.stride: int | tuple[int, ...] = stride if isinstance(stride, int) else tuple(stride)
+        self.spatial_shape: tuple[int, ...] | None = None if spatial_shape is None else tuple(spatial_shape)
         self.batch_size = batch_size
         self.dim = dim
 

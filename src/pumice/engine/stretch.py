@@ -152,31 +152,34 @@ class Stretch:
     inputs: nodes that it reads; outputs: its nodes that other steps read.
     """
 
+    features: tuple[Node, ...]
+    numbers: dict[Node, int]
+
     def __init__(self, steps: Sequence[Step], outside: set[Node]) -> None:
-        self.steps = tuple(steps)
-        self.products = tuple(step for step in steps if isinstance(step, Product))
+        self.steps: tuple[Step, ...] = tuple(steps)
+        self.products: tuple[Product, ...] = tuple(step for step in steps if isinstance(step, Product))
         made = {step.node for step in steps}
         reads = [node for step in self.products for node in reads_of(step)]
-        self.inputs = tuple(dict.fromkeys(node for node in reads if node not in made))
-        self.outputs = tuple(step.node for step in steps if step.node in outside)
+        self.inputs: tuple[Node, ...] = tuple(dict.fromkeys(node for node in reads if node not in made))
+        self.outputs: tuple[Node, ...] = tuple(step.node for step in steps if step.node in outside)
         # Other inputs provide coordinates only.
         self._added = {step.residual for step in self.products}
         self.features = tuple(node for node in self.inputs if node in {*self._added, *(s.x for s in self.products)})
-        self.places = self._placed(outside)
+        self.places: dict[Node, Place] = self._placed(outside)
         self._give_slots()
         self.numbers = {node: n for n, node in enumerate((*self.inputs, *(step.node for step in steps)))}
         # A concatenation has the coordinates of its first computed part.
         self._first = {self.places[one.node].buffer: one.node for one in reversed(self.products)}
         own = {self.numbers[step.node] for step in self.products}
-        self.geometries = {
+        self.geometries: dict[Node, int] = {
             node: n if n in own or node in self.inputs else self.numbers[self._first[self.places[node].buffer]]
             for node, n in self.numbers.items()
         }
         self.values: dict[Buffer, list[tuple[int, int]]] = {}
         for node, place in self.places.items():
             self.values.setdefault(place.buffer, []).append((self.numbers[node], place.column))
-        self.wired = [self._wired(number, step) for number, step in enumerate(self.products)]
-        self.sources = [each for step in self.products for each in _sources(step)]
+        self.wired: list[Wired] = [self._wired(number, step) for number, step in enumerate(self.products)]
+        self.sources: list[tuple[Mapping[str, Any], str]] = [each for step in self.products for each in _sources(step)]
         self._known: tuple[list[Any], list[Launch | None] | None] = [], None
         # (product, kind of map) whose kernels were compiled ahead.
         self.compiled: set[tuple[int, Any]] = set()

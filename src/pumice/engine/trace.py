@@ -40,7 +40,7 @@ class Snapshot:
     """Copy of modules' attributes, containers one level deep. tensors: also which parameters and buffers they have."""
 
     def __init__(self, modules: Iterable[nn.Module], tensors: bool = False) -> None:
-        self.modules = tuple(modules)
+        self.modules: tuple[nn.Module, ...] = tuple(modules)
         self._types = [*map(type, self.modules)]
         # Classes of TorchScript modules have no forward.
         self._forwards = {kind: getattr(kind, "forward", None) for kind in self._types}

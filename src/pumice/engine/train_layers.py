@@ -225,9 +225,9 @@ class MapCalls:
         outputs = layer.shape[0]
         rows = found.num_inputs, outputs
         self._gradients: tuple[BoundCall | None, BoundCall | None] | None = None
-        self.result = call_over(found, layer.forward, rows, outputs)
-        self.known = layer.is_known(found)
-        self.whole = self.result is not None and self.result.executor.writes_result_dtype is layer.dtype
+        self.result: BoundCall | None = call_over(found, layer.forward, rows, outputs)
+        self.known: bool = layer.is_known(found)
+        self.whole: bool = self.result is not None and self.result.executor.writes_result_dtype is layer.dtype
 
     def gradients(self, found: KernelMap | NoMap) -> tuple[BoundCall | None, BoundCall | None] | None:
         """(weight, feature) gradient kernels, each None if not needed; None while one of them is not compiled. Looked

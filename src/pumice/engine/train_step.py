@@ -220,6 +220,8 @@ class _Steps(GraphRunner):
 
     early_status = False
     program: StepProgram  # pyright: ignore[reportIncompatibleVariableOverride]
+    replays: int
+    skipped: int
 
     def __init__(
         self, program: StepProgram, buffers: Targets, example: TrainingSample, limits: Limits, margins: CapacityMargins
@@ -443,6 +445,9 @@ class CapturedOptimizerStep:
     tensors is captured, then replayed until any of them changes; a step after a change runs eagerly. A learning rate
     that changes every step should be a tensor.
     """
+
+    optimizer: Optimizer
+    replays: int
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self._device = optimizer, device

@@ -40,14 +40,14 @@ class TrainStretch:
 
     def __init__(self, steps: Sequence[Step], outside: set[Node], live: set[Node]) -> None:
         """outside: nodes that other steps read; live: nodes that results depend on."""
-        self.steps = tuple(steps)
+        self.steps: tuple[Step, ...] = tuple(steps)
         made = {step.node for step in steps}
         reads = dict.fromkeys(node for step in steps for node in reads_of(step) if node not in made)
         kept = {node for step in steps for node in _features_of(step)}
         # Other nodes provide coordinates only.
-        self.features = tuple(node for node in reads if node in kept)
-        self.inputs = (*self.features, *(node for node in reads if node not in kept))
-        self.outputs = tuple(step.node for step in steps if step.node in outside)
+        self.features: tuple[Node, ...] = tuple(node for node in reads if node in kept)
+        self.inputs: tuple[Node, ...] = (*self.features, *(node for node in reads if node not in kept))
+        self.outputs: tuple[Node, ...] = tuple(step.node for step in steps if step.node in outside)
         multiplied = {step.x for step in steps if isinstance(step, Product)}
         added = {node for step in steps for node in _features_of(step) if not (_is_first(step, node))}
         self._cast = [node in multiplied and node not in added for node in self.features]

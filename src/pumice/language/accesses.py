@@ -104,9 +104,12 @@ def complaint(text: str, place: int, sentence: str) -> StatementError:
 class TokenReader:
     """The tokens of a text, read one after the other."""
 
+    at: int
+    levels: int
+
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = tokens(text)
+        self.tokens: list[Token] = tokens(text)
         self.at = 0
         self.now = self.tokens[0]
         self.levels = 0
@@ -114,7 +117,7 @@ class TokenReader:
     def take(self) -> Token:
         token = self.now
         self.at += 1
-        self.now = self.tokens[self.at]
+        self.now: Token = self.tokens[self.at]
         return token
 
     def fail(self, sentence: str, place: int | None = None) -> NoReturn:
@@ -165,6 +168,8 @@ Linear = tuple[list[tuple[int, Index | Access]], int]  # terms and constant of a
 class AccessReader(TokenReader):
     """Reads numbers and accesses; keeps the passed integers, the target and the names used so far."""
 
+    indices: int
+
     def __init__(self, text: str, integers: Mapping[str, int]) -> None:
         super().__init__(text)
         self.integers = integers
@@ -194,7 +199,7 @@ class AccessReader(TokenReader):
         """The operand named by `token`, with its indices. written: it is the target."""
         name, stop, found = token.text, token.stop, []
         if written:
-            self.target = name
+            self.target: str = name
         elif name == self.target:
             self.fail(f"{quote(name)} is being written; read it under another name", token.start)
         if self.now.kind == "[":

@@ -44,6 +44,9 @@ _NOWHERE = Span(0, 0)
 class _Hashed:
     """Mixin that caches a node's hash: nodes are keys of many caches."""
 
+    def __init_subclass__(cls) -> None:
+        cls.__hash__ = _Hashed.__hash__  # else dataclasses make their own
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -66,8 +69,6 @@ class Index:
 @dataclass(frozen=True)
 class Affine(_Hashed):
     """constant + sum of coefficient * atom. Coefficients are not 0 and no atom occurs twice; see `affine`."""
-
-    __hash__ = _Hashed.__hash__
 
     terms: tuple[tuple[int, Index | Access], ...]
     constant: int = 0
@@ -100,8 +101,6 @@ class Affine(_Hashed):
 class Access(_Hashed):
     """A value of the operand `name`; a scalar has no indices."""
 
-    __hash__ = _Hashed.__hash__
-
     name: str
     indices: tuple[Affine, ...] = ()
     span: Span = field(default=_NOWHERE, compare=False, repr=False)
@@ -114,8 +113,6 @@ class Access(_Hashed):
 class Exists(_Hashed):
     """1 if the access is inside its operand and reads no negative index; otherwise its term contributes nothing."""
 
-    __hash__ = _Hashed.__hash__
-
     access: Access
 
     def __str__(self) -> str:
@@ -125,8 +122,6 @@ class Exists(_Hashed):
 @dataclass(frozen=True)
 class Equal(_Hashed):
     """1 if the value of the access equals the sum of the terms, otherwise 0. Its derivative is 0."""
-
-    __hash__ = _Hashed.__hash__
 
     access: Access
     terms: tuple[Term, ...]
@@ -141,8 +136,6 @@ Factor = Access | Exists | Equal
 @dataclass(frozen=True)
 class Term(_Hashed):
     """coefficient * the product of the factors."""
-
-    __hash__ = _Hashed.__hash__
 
     factors: tuple[Factor, ...]
     coefficient: float = 1
@@ -182,8 +175,6 @@ class Statement(_Hashed):
         (index array, fact): "sorted" (non-decreasing), "distinct" (no value but -1 occurs twice), "onto" (every
         position of the axis that the array addresses occurs).
     """
-
-    __hash__ = _Hashed.__hash__
 
     target: Access
     terms: tuple[Term, ...]

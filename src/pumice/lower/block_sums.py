@@ -105,7 +105,7 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 class BlockStep(entry_sums.EntryStep):
     """A step of a plan: a statement that `refusal` accepts."""
 
-    run = staticmethod(run)
+    run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor] = staticmethod(run)
 
     def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
         """The step as a function of X, see EntryStep.of_one."""

@@ -92,18 +92,21 @@ class ArgumentLayout:
     """
 
     __slots__ = ("arrays", "result", "segmented", "segments", "tensors", "workspace")
+    segments: tuple[tuple[int, str], ...]
+    arrays: tuple[tuple[int, int], ...]
+    tensors: tuple[tuple[int, int], ...]
 
     def __init__(self, kernel: GeneratedKernel, arrays: Mapping[str, int], tensors: Mapping[str, int]) -> None:
         """arrays, tensors: number of the map's array, or of the call's tensor, by operand name."""
         own = {kind: place for place, kind, _ in kernel.slots}
         sums, counters = WORKSPACE
-        self.result = own["result"]
-        self.workspace = (own[counters], own[sums]) if counters in own else None
+        self.result: int = own["result"]
+        self.workspace: tuple[int, int] | None = (own[counters], own[sums]) if counters in own else None
         self.segments = tuple([(place, name) for place, kind, name in kernel.slots if kind == "segment"])
         operands = [(place, name) for place, kind, name in kernel.slots if kind in ("operand", "before")]
         self.arrays = tuple([(place, arrays[name]) for place, name in operands if name in arrays])
         self.tensors = tuple([(place, tensors[name]) for place, name in operands if name not in arrays])
-        self.segmented = None if kernel.segmented is None else arrays.get(kernel.segmented, -1)
+        self.segmented: int | None = None if kernel.segmented is None else arrays.get(kernel.segmented, -1)
 
 
 class BoundCall(NamedTuple):
@@ -173,6 +176,8 @@ class CallTemplate:
     """
 
     __slots__ = ("_arrays", "_layouts", "_rows", "_strides", "_tensors", "_widest", "executor", "family", "other")
+    family: TileFamily
+    executor: KernelExecutor
 
     def __init__(
         self,
@@ -379,6 +384,9 @@ Sizes = tuple[Mapping[str, Sequence[int]], tuple[int, ...]]
 class BoundExecutor:
     """An executor with some operands bound, as a step of a plan. It caches a launch per layout of the other operands.
     at: the sizes, if they differ from those of the (resizable) executor."""
+
+    executor: KernelExecutor
+    bound_operands: Mapping[str, Tensor]
 
     def __init__(self, executor: KernelExecutor, bound_operands: Mapping[str, Tensor], at: Sizes | None = None) -> None:
         self.executor, self.bound_operands, self._at = executor, bound_operands, at

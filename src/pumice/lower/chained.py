@@ -39,9 +39,9 @@ class TwoStepLowering:
     ) -> None:
         self.bound = bound
         first, second = _steps_of(bound, operands)
-        self.name = first.statement.target.name
-        self.first = kernels.runner(first, _intermediate_dtype(operands), None, precision)
-        self.second = kernels.runner(second, dtype, None, precision)
+        self.name: str = first.statement.target.name
+        self.first: kernels.KernelExecutor = kernels.runner(first, _intermediate_dtype(operands), None, precision)
+        self.second: kernels.KernelExecutor = kernels.runner(second, dtype, None, precision)
 
     def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
         return self.second(self.run_first(operands), before)

@@ -139,7 +139,9 @@ def finished(
 class EntryStep:
     """A step of a plan: a statement that `refusal` accepts."""
 
-    run = staticmethod(run)
+    run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor] = staticmethod(run)
+    bound: BoundStatement
+    dtype: torch.dtype
 
     def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
         self.bound, self.dtype = bound, dtype

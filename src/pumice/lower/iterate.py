@@ -70,6 +70,10 @@ class SparseProduct:
     the operands' positions. pattern: the place of the factor at whose entries the target has values [entries, ...], -1
     if it is dense."""
 
+    bound: BoundStatement
+    pattern: int
+    choices: IterationChoices
+
     def __init__(
         self,
         bound: BoundStatement,
@@ -78,8 +82,8 @@ class SparseProduct:
         choices: IterationChoices = IterationChoices(),  # noqa: B008 (immutable)
     ) -> None:
         self.bound, self.pattern, self.choices = bound, pattern, choices
-        self.forms = tuple(map(FactorForm.of, factors))
-        self.sparse = [place for place, form in enumerate(self.forms) if form.stored is not None]
+        self.forms: tuple[FactorForm, ...] = tuple(map(FactorForm.of, factors))
+        self.sparse: list[int] = [place for place, form in enumerate(self.forms) if form.stored is not None]
         self._refused = self._refusal()
         self._planned = BoundedCache[PlannedProduct](256)
 

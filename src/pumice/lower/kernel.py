@@ -144,6 +144,11 @@ class KernelExecutor:
     """Executor of a statement of one term with fixed sizes; call it with the operands by name. adds: the kernel adds to
     what is in the result, by atomics."""
 
+    dtype: torch.dtype
+    tile: Tile | None
+    precision: str
+    finish: EpilogueSignature
+
     def __init__(
         self,
         bound: BoundStatement,
@@ -161,10 +166,10 @@ class KernelExecutor:
         self._at(bound)
 
     def _at(self, bound: BoundStatement) -> None:
-        self.bound = bound
+        self.bound: BoundStatement = bound
         self._empty = any(not len(extent) for extent in bound.ranges.values())
-        self.splits = 1 if self._empty else self.splits_at(None)
-        self.adds = self._form.atomic or self.splits > 1
+        self.splits: int = 1 if self._empty else self.splits_at(None)
+        self.adds: bool = self._form.atomic or self.splits > 1
         self._whole = not self._empty and not self.adds and _writes_every_entry(bound, self._form)
         # Accumulate in float32 at least.
         self._summed = torch.promote_types(self.dtype, torch.float32) if self.adds else self.dtype

@@ -231,6 +231,9 @@ class StoredLevels:
     """The coordinates of a sparse operand's entries (int32, by axis of its form), and the levels that they make. rows:
     of ListedEntries, if they were listed in this order and not written since."""
 
+    form: StoredForm
+    coordinates: list[Tensor]
+
     def __init__(self, form: StoredForm, coordinates: list[Tensor], rows: Tensor | None = None) -> None:
         self.form, self.coordinates, self._rows = form, coordinates, rows
         self._versions, self._fibers = list[int](), None
@@ -268,6 +271,14 @@ class Fibers:
     `hashed`; numbers: what a nest reads, at the places of StoredForm.place.
     key: all that a nest depends on, positions rounded to powers of two: similar scenes have one nest."""
 
+    form: StoredForm
+    coordinates: Sequence[Tensor]
+    order: Tensor | None
+    held: Tensor
+    numbers: array[int]
+    dense: int
+    hashes: list[tuple[Tensor, Tensor]]
+
     def __init__(
         self,
         form: StoredForm,
@@ -277,7 +288,7 @@ class Fibers:
     ) -> None:
         self.form, self.coordinates, self.order, (self.held, self.numbers) = form, coordinates, order, held
         self.dense, self.hashes = self.numbers[1], list[tuple[Tensor, Tensor]]()
-        self.key = self.dense, order is None, self.numbers[-len(form.axes) :].tobytes()
+        self.key: tuple[int, bool, bytes] = self.dense, order is None, self.numbers[-len(form.axes) :].tobytes()
         if order is not None:
             # The levels were split from sorted copies.
             for place, x in enumerate(coordinates, form.place("coordinates", 0)):

@@ -482,6 +482,9 @@ class BoundMap:
     True if an array needs 64-bit addressing; is_aligned: True if all are aligned to 16 bytes."""
 
     __slots__ = ("_arrays", "_segments", "addresses", "is_aligned", "needs_int64", "rows", "signature")
+    signature: Hashable
+    rows: Sequence[int]
+    addresses: Sequence[int]
 
     def __init__(self, arrays: Sequence[Tensor], signature: MapSignature) -> None:
         rows = [x.shape[0] if x.ndim else 1 for x in arrays]
@@ -490,11 +493,11 @@ class BoundMap:
 
     def _set(self, signature: MapSignature, rows: Sequence[int], addresses: Sequence[int]) -> None:
         self.signature, self.rows, self.addresses = signature.key, rows, addresses
-        self.needs_int64 = any([n * s >= INT32_LIMIT for n, s in zip(rows, signature.row_strides, strict=True)])
+        self.needs_int64: bool = any([n * s >= INT32_LIMIT for n, s in zip(rows, signature.row_strides, strict=True)])
         bits = 0
         for address in addresses:
             bits |= address
-        self.is_aligned = not bits & 15
+        self.is_aligned: bool = not bits & 15
 
     @property
     def arrays(self) -> Sequence[Tensor]:
@@ -562,7 +565,11 @@ class NoMap:
     """Placeholder for the kernel map of a linear map, which has one output per input row."""
 
     __slots__ = ("_known", "calls", "num_inputs", "num_outputs")
-    buffered, flipped = None, False
+    buffered: None = None
+    flipped: bool = False
+    num_inputs: int
+    num_outputs: int
+    calls: dict[Hashable, Any]
 
     def __init__(self, rows: int) -> None:
         self.num_inputs = self.num_outputs = rows
@@ -619,12 +626,15 @@ class MapArrays:
     """The arrays of a map's default forms; a call under autograd reads some of them. key: equal for maps with the same
     forms and repeated arrays; kind: equal if trailing shapes are, too."""
 
+    arrays: Sequence[Tensor]
+    tokens: tuple[str, ...]
+
     def __init__(self, tokens: tuple[str, ...], volume: int, arrays: Sequence[Tensor]) -> None:
         self.arrays, self.tokens, self._volume = arrays, tokens, volume
         places = [id(x) for x in arrays]
         # An array may occur twice, as in symmetric maps.
-        self.key = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
-        self.kind = intern_key((self.key, tuple([x.shape[1:] for x in arrays])))
+        self.key: Hashable = intern_key((read_alike(tokens), volume, tuple(map(places.index, places))))
+        self.kind: Hashable = intern_key((self.key, tuple([x.shape[1:] for x in arrays])))
         self._bound: dict[tuple[int, ...], BoundMap] = {}
 
     @staticmethod
@@ -656,6 +666,10 @@ NO_ARRAYS = MapArrays((), 0, ())
 class LaidArrays(MapArrays):
     """MapArrays of a map built with others (coords.chain): tiles, tiles of the transpose, groups of pairs. Tensors are
     created only if read."""
+
+    tokens: tuple[str, ...]
+    key: Hashable
+    kind: Hashable
 
     def __init__(
         self,

@@ -93,6 +93,10 @@ class NestStep:
     """A step of a plan: a statement that `refusal` accepts, for operands of the shapes of the first call. wanted: its
     schedule; None: the tuned one, or the rule's."""
 
+    bound: BoundStatement
+    dtype: torch.dtype
+    wanted: Wanted | None
+
     def __init__(self, bound: BoundStatement, dtype: torch.dtype, wanted: Wanted | None = None) -> None:
         self.bound, self.dtype, self.wanted = bound, dtype, wanted
         self._known: tuple[Records, int, Wanted, Form] | None = None
@@ -287,6 +291,10 @@ class CallSequence(NamedTuple):
 
 class Images:
     """Where the images of an operand lie in memory. size: their rows and columns; pads: of the axes before these."""
+
+    view: View
+    size: tuple[int, int]
+    pads: tuple[tuple[int, int], ...]
 
     def __init__(self, view: View, size: tuple[int, int], pads: tuple[tuple[int, int], ...]) -> None:
         self.view, self.size, self.pads, self._padded = view, size, pads, any(map(any, pads))

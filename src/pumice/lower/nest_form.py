@@ -296,9 +296,11 @@ class EntryList:
     point of the positions.
     """
 
+    kept: Tensor
+
     def __init__(self, extents: Mapping[str, int], arrays: Mapping[str, Tensor]) -> None:
         self._arrays, sizes = arrays, tuple(extents.values())
-        self.count = math.prod(sizes)
+        self.count: int = math.prod(sizes)
         self.kept = torch.ones(self.count, dtype=torch.bool, device="cpu")
         places = {
             name: torch.arange(size, device="cpu").view([-1 if k == n else 1 for k in range(len(sizes))])

@@ -702,7 +702,7 @@ def with_lost_ranges(text: str, names: str, bound: BoundStatement) -> str:
 PREFERRED = "?"
 """Suffix of a lowering that may be replaced if refused: it may not support the statements of gradients."""
 
-deterministic = torch.are_deterministic_algorithms_enabled
+deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
 
 
 def _bucket(shape: Sequence[int]) -> tuple[int, ...]:

@@ -71,6 +71,14 @@ class GeneratedKernel:
     variant and 16-byte alignment of each tensor.
     """
 
+    kernel: TritonKernel
+    source: Source
+    tile: Tile
+    options: KernelOptions
+    form: ContractionRoles
+    partial_dtype: torch.dtype
+    slots: tuple[tuple[int, str, str], ...]
+
     def __init__(
         self,
         kernel: TritonKernel,
@@ -83,11 +91,11 @@ class GeneratedKernel:
         """roles: (of the statement, as changed by the tile). call: an example: (statement, operands, names)."""
         self.kernel, self.source, self.tile, self.options = kernel, source, tile, options
         (own, self.form), (self._bound, operands, names) = roles, call
-        self.names = tuple(names)
+        self.names: tuple[str, ...] = tuple(names)
         # Layouts alone: no memory.
         self._like = {n: without_memory(operands[n]) for n in names}
-        self.segmented = None if own.segment is None else own.segment.array
-        self.segment_rule = segment_rule(own, tile)
+        self.segmented: str | None = None if own.segment is None else own.segment.array
+        self.segment_rule: SegmentRule = segment_rule(own, tile)
         self.partial_dtype = torch.float64 if torch.float64 in {t.dtype for t in operands.values()} else torch.float32
         self.slots = tuple((n, a.kind, a.name) for n, a in enumerate(source.arguments) if a.kind in _TENSORS)
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
@@ -357,6 +365,8 @@ class TileFamily:
     names: operands in the order of every `rows` argument; "" is the result.
     """
 
+    device: torch.device
+
     def __init__(
         self,
         source: KernelSource,
@@ -369,7 +379,7 @@ class TileFamily:
         tile is known to fit the device."""
         self._source, self._like, self.device, self._precision = source, like, device, first.options.precision
         bound, own = source.bound, source.roles
-        self.names = tuple(like)
+        self.names: tuple[str, ...] = tuple(like)
         self._leading, self._entries = leading_axes(bound, self.names), 0
         self._segments: tuple[int | None, int, int] | None = None
         if own.segment is not None:

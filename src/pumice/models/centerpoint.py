@@ -88,20 +88,22 @@ class CenterPointBackbone(nn.Module):
     forward(x) returns the SparseTensor of the last stage, stages(x) those of all.
     """
 
+    windows: list[tuple[Relation] | tuple[()]]
+
     def __init__(self, in_channels: int = 5, form: str = "voxelres8x") -> None:
         super().__init__()
         if form not in FORMS:
             raise OptionError(f"form={form!r} is unknown; there are {', '.join(FORMS)}")
         self.form = form
-        self.levels = FORMS[form](in_channels)
+        self.levels: nn.ModuleList = FORMS[form](in_channels)
         strided = [layer for level in self.levels for layer in _strided(level)]
-        self.steps = [layer.relation for layer in strided]
+        self.steps: list[Relation] = [layer.relation for layer in strided]
         self.windows = [(Relation.of(3, 3),) if _has_blocks(level) else () for level in self.levels]
         kept = [
             [_strided(level, False)] if windows else []
             for level, windows in zip(self.levels, self.windows, strict=True)
         ]
-        self.consumers = MapConsumers([[layer] for layer in strided], [()] * len(strided), kept)
+        self.consumers: MapConsumers = MapConsumers([[layer] for layer in strided], [()] * len(strided), kept)
 
     def stages(self, x: SparseTensor) -> list[SparseTensor]:
         """Results of all stages, finest first."""

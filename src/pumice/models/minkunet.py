@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from pumice.nn import (
 from pumice.ops import MapConsumers, SparseTensor, cat
 
 WIDTHS = (32, 32, 64, 128, 256, 256, 128, 96, 96)
-CONV = {1: Conv1d, 2: Conv2d, 3: Conv3d, 4: Conv4d}
-INVERSE_CONV = {1: InverseConv1d, 2: InverseConv2d, 3: InverseConv3d, 4: InverseConv4d}
+CONV: Mapping[int, type[nn.Module]] = {1: Conv1d, 2: Conv2d, 3: Conv3d, 4: Conv4d}
+INVERSE_CONV: Mapping[int, type[nn.Module]] = {1: InverseConv1d, 2: InverseConv2d, 3: InverseConv3d, 4: InverseConv4d}
 
 
 def _unit(convolution: nn.Module, channels: int) -> Sequential:
@@ -44,8 +45,8 @@ class Encoder(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, dim: int) -> None:
         super().__init__()
-        self.down = _unit(CONV[dim](in_channels, in_channels, 2, stride=2, bias=False), in_channels)
-        self.blocks = Sequential(
+        self.down: Sequential = _unit(CONV[dim](in_channels, in_channels, 2, stride=2, bias=False), in_channels)
+        self.blocks: Sequential = Sequential(
             ResidualBlock(in_channels, out_channels, dim=dim), ResidualBlock(out_channels, out_channels, dim=dim)
         )
 
@@ -58,9 +59,9 @@ class Decoder(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, skip_channels: int, dim: int) -> None:
         super().__init__()
-        self.up = INVERSE_CONV[dim](in_channels, out_channels, 2, stride=2, bias=False)
-        self.norm = Sequential(BatchNorm(out_channels), ReLU())
-        self.blocks = Sequential(
+        self.up: nn.Module = INVERSE_CONV[dim](in_channels, out_channels, 2, stride=2, bias=False)
+        self.norm: Sequential = Sequential(BatchNorm(out_channels), ReLU())
+        self.blocks: Sequential = Sequential(
             ResidualBlock(out_channels + skip_channels, out_channels, dim=dim),
             ResidualBlock(out_channels, out_channels, dim=dim),
         )
@@ -82,23 +83,25 @@ class MinkUNet(nn.Module):
     forward(x): SparseTensor, N voxels x in_channels -> SparseTensor of logits on the same voxels, N x num_classes.
     """
 
+    decoders: nn.ModuleList
+
     def __init__(self, in_channels: int = 4, num_classes: int = 19, width: float = 1.0, dim: int = 3) -> None:
         super().__init__()
         widths = [max(1, int(width * c)) for c in WIDTHS]
         stem, *down = widths[:5]
         conv = CONV[dim]
-        self.stem = Sequential(
+        self.stem: Sequential = Sequential(
             _unit(conv(in_channels, stem, 3, bias=False), stem), _unit(conv(stem, stem, 3, bias=False), stem)
         )
-        self.encoders = nn.ModuleList(
+        self.encoders: nn.ModuleList = nn.ModuleList(
             Encoder(before, after, dim) for before, after in zip(widths[:4], down, strict=True)
         )
         before, skips = widths[4:8], widths[3::-1]
         self.decoders = nn.ModuleList(Decoder(b, a, s, dim) for b, a, s in zip(before, widths[5:], skips, strict=True))
-        self.head = Linear(widths[-1], num_classes)
-        self.steps = (Relation.of(dim, 2, stride=2).shared(),) * len(self.encoders)
-        self.windows = ((Relation.of(dim, 3).shared(),),) * (len(self.encoders) + 1)
-        self.consumers = self._consumers()
+        self.head: Any = Linear(widths[-1], num_classes)
+        self.steps: tuple[Relation, ...] = (Relation.of(dim, 2, stride=2).shared(),) * len(self.encoders)
+        self.windows: tuple[tuple[Relation], ...] = ((Relation.of(dim, 3).shared(),),) * (len(self.encoders) + 1)
+        self.consumers: MapConsumers = self._consumers()
 
     def _consumers(self) -> MapConsumers:
         """The convolution layers by kernel map, finest level first."""

@@ -28,9 +28,9 @@ class RGCN(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.conv1 = RelationalConv(in_channels, hidden, num_relations, num_bases, aggr=aggr)
-        self.conv2 = RelationalConv(hidden, out_channels, num_relations, num_bases, aggr=aggr)
-        self.dropout = nn.Dropout(dropout)
+        self.conv1: RelationalConv = RelationalConv(in_channels, hidden, num_relations, num_bases, aggr=aggr)
+        self.conv2: RelationalConv = RelationalConv(hidden, out_channels, num_relations, num_bases, aggr=aggr)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor | None, edges: Tensor | Graph, edge_type: Tensor | None = None) -> Tensor:
         """[nodes, out_channels]. x: [nodes, in_channels] or None; edges: a Graph, or edge_index with edge_type."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -11,8 +11,13 @@ from pumice.nn.hooks import has_no_forward_hooks
 from pumice.nn.layers import BatchNorm, Identity, Linear, ReLU
 from pumice.ops import SparseTensor
 
-CONV = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
-INVERSE_CONV = {1: convs.InverseConv1d, 2: convs.InverseConv2d, 3: convs.InverseConv3d, 4: convs.InverseConv4d}
+CONV: Mapping[int, type[nn.Module]] = {1: convs.Conv1d, 2: convs.Conv2d, 3: convs.Conv3d, 4: convs.Conv4d}
+INVERSE_CONV: Mapping[int, type[nn.Module]] = {
+    1: convs.InverseConv1d,
+    2: convs.InverseConv2d,
+    3: convs.InverseConv3d,
+    4: convs.InverseConv4d,
+}
 
 
 class Sequential(nn.Sequential):
@@ -78,19 +83,19 @@ class ResidualBlock(nn.Module):
     ) -> None:
         super().__init__()
         conv = CONV[dim]
-        self.body = Sequential(
+        self.body: Sequential = Sequential(
             conv(in_channels, out_channels, kernel_size, bias=bias),
             norm(out_channels),
             ReLU(),
             conv(out_channels, out_channels, kernel_size, bias=bias),
             norm(out_channels),
         )
-        self.shortcut = (
+        self.shortcut: Identity | Sequential = (
             Identity()
             if in_channels == out_channels
             else Sequential(Linear(in_channels, out_channels, bias=False), norm(out_channels))
         )
-        self.act = ReLU()
+        self.act: ReLU = ReLU()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.act(self.body(x) + self.shortcut(x))

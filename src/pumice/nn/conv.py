@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import cleandoc
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +34,10 @@ class Convolution(CompiledTogether, nn.Module):
     dataflow: Flow = None
     tuned: Flow = None
     linear_map: nn.Module | None = None
+    groups: int
+    options: dict[str, Any]
+    in_channels: int
+    out_channels: int
 
     def __init_subclass__(cls, dim: int | None = None) -> None:
         super().__init_subclass__()
@@ -40,7 +45,7 @@ class Convolution(CompiledTogether, nn.Module):
             cls.dim = dim
             # Conv1d to Conv4d inherit the docstring of Conv, which is not public.
             line, _, _ = (cls.__doc__ or "").partition(";")
-            cls.__doc__ = f"{line}.\n\n{cls.__bases__[0].__doc__}"
+            cls.__doc__ = f"{line}.\n\n{cleandoc(cls.__bases__[0].__doc__ or '')}"
 
     def __init__(
         self,
@@ -140,7 +145,7 @@ class Conv(Convolution):
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}
         if offsets is None:
-            self.relation = Relation.of(self.dim, window, padding=padding, **spread).shared()
+            self.relation: Relation = Relation.of(self.dim, window, padding=padding, **spread).shared()
         else:
             self.relation = Relation.of_offsets(self.dim, offsets, **spread).shared()
 
@@ -175,7 +180,7 @@ class ConvTranspose(Convolution):
         options = {"stride": stride, "padding": padding, "dilation": dilation, "output_padding": output_padding}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
+        self.relation: Relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.convolve(x)
@@ -203,7 +208,7 @@ class GenerativeConvTranspose(Convolution):
         options = {"stride": stride, "padding": None, "dilation": dilation, "bounded": False}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of_transposed(self.dim, window, **options).shared()
+        self.relation: Relation = Relation.of_transposed(self.dim, window, **options).shared()
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.convolve(x)
@@ -232,7 +237,7 @@ class InverseConv(Convolution):
         options = {"stride": stride, "padding": padding, "dilation": dilation}
         window = _window(kernel_size, self.dim)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
-        self.relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
+        self.relation: Relation = Relation.of(self.dim, window, policy="cached_inverse", **options).shared()
 
     def forward(self, x: SparseTensor, target: SparseTensor | Geometry | None = None) -> SparseTensor:
         return self.convolve(x, target)

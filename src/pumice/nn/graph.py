@@ -35,6 +35,12 @@ class RelationalConv(nn.Module):
     Source: Schlichtkrull et al., "Modeling Relational Data with Graph Convolutional Networks", ESWC 2018, eq. 2 to 4.
     """
 
+    in_channels: tuple[int, int] | int
+    out_channels: int
+    num_relations: int
+    num_bases: int | None
+    num_blocks: int | None
+
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -59,11 +65,11 @@ class RelationalConv(nn.Module):
         self.order: str | None = None
         blocks = 1 if num_blocks is None else num_blocks
         shape = (inner, out_channels) if num_blocks is None else (blocks, inner // blocks, out_channels // blocks)
-        self.weight = nn.Parameter(torch.empty(num_relations if num_bases is None else num_bases, *shape))
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(num_relations if num_bases is None else num_bases, *shape))
         if num_bases is not None:
-            self.comp = nn.Parameter(torch.empty(num_relations, num_bases))
-        self.root = nn.Parameter(torch.empty(own, out_channels)) if root_weight else None
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+            self.comp: nn.Parameter = nn.Parameter(torch.empty(num_relations, num_bases))
+        self.root: nn.Parameter | None = nn.Parameter(torch.empty(own, out_channels)) if root_weight else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(out_channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -104,13 +104,17 @@ class GroupNorm(nn.Module):
     the group's channels. Statistics are computed in at least float32.
     """
 
+    num_groups: int
+    num_channels: int
+    eps: float
+
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__()
         if num_channels % num_groups:
             raise ShapeError(f"num_groups={num_groups} must divide num_channels={num_channels}")
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
-        self.weight = nn.Parameter(torch.ones(num_channels)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_channels)) if affine else None
+        self.weight: nn.Parameter | None = nn.Parameter(torch.ones(num_channels)) if affine else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.zeros(num_channels)) if affine else None
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x, self.num_channels)
@@ -220,19 +224,19 @@ class _Pool(nn.Module):
 class MaxPool(_Pool):
     """Maximum of the inputs present in each window: pumice.ops.max_pool."""
 
-    function = staticmethod(max_pool)
+    function: ClassVar[Callable[..., SparseTensor]] = staticmethod(max_pool)
 
 
 class AvgPool(_Pool):
     """Mean of the inputs present in each window: pumice.ops.avg_pool."""
 
-    function = staticmethod(avg_pool)
+    function: ClassVar[Callable[..., SparseTensor]] = staticmethod(avg_pool)
 
 
 class SumPool(_Pool):
     """Sum of the inputs present in each window: pumice.ops.sum_pool."""
 
-    function = staticmethod(sum_pool)
+    function: ClassVar[Callable[..., SparseTensor]] = staticmethod(sum_pool)
 
 
 class _Resampling(nn.Module):

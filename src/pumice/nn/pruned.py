@@ -102,7 +102,7 @@ class _Pruned(nn.Module):
         self.way = "sparse"
         self._found: tuple[Any, Blocks | None] | None = None
         self._stored: tuple[Any, Sparse] | None = None
-        self.values = nn.Parameter(self._split(weight.detach())[self._split(kept)])
+        self.values: nn.Parameter = nn.Parameter(self._split(weight.detach())[self._split(kept)])
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach().clone()))
 
     @property
@@ -187,12 +187,15 @@ class PrunedConv2d(_Pruned):
     Source: "Unified Convolution Framework", section 6 (filter-sparse convolution).
     """
 
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
     def __init__(self, conv: nn.Conv2d, mask: Tensor | None = None) -> None:
         super().__init__(conv.weight, conv.bias, mask, conv.groups)
         if conv.padding_mode != "zeros":
             raise OptionError(f"padding_mode is 'zeros', found {conv.padding_mode!r}")
         self.stride, self.dilation = conv.stride, conv.dilation
-        self.padding = _padding(conv)
+        self.padding: tuple[int, ...] = _padding(conv)
         self._convolutions: dict[torch.Size, tuple[Sparse, torch.device, Callable[[Tensor], Tensor]]] = {}
 
     @classmethod

@@ -76,13 +76,16 @@ class TensorProduct(nn.Module):
 
     weight: Tensor
     output_mask: Tensor
+    irreps_in1: Irreps
+    irreps_in2: Irreps
+    irreps_out: Irreps
 
     def __init__(
         self,
         irreps_in1: str | Irreps,
         irreps_in2: str | Irreps,
         irreps_out: str | Irreps,
-        instructions: str | Sequence[tuple],
+        instructions: str | Sequence[tuple[Any, ...]],
         *,
         shared_weights: bool | None = None,
         internal_weights: bool | None = None,
@@ -99,16 +102,16 @@ class TensorProduct(nn.Module):
             raise OptionError(f"layout {layout!r} is unknown; there are {', '.join(LAYOUTS)}")
         self.layout = layout
         irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
-        self.instructions = _instructions(irreps, instructions)
+        self.instructions: list[Instruction] = _instructions(irreps, instructions)
         weighted = any(each.has_weight for each in self.instructions)
-        self.shared_weights = True if shared_weights is None else shared_weights
-        self.internal_weights = self.shared_weights and weighted if internal_weights is None else internal_weights
+        self.shared_weights: bool = True if shared_weights is None else shared_weights
+        self.internal_weights: bool = self.shared_weights and weighted if internal_weights is None else internal_weights
         if self.internal_weights and not self.shared_weights:
             raise OptionError("internal weights are shared by all samples: expected shared_weights=True, found False")
         variances = _variances(irreps, (in1_var, in2_var, out_var))
         scales = _normalized(irreps, self.instructions, variances, (irrep_normalization, path_normalization))
         self._parts = _parts(irreps, self.instructions, scales, self.shared_weights)
-        self.weight_numel = sum(math.prod(_weights(irreps, each)) for each in self.instructions if each.has_weight)
+        self.weight_numel: int = sum(math.prod(_weights(irreps, each)) for each in self.instructions if each.has_weight)
         if self.internal_weights and weighted:
             self.weight = nn.Parameter(torch.randn(self.weight_numel))
         else:

@@ -378,6 +378,8 @@ class DifferentiableCall:
     to the dtype of `like`, their gradients are not. request.static_rows excludes the result; request.lowering applies
     to gradients too. axes: (dtype, number of axes) of each runtime operand."""
 
+    axes: list[tuple[torch.dtype, int]]
+
     def __init__(
         self,
         request: plan.PlanRequest,

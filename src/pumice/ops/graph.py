@@ -29,6 +29,9 @@ class Graph:
     each of its pairs. types: slices of the nodes of each type in a graph of several. number: of the graph, for
     compiled code."""
 
+    map: MultiMap
+    order: Tensor
+
     def __init__(
         self,
         edge_index: Tensor,
@@ -53,7 +56,7 @@ class Graph:
         self._register()
 
     def _register(self) -> None:
-        self.number = next(_NUMBERS)
+        self.number: int = next(_NUMBERS)
         _GRAPHS[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pumice.errors import OptionError, ShapeError
 
@@ -48,7 +48,7 @@ class Irreps(tuple[Irrep, ...]):
     Source: Geiger and Smidt, "e3nn: Euclidean Neural Networks" (section 3), for notation and layout.
     """
 
-    def __new__(cls, given: str | Iterable[tuple]) -> Irreps:
+    def __new__(cls, given: str | Iterable[tuple[Any, ...]]) -> Irreps:
         return super().__new__(cls, _parsed(given) if isinstance(given, str) else [_item(each) for each in given])
 
     @classmethod

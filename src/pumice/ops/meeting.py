@@ -83,6 +83,9 @@ class JoinedStatement:
 
     lowering: of the statements over the result of the join. shape: of the target, if known."""
 
+    total: str
+    shape: tuple[int, ...]
+
     def __init__(
         self,
         statement: Statement,
@@ -93,9 +96,9 @@ class JoinedStatement:
         if meta := [name for name, x in operands.items() if isinstance(x, Sparse) and x.device.type == "meta"]:
             raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")
         given, operands = operands, stored(operands)
-        self.entrywise = [*map(id, given.values())] == [*map(id, operands.values())]
-        self.terms = list[_Plain | _Term | _Parts]()
-        self.positions = _Positions(statement, operands) if statement.positions else None
+        self.entrywise: bool = [*map(id, given.values())] == [*map(id, operands.values())]
+        self.terms: list[_Plain | _Term | _Parts] = list[_Plain | _Term | _Parts]()
+        self.positions: _Positions | None = _Positions(statement, operands) if statement.positions else None
         self.union: _Union | None = None
         if self.positions is not None:
             return
@@ -410,6 +413,9 @@ class _Union:
 
     Its leading axes, those whose indices coordinates of sparse operands give, are stored as one level of kind C."""
 
+    terms: Sequence[Any]
+    shape: tuple[int, ...]
+
     def __init__(self, statement: Statement, shape: tuple[int, ...], terms: Sequence[Any]) -> None:
         self.terms, self.shape, target = terms, shape, statement.target
         every = {term.stored_axes() for term in terms}
@@ -421,10 +427,10 @@ class _Union:
                 f"the computed pattern of {target} is over its first axes, expected to be bare and the same that "
                 f"sparse operands give in each term; found axes {found}"
             )
-        self.stored = shape[: len(axes)]
+        self.stored: tuple[int, ...] = shape[: len(axes)]
         kept = tuple(map(str, names))
         levels = (Level(kept[: len(axes)], "C"), *(Level((name,), "U") for name in kept[len(axes) :]))
-        self.format = Format(kept, levels)
+        self.format: Format = Format(kept, levels)
 
     def found(self, operands: Mapping[str, Any]) -> Sparse:
         results = [term.over_keys(operands) for term in self.terms]
@@ -456,8 +462,8 @@ class _Positions:
         shapes, of = _shapes(operands), dict(statement.positions)
         ranges, names = bind(sized(statement), shapes).ranges, [str(e.bare) for e in statement.target.indices]
         window, sources = window_of(term, sparse, ranges, shapes), {name: own[of[name]] for name in names}
-        self.meeting = _Meeting(term, sources, ranges, shapes, window)
-        self.axes = {name: (of[name], own[of[name]]) for name in names}
+        self.meeting: _Meeting = _Meeting(term, sources, ranges, shapes, window)
+        self.axes: dict[str, tuple[str, Source]] = {name: (of[name], own[of[name]]) for name in names}
 
     def extent(self, name: str, operands: Mapping[str, Any]) -> int:
         """The number of positions along an axis."""

@@ -47,7 +47,7 @@ class SparseTensor:
 
     # FSDP2 and DistributedDataParallel find the tensors of inputs and outputs through dataclass fields (torch 2.13
     # without pytree nodes), and rebuild them by `type(x)(feats=..., geometry=...)`.
-    __dataclass_fields__ = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
+    __dataclass_fields__: dict[str, Any] = {f.name: f for f in fields(make_dataclass("_Fields", ["feats", "geometry"]))}
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 
-def function(job: dict) -> object:
+def function(job: dict[str, Any]) -> object:
     """The Triton function of a job, from its source text or its file."""
     if job["text"]:
         # `inspect` reads the text here: no file, writable by others, is run. Entries without an mtime are not checked.
@@ -35,7 +35,7 @@ def imported(name: str, folder: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
-def build(job: dict, known: object = None) -> Any:
+def build(job: dict[str, Any], known: object = None) -> Any:
     """Compile a job's kernel into the cache; a mark file tells where it is. known: its Triton function, if loaded."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

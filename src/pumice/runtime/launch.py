@@ -28,10 +28,13 @@ class Part:
     """A contiguous array within the tensor `memory`, from element `start` on."""
 
     __slots__ = ("_address", "_tensor", "dtype", "memory", "shape", "start")
+    memory: Tensor
+    start: int
+    shape: tuple[int, ...]
 
     def __init__(self, memory: Tensor, address: int, start: int, shape: tuple[int, ...]) -> None:
         self.memory, self._address, self.start, self.shape = memory, address, start, shape
-        self.dtype = memory.dtype
+        self.dtype: torch.dtype = memory.dtype
         self._tensor: Tensor | None = None
 
     def data_ptr(self) -> int:
@@ -380,6 +383,10 @@ def compiling_launches() -> Iterator[Mapping[BoundKernel, Callable[[], object]]]
 
 class BoundKernel:
     """Kernel with bound constexprs, for tensors of fixed dtypes; has a compiled variant per alignment of them."""
+
+    kernel: Any
+    constants: tuple[Any, ...]
+    warps: int
 
     def __init__(
         self, kernel: Any, constants: Sequence[Any], warps: int = 4, overlapped: bool = False, fused: bool = True

@@ -86,8 +86,12 @@ class Store(Generic[K, V]):
     are loaded by `seek`, `refresh` and each change.
     """
 
+    generation: int
+    path: Path
+
     def __init__(self, path: Path, kind: RecordType[K, V]) -> None:
-        self.path, self.kind = path, kind
+        self.path = path
+        self.kind: RecordType[K, V] = kind
         self.generation = 0
         self._held: dict[K, V] | None = None
         self._unsaved: dict[K, V] = {}
