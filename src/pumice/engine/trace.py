@@ -437,6 +437,9 @@ def _lift(traced: Graph, graph: TracedModule) -> None:
     of: dict[Any, Node] = {}
     for node in [*traced.nodes][:-1]:
         parts = [of[n] for n in node.all_input_nodes if n in of]
+        if isinstance(graph.modules.get(node), Convolution):
+            # A step reads the coordinates of a target itself.
+            node.args = tuple(_of_geometry(n) for n in node.args)
         args: Any = node.args
         if node.target is getattr and args[1] == "feats" and args[0].meta["kind"] == SPARSE:
             of[node] = args[0]
@@ -449,6 +452,12 @@ def _lift(traced: Graph, graph: TracedModule) -> None:
             _lift_one(node, parts, graph, of)
         graph.levels[node] = _level(node, _product(node, graph), graph)
     _read_coordinates_last(traced, graph)
+
+
+def _of_geometry(node: Any) -> Any:
+    """x for x.geometry, if x is a SparseTensor; else the node."""
+    args: Any = node.args if isinstance(node, Node) and node.target is getattr else (None, "")
+    return args[0] if args[1] == "geometry" and args[0].meta["kind"] == SPARSE else node
 
 
 def _read_coordinates_last(traced: Graph, graph: TracedModule) -> None:

@@ -1,0 +1,134 @@
+"""Networks in other libraries' names on a GPU: programs, captured networks and gradients against plain calls on a CPU."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pumice as pm
+import pumice.compat.minkowski as ME
+import pumice.compat.spconv as spconv
+import pumice.compat.torchsparse as torchsparse
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
+import networks
+
+pytestmark = pytest.mark.gpu
+SHAPE = [41, 64, 64]
+
+
+def of_spconv(features, indices):
+    return spconv.SparseConvTensor(features, indices, SHAPE, 2)
+
+
+def of_torchsparse(features, indices):
+    return torchsparse.SparseTensor(features, indices)
+
+
+def of_minkowski(features, indices):
+    return ME.SparseTensor(features, coordinates=indices)
+
+
+class Sparse(nn.Module):
+    """A level down and up, with a skip, in torchsparse's layers."""
+
+    def __init__(self):
+        super().__init__()
+        own = torchsparse.nn
+        self.stem = nn.Sequential(own.Conv3d(4, 16, 3), own.BatchNorm(16), own.ReLU(True))
+        self.down = nn.Sequential(own.Conv3d(16, 32, 2, stride=2), own.BatchNorm(32), own.ReLU(True))
+        self.up = nn.Sequential(own.Conv3d(32, 16, 2, stride=2, transposed=True), own.BatchNorm(16), own.ReLU(True))
+        self.last = own.Conv3d(32, 8, 1, bias=True)
+
+    def forward(self, x):
+        y = self.stem(x)
+        return self.last(torchsparse.cat([self.up(self.down(y)), y]))
+
+
+class Minkowski(nn.Module):
+    """The same in MinkowskiEngine's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = ME.MinkowskiConvolution(4, 16, kernel_size=3, dimension=3)
+        self.norm = ME.MinkowskiBatchNorm(16)
+        self.down = ME.MinkowskiConvolution(16, 32, kernel_size=2, stride=2, dimension=3)
+        self.up = ME.MinkowskiConvolutionTranspose(32, 16, kernel_size=2, stride=2, dimension=3)
+        self.act = ME.MinkowskiReLU(inplace=True)
+        self.last = ME.MinkowskiConvolution(32, 8, kernel_size=1, bias=True, dimension=3)
+
+    def forward(self, x):
+        y = self.act(self.norm(self.conv(x)))
+        return self.last(ME.cat(self.act(self.up(self.act(self.down(y)))), y))
+
+
+CASES = {
+    "SpUNet": (networks.SpUNet, of_spconv),
+    "VoxelResBackBone8x": (networks.VoxelResBackBone8x, of_spconv),
+    "torchsparse": (Sparse, of_torchsparse),
+    "MinkowskiEngine": (Minkowski, of_minkowski),
+}
+
+
+def features_of(y):
+    return y.features if hasattr(y, "features") else y.F
+
+
+def scene(seed, voxels=1500):
+    return networks.scene(seed=seed, voxels=voxels)
+
+
+def close(ours, wanted, near=2e-3):
+    assert float((ours.detach().cpu() - wanted.detach()).norm()) <= near * float(wanted.detach().norm()) + 1e-6
+
+
+@pytest.fixture
+def case(request):
+    kind, tensor = CASES[request.param]
+    torch.manual_seed(0)
+    return kind(), tensor
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_evaluated(case, compiled):
+    net, tensor = case
+    net = net.eval()
+    own = copy.deepcopy(net).cuda()
+    run = pm.compile(own) if compiled else own
+    with torch.no_grad():
+        for seed in (0, 1):
+            features, indices = scene(seed)
+            y, wanted = run(tensor(features.cuda(), indices.cuda())), net(tensor(features, indices))
+            close(features_of(y), features_of(wanted))
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trained(case, compiled):
+    net, tensor = case
+    own = copy.deepcopy(net).cuda()
+    run = pm.compile(own) if compiled else own
+    features, indices = scene(2)
+    features_of(run(tensor(features.cuda(), indices.cuda()))).square().mean().backward()
+    features_of(net(tensor(features, indices))).square().mean().backward()
+    for ours, wanted in zip(own.parameters(), net.parameters(), strict=True):
+        close(ours.grad, wanted.grad, 1e-2)
+
+
+@pytest.mark.parametrize("case", ["SpUNet", "VoxelResBackBone8x"], indirect=True)
+def test_captured(case):
+    net, tensor = case
+    net = net.eval().cuda()
+    fast = pm.capture(net, tensor(*(x.cuda() for x in scene(0))), max_voxels=4000).ready()
+    program = pm.compile(net)
+    with torch.no_grad():
+        for seed in (1, 2):
+            given = [x.cuda() for x in scene(seed, 1400)]
+            ours, wanted = fast(tensor(*given)), program(tensor(*given))
+            assert torch.equal(ours.indices, wanted.indices)
+            close(ours.features, wanted.features.cpu(), 1e-4)
+    assert sum(fast.fallbacks.values()) == 0
