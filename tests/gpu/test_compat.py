@@ -1,4 +1,4 @@
-"""Networks in other libraries' names on a GPU: programs, captured networks and gradients against plain calls on a CPU."""
+"""Networks in other libraries' names on a GPU: programs, captured networks, gradients; against plain calls on a CPU."""
 
 import copy
 import sys
