@@ -22,7 +22,7 @@ def offset2batch(offset: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(offset), device=offset.device), counts)
 
 
-def _asked(offset: Tensor, new_xyz: Opt, new_offset: Opt) -> dict[str, Opt]:
+def _asked(offset: Tensor, new_xyz: Opt, new_offset: Opt) -> dict[str, Any]:
     if new_xyz is None or new_offset is None:
         return {"batch": offset2batch(offset)}
     return {"queries": new_xyz, "batch": offset2batch(offset), "query_batch": offset2batch(new_offset)}
@@ -40,7 +40,7 @@ def ball_query(
 ) -> Any:  # fmt: skip
     """(int32 [M, nsample], distances): of more than nsample evenly spaced ones by distance, or any if `random`."""
     asked = _asked(offset, new_xyz, new_offset)
-    edges, queries = ops.radius_graph(xyz, max_radius, loop=True, **asked), asked.get("queries", xyz)
+    edges, queries = ops.radius_graph(xyz, max_radius, loop=True, **asked), xyz if new_xyz is None else new_xyz
     squared = (xyz[edges[0]] - queries[edges[1]]).square().sum(1)
     kept = (squared <= 1e-5) | (squared >= min_radius**2)
     (index, of), squared = edges[:, kept], squared[kept]
@@ -91,8 +91,8 @@ def _and_group(query: Callable[..., Any]) -> Callable[..., Any]:
         max_radio: float = 0.0, min_radio: float = 0.0, nsample: int = 0, with_xyz: bool = False,
     ) -> Any:  # fmt: skip
         radii = () if query is knn_query else (max_radio, min_radio)
-        idx = query(nsample, *radii, xyz, offset, new_xyz, new_offset)[0] if idx is None else idx
-        return grouping(idx, feat, xyz, new_xyz, with_xyz), idx
+        found = query(nsample, *radii, xyz, offset, new_xyz, new_offset)[0] if idx is None else idx
+        return grouping(found, feat, xyz, new_xyz, with_xyz), found
 
     return call
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from pumice import ops
 from pumice.errors import OptionError, ShapeError
 
-Out, Size = Tensor | None, int | None
+Out = Tensor | None
+Size = int | None
 
 
 def joined(
@@ -41,8 +42,8 @@ def joined(
 
 def joined_csr(src: Tensor, indptr: Tensor, out: Out = None, reduce: str = "sum") -> Any:
     """segment_sum_csr and so on, over the last axis of indptr; axes before it must be of size 1."""
-    how = {"indptr": _flat(indptr), "dim": indptr.ndim - 1, "reduce": "sum" if reduce == "add" else reduce}
-    found = ops.segment_reduce(src, **how, places=reduce in ("max", "min"))
+    how: dict[str, Any] = {"reduce": "sum" if reduce == "add" else reduce, "places": reduce in ("max", "min")}
+    found: Any = ops.segment_reduce(src, indptr=_flat(indptr), dim=indptr.ndim - 1, **how)
     if out is None:
         return found
     return (out.copy_(found[0]), found[1]) if isinstance(found, tuple) else out.copy_(found)

@@ -89,19 +89,16 @@ class _Options:
 
     def equal(self, q: Tensor, k: Tensor, v: Tensor, count: int, sizes: tuple[int, int]) -> Tensor:
         """Of `count` sequences of one length each."""
-        heads = [
-            x.reshape(count, n, *x.shape[1:]).transpose(1, 2)
-            for x, n in zip((q, k, v), (sizes[0], sizes[1], sizes[1]), strict=True)
-        ]
-        mask, causal = None, self.causal
-        if causal and sizes[0] != sizes[1]:
+        rows, shape = sizes, (len(q), q.shape[1], v.shape[2])
+        q = q.reshape(count, rows[0], *q.shape[1:]).transpose(1, 2)
+        k, v = (x.reshape(count, rows[1], *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        if self.causal and rows[0] != rows[1]:
             # torch aligns the first tokens, flash_attn the last.
-            late = sizes[1] - sizes[0]
-            mask = torch.ones(*sizes, dtype=torch.bool, device=q.device).tril(late)
-            found = self._run(*heads, False, mask).masked_fill(~mask.any(1)[:, None], 0)
+            mask = torch.ones(*rows, dtype=torch.bool, device=q.device).tril(rows[1] - rows[0])
+            found = self._run(q, k, v, False, mask).masked_fill(~mask.any(1)[:, None], 0)
         else:
-            found = self._run(*heads, causal)
-        return found.transpose(1, 2).reshape(len(q), q.shape[1], v.shape[2])
+            found = self._run(q, k, v, self.causal)
+        return found.transpose(1, 2).reshape(shape)
 
     def runs_varlen(self, q: Tensor, v: Tensor) -> bool:
         plain = not self.dropout and not self.grouped and q.shape[2] == v.shape[2]
