@@ -77,7 +77,7 @@ def _all_pairs(x: Tensor) -> Tensor:
 
 
 def _tree(x: Tensor) -> Callable[[], Tensor]:
-    from scipy.spatial import cKDTree  # pyright: ignore[reportMissingImports]
+    from scipy.spatial import cKDTree  # pyright: ignore
 
     held = x.numpy()
     return lambda: torch.from_numpy(cKDTree(held).query(held, K)[0]).square()
@@ -155,10 +155,10 @@ def _attended(setup: Setup, case: str, given: list[Tensor], size: int, trained: 
         return lambda: torch.autograd.grad(run(*leaves), leaves, cotangent)
 
     def batched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (x.unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
-        return scaled_dot_product_attention(*rows).transpose(1, 2).flatten(0, 1)
+        q, k, v = (x.unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
-    ours = Way("pumice", lambda: passed(lambda *qkv: ops.attention(*qkv, ends)))
+    ours = Way("pumice", lambda: passed(lambda q, k, v: ops.attention(q, k, v, ends)))
     peers = [Way(f"SDPA {name}", lambda of=of: _within(of, passed(batched))) for name, of in _back_ends(setup).items()]
     with sdpa_kernel(SDPBackend.MATH):
         truth = passed(batched)()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,38 +27,31 @@ def flash_attn_varlen_func(
     return ops.attention(q, k, v, cu_seqlens_q, keys, dropout=dropout_p, scale=softmax_scale, causal=causal)
 
 
+_varlen: Callable[..., Tensor] = flash_attn_varlen_func
+
+
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **more: Any
 ) -> Tensor:
     """qkv [T, 3, H, D]."""
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **more)
-
-
-def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **more: Any) -> Tensor:
-    """kv [S, 2, G, D]."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **more)
+    return _varlen(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **more)
 
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **more: Any) -> Tensor:
     """q [B, N, H, D], k and v [B, M, G, D]."""
     ends = [torch.arange(len(x) + 1) * x.shape[1] for x in (q, k)]
     flat = (x.flatten(0, 1) for x in (q, k, v))
-    found = flash_attn_varlen_func(*flat, *ends, q.shape[1], k.shape[1], *args, **more)
+    found = _varlen(*flat, *ends, q.shape[1], k.shape[1], *args, **more)
     return found.reshape(*q.shape[:3], v.shape[3])
-
-
-def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **more: Any) -> Tensor:
-    """qkv [B, N, 3, H, D]."""
-    return flash_attn_func(*qkv.unbind(2), *args, **more)
-
-
-def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **more: Any) -> Tensor:
-    """kv [B, M, 2, G, D]."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **more)
 
 
 class MHA(nn.Module):
     """Multi-head attention of x [B, N, C], with flash_attn's parameters: Wqkv, or Wq and Wkv, and out_proj."""
+
+    Wq: nn.Module
+    Wkv: nn.Module
+    Wqkv: nn.Module
+    out_proj: nn.Module
 
     def __init__(self, embed_dim: int, num_heads: int, num_heads_kv: int = 0, cross_attn: bool = False, **more: Any):
         super().__init__()
@@ -66,25 +59,27 @@ class MHA(nn.Module):
             raise OptionError(f"MHA takes embed_dim, num_heads, cross_attn, dropout and so on; found {sorted(wrong)}")
         width = embed_dim // num_heads
         self.heads, self.keys, self.options = (num_heads, width), (2, num_heads_kv or num_heads, width), more
-        wide = 2 * self.keys[1] * width
-        self.Wq, self.Wkv = (nn.Linear(embed_dim, n) for n in (embed_dim, wide)) if cross_attn else (None, None)
-        self.Wqkv = None if cross_attn else nn.Linear(embed_dim, embed_dim + wide)
-        self.out_proj = nn.Linear(embed_dim, embed_dim)
+        rows = {"Wq": embed_dim, "Wkv": 2 * self.keys[1] * width}
+        rows = rows if cross_attn else {"Wqkv": sum(rows.values())}
+        for name, count in (rows | {"out_proj": embed_dim}).items():
+            self.add_module(name, nn.Linear(embed_dim, count))
 
     def forward(self, x: Tensor, x_kv: Tensor | None = None) -> Tensor:
-        if self.Wqkv is not None:
+        if hasattr(self, "Wqkv"):
             q, kv = self.Wqkv(x).tensor_split([x.shape[-1]], -1)
         else:
             q, kv = self.Wq(x), self.Wkv(x if x_kv is None else x_kv)
         dropout = self.options.get("dropout", 0.0) if self.training else 0.0
-        options = (dropout, self.options.get("softmax_scale"), self.options.get("causal", False))
-        found = flash_attn_kvpacked_func(q.unflatten(-1, self.heads), kv.unflatten(-1, self.keys), *options)
-        return self.out_proj(found.flatten(-2))
+        k, v = kv.unflatten(-1, self.keys).unbind(2)
+        options = dropout, self.options.get("softmax_scale"), self.options.get("causal", False)
+        return self.out_proj(flash_attn_func(q.unflatten(-1, self.heads), k, v, *options).flatten(-2))
 
 
-_PACKED = (flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func)
-_BATCHED = (flash_attn_func, flash_attn_qkvpacked_func, flash_attn_kvpacked_func)
-_FUNCTIONS = {f.__name__: f for f in (flash_attn_varlen_func, *_PACKED, *_BATCHED)}
+_FUNCTIONS = {f.__name__: f for f in (flash_attn_varlen_func, flash_attn_varlen_qkvpacked_func, flash_attn_func)} | {
+    "flash_attn_varlen_kvpacked_func": lambda q, kv, *args, **more: _varlen(q, *kv.unbind(1), *args, **more),
+    "flash_attn_qkvpacked_func": lambda qkv, *args, **more: flash_attn_func(*qkv.unbind(2), *args, **more),
+    "flash_attn_kvpacked_func": lambda q, kv, *args, **more: flash_attn_func(q, *kv.unbind(2), *args, **more),
+}
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "flash_attn": {**_FUNCTIONS, "__version__": "2.8.3"},
     "flash_attn.flash_attn_interface": _FUNCTIONS,

@@ -197,12 +197,12 @@ def within(
         while tl.min(bound) <= limit:
             next_leaf = start + tl.argmin(bound, 0)
             far = _distances(points, queries, next_leaf, own, D, LEAF, QUERIES)
-            hit = ((far <= limit) & there[None, :]).to(tl.int64)
+            hit = ((far <= limit) & there[None, :]).to(tl.int32)
             if LIST:
                 place = at[None, :] + tl.cumsum(hit, axis=0) - hit
                 met = tl.load(index + next_leaf * LEAF + tl.arange(0, LEAF)).to(tl.int64)
                 tl.store(found + place, tl.broadcast_to(met[:, None], [LEAF, QUERIES]), mask=hit > 0)
-            at += tl.sum(hit, 0)
+            at += tl.sum(hit, 0).to(tl.int64)
             bound = tl.where(leaf == next_leaf, float("inf"), bound)
         start += CHUNK
     if not LIST:
