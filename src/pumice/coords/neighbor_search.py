@@ -81,7 +81,16 @@ def nearest(points: PointSet, queries: PointSet, limits: Limits, shape: SearchSh
     kernel("neighbor_kernels.nearest")(
         strides[1], (*tensors, index, apart), numbers, constants, shape.warps, fused=False
     )
-    return index, apart
+    return index, _squared(points, queries, index) if limits.by_index else apart
+
+
+def _squared(points: PointSet, queries: PointSet, index: Tensor) -> Tensor:
+    """[Q, k]: squared distances of found points, inf for none."""
+    total = queries.points.new_zeros(index.shape)
+    for axis in range(points.dim if len(points) else 0):
+        apart = points.points[:, axis][index.clamp(min=0)] - queries.points[:, axis, None]
+        total += apart * apart
+    return total.masked_fill_(index < 0, torch.inf)
 
 
 def within(points: PointSet, queries: PointSet, most: float, shape: SearchShape = SearchShape()) -> Found:
