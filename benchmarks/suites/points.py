@@ -11,7 +11,7 @@ attention, the back ends of torch's scaled_dot_product_attention. Sets of other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,13 +20,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.harness.rows import Row
-from benchmarks.harness.study import Case, Setup, Way, measured
+from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.study import Case, Setup, Way, measured, ready
+from benchmarks.harness.timing import cpu_clock, on_cpu, on_threads
 from pumice import ops
 from pumice.env import settings
 
 K, BALL, PATCH = 16, 32, 1024
 HEADS = ((4, 16), (8, 32), (16, 64))  # (heads, channels of each)
+_RUNS = 7
 _ROWS = 4096  # Queries that are compared with all points at once
 _SCANS = {"kitti": ("kitti_seq00/000000.bin", 4, 0.5), "scannet": ("indoor_scannet/scene0000_00.bin", 6, 0.1)}
 
@@ -46,6 +48,24 @@ def clouds(setup: Setup) -> Iterator[tuple[str, Tensor, float]]:
             yield "kitti_10k", scan[torch.randperm(len(scan), generator=chance)[:10_000]].to(setup.device), radius
 
 
+def _timed(setup: Setup, case: Case, ours: Way, peers: Sequence[Way]) -> Iterator[Row]:
+    """As measured; on a CPU by the time of one thread."""
+    if setup.device.type == "cuda":
+        yield from measured(setup, case, [ours], peers)
+        return
+    checked = [ready(setup, case, way, way is ours) for way in (ours, *peers)]
+    if checked[0] is None:
+        return
+    done = [one for one in checked if one]
+    with on_threads(1):
+        times = on_cpu([one.call for one in done], 3 if setup.quick else _RUNS, warm=1)
+        clock = cpu_clock()
+        setup.say(f"{case.name}: " + ", ".join(f"{r.name} {t.p20:.3f} ms" for r, t in zip(done, times, strict=True)))
+        for other, spent in zip(done[1:], times[1:], strict=True):
+            peer = Peer(other.name, spent.p20, package=other.package)
+            yield setup.row(f"{case.name}/{ours.name}", times[0], clock, peer, dtype=case.dtype)
+
+
 def knn(setup: Setup) -> Iterator[Row]:
     """16 neighbours of every point."""
     for name, x, _ in clouds(setup):
@@ -57,7 +77,7 @@ def knn(setup: Setup) -> Iterator[Row]:
             peers.append(Way("cdist and topk", lambda x=x: partial(_all_pairs, x), slack=100.0))
         else:
             peers.append(Way("SciPy cKDTree", lambda x=x: _tree(x), "scipy", slack=10.0))
-        yield from measured(setup, Case(case, torch.float32, ops.knn(x, K).squared_distance), [ours], peers)
+        yield from _timed(setup, Case(case, torch.float32, ops.knn(x, K).squared_distance), ours, peers)
 
 
 def _cluster_knn(x: Tensor) -> Callable[[], Tensor]:
@@ -92,7 +112,7 @@ def ball(setup: Setup) -> Iterator[Row]:
             peer = Way(
                 "torch_cluster", lambda x=x, r=radius: _cluster_ball(x, r), "torch-cluster", partial(_degrees, x)
             )
-            yield from measured(setup, Case(case, torch.float32, _counts(run())), [ours], [peer])
+            yield from _timed(setup, Case(case, torch.float32, _counts(run())), ours, [peer])
 
 
 def _cluster_ball(x: Tensor, radius: float) -> Callable[[], Tensor]:
@@ -118,7 +138,7 @@ def fps(setup: Setup) -> Iterator[Row]:
             peers = [Way("torch_cluster", lambda x=x: _cluster_fps(x), "torch-cluster", reach)]
             small = len(x) <= 10_000 or x.is_cuda  # Others take minutes on a CPU.
             case = Case(case, torch.float32, reach(run()))
-            yield from measured(setup, case, [Way("pumice", lambda run=run: run, view=reach)], peers if small else [])
+            yield from _timed(setup, case, Way("pumice", lambda run=run: run, view=reach), peers if small else [])
 
 
 def _cluster_fps(x: Tensor) -> Callable[[], Tensor]:

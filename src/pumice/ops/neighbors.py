@@ -1,7 +1,8 @@
 """Neighbours of points in space: what point networks take from pointops, torch_cluster and PointNet++.
 
 Points [P, D] with their batch items, int [P] in any order, as `voxelize` takes them. Results are exact and the same on
-a CPU and a GPU; of equal distances the lowest index comes first. No result is differentiable but three_interpolate's.
+a CPU and a GPU; of equal distances the lowest index comes first. Whether points are finite, and the number of items, is
+read on the host. No result is differentiable but that of three_interpolate.
 """
 
 from __future__ import annotations
