@@ -24,6 +24,7 @@ SUITES: Mapping[str, str] = {
     "einsum": "sparse einsums",
     "tensor-product": "equivariant tensor products",
     "graph": "graph layers",
+    "points": "searches among points, attention",
     "ucf": "the unified convolution framework",
     "cpu-conv": "layers on a CPU",
 }
@@ -130,6 +131,11 @@ def _engine(mode: str, way: str) -> Family:
     return Family("engine", f"{way} {mode}", rf"{_NETWORK}/{mode}(?:/tuned)?/{way}", rivals)
 
 
+_POINTS = {
+    "torch_cluster": Rivals(("torch_cluster",)),
+    "SciPy": Rivals(("SciPy",)),
+    "all pairs": Rivals(("cdist",)),
+}
 FAMILIES: tuple[Family, ...] = (
     *(
         Family("stream", f"{way} {name}", rf"{STREAM}/{mode}/{way}", _SPCONV, (), "p50")
@@ -217,6 +223,19 @@ FAMILIES: tuple[Family, ...] = (
             "index_add or scatter_reduce": Rivals(("index_add", "scatter_reduce")),
             "torch_scatter": Rivals(("torch_scatter",)),
         },
+    ),
+    *(
+        Family("points", title, rf"{case}/(?P<group>[^/]+)/(?P<series>[^/]+)/(?P<way>[^/]+)", _POINTS)
+        for case, title in (("knn", "k nearest"), ("ball", "within a radius"), ("fps", "farthest points"))
+    ),
+    *(
+        Family(
+            "points",
+            f"attention, {name}",
+            rf"attention/(?P<group>T\d+)/(?P<series>H\d+/D\d+)/{part}/(?P<way>[^/]+)",
+            {name: Rivals((f"SDPA {name}",)) for name in ("flash", "cuDNN", "efficient")},
+        )
+        for name, part in (("forward", "fwd"), ("fwd+bwd", r"fwd\+bwd"))
     ),
     *(
         Family("ucf", f"{zeros} zeros", rf"filters/{level}/(?P<group>.+)", _DENSE)

@@ -34,6 +34,8 @@ CAVEATS: Mapping[str, str] = {
     "conv-train": "One layer, its kernel map already built, repeated.",
     "maps": "Shuffled coordinates; `gpu` times are of a CUDA graph.",
     "einsum": "Operands already converted to their formats, repeated.",
+    "points": "The blocks of points are built in every call, as torch_cluster and SciPy build their trees. Attention: "
+    "patches of 1,024 tokens, all full.",
     "cpu-conv": "The kernel map is already built, which favours both: if it is built in the call, and for whole "
     "networks (suite `stream` on a CPU), spconv is faster. spconv has a data race: with two threads it is wrong.",
 }
