@@ -212,6 +212,19 @@ def test_transposed_of_stride_one_reverses_taps(mode: str):
     assert_cells(conv(x), inverted(cells, set(cells), weight, taps_of((3, 3, 3), (1, 1, 1)), (1, 1, 1)))
 
 
+def test_transposed_of_stride_one_takes_odd_kernels():
+    with pytest.raises(OptionError, match="takes odd kernels, found \\(2, 2, 2\\)"):
+        ts.Conv3d14(4, 6, 2, 1, transposed=True)
+
+
+def test_two_paddings_at_one_level():
+    x, cells = cloud("2.1")
+    for padding in (1, 0):
+        conv, weight = layer("2.1", 4, 6, 3, 2, padding)
+        outputs = supported(cells, (3,) * 3, (2,) * 3, (padding,) * 3, None)
+        assert_cells(conv(x), convolved(cells, outputs, weight, taps_of((3,) * 3, (padding,) * 3), (2, 2, 2)))
+
+
 def test_transposed_without_the_strided_one():
     x, _ = cloud("2.1", stride=2)
     with pytest.raises(GeometryError, match="kernel_size=\\(2, 2, 2\\), stride=\\(2, 2, 2\\)"):
