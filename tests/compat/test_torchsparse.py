@@ -512,6 +512,26 @@ def test_programs(mode: str):
             torch.testing.assert_close(found.F, expected.F, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["1.4", "2.1"])
+def test_on_a_gpu(mode: str):
+    """Results and gradients of a GPU, and those of a program, are the CPU's."""
+    net = Encoder(ts.version(mode).nn).eval()
+    box = {"box": (2, 9, 9, 9)} if mode == "2.1" else {}
+    expected = net(cloud(mode, **box)[0])
+    expected.F.square().sum().backward()
+    grads = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    x = cloud(mode, **box)[0].to("cuda")
+    found = net.cuda()(x)
+    found.F.square().sum().backward()
+    torch.testing.assert_close(found.F.cpu(), expected.F, rtol=1e-3, atol=1e-4)
+    for parameter, grad in zip(net.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(pm.compile(net)(x).F, found.F, rtol=1e-3, atol=1e-4)
+
+
 PROGRAM = """
 import torch, torchsparse, torchsparse.nn as spnn, torchsparse.nn.functional as F
 from torchsparse import SparseTensor, PointTensor
