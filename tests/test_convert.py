@@ -168,6 +168,16 @@ def test_spconv_leaves_dense_weights_and_asks():
     assert torch.equal(found["head.weight"], two["head.weight"])
 
 
+def test_strided_pointwise_weights_of_spconv():
+    theirs = spconv.SparseConv3d(4, 6, 1, 2, bias=False)
+    ours = pm.nn.Conv3d(4, 6, 1, stride=2, padding=0, out="support", bias=False)
+    ours.load_state_dict(pm.convert.spconv({"weight": theirs.weight.detach()}, layout="KRSC", strided="weight"))
+    feats, coords = cloud()
+    y = theirs(spconv.SparseConvTensor(feats, coords, [EXTENT] * 3, 2))
+    z = ours(pm.SparseTensor(feats, coords, spatial_shape=(EXTENT,) * 3))
+    torch.testing.assert_close(y.features, z.feats, rtol=1e-5, atol=1e-5)
+
+
 def minkowski_convolution(cells, kernel, taps, stride):
     """Scalar: outputs floor(in / stride), taps in the order given."""
     found = {}

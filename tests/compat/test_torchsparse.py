@@ -212,6 +212,19 @@ def test_transposed_of_stride_one_reverses_taps(mode: str):
     assert_cells(conv(x), inverted(cells, set(cells), weight, taps_of((3, 3, 3), (1, 1, 1)), (1, 1, 1)))
 
 
+def test_transposed_of_stride_one_takes_odd_kernels():
+    with pytest.raises(OptionError, match="takes odd kernels, found \\(2, 2, 2\\)"):
+        ts.Conv3d14(4, 6, 2, 1, transposed=True)
+
+
+def test_two_paddings_at_one_level():
+    x, cells = cloud("2.1")
+    for padding in (1, 0):
+        conv, weight = layer("2.1", 4, 6, 3, 2, padding)
+        outputs = supported(cells, (3,) * 3, (2,) * 3, (padding,) * 3, None)
+        assert_cells(conv(x), convolved(cells, outputs, weight, taps_of((3,) * 3, (padding,) * 3), (2, 2, 2)))
+
+
 def test_transposed_without_the_strided_one():
     x, _ = cloud("2.1", stride=2)
     with pytest.raises(GeometryError, match="kernel_size=\\(2, 2, 2\\), stride=\\(2, 2, 2\\)"):
@@ -497,6 +510,26 @@ def test_programs(mode: str):
             x, _ = cloud(mode, seed=seed, **({"box": (2, 9, 9, 9)} if mode == "2.1" else {}))
             found, expected = program(x), net(x)
             torch.testing.assert_close(found.F, expected.F, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["1.4", "2.1"])
+def test_on_a_gpu(mode: str):
+    """Results and gradients of a GPU, and those of a program, are the CPU's."""
+    net = Encoder(ts.version(mode).nn).eval()
+    box = {"box": (2, 9, 9, 9)} if mode == "2.1" else {}
+    expected = net(cloud(mode, **box)[0])
+    expected.F.square().sum().backward()
+    grads = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    x = cloud(mode, **box)[0].to("cuda")
+    found = net.cuda()(x)
+    found.F.square().sum().backward()
+    torch.testing.assert_close(found.F.cpu(), expected.F, rtol=1e-3, atol=1e-4)
+    for parameter, grad in zip(net.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-2, atol=1e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(pm.compile(net)(x).F, found.F, rtol=1e-3, atol=1e-4)
 
 
 PROGRAM = """

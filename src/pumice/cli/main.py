@@ -224,10 +224,11 @@ def convert(
     kernel: Annotated[list[str] | None, typer.Option(help="LAYER=3,3,1: size of a kernel that is no cube")] = None,
     flipped: Annotated[str | None, typer.Option(help="expression for transposed layers of stride 1")] = None,
     only: Annotated[str | None, typer.Option(help="expression for the sparse layers, of spconv")] = None,
+    strided: Annotated[str | None, typer.Option(help="expression for kernels of size 1 with a stride")] = None,
     dim: Annotated[int, typer.Option(help="number of spatial axes")] = 3,
 ) -> None:
     """Convert a checkpoint of another library for the same network written with pumice.nn; tells what was done."""
-    options = {"layout": layout, "flipped": flipped, "only": only, "dim": 0 if dim == 3 else dim}
+    options = {"layout": layout, "flipped": flipped, "only": only, "strided": strided, "dim": 0 if dim == 3 else dim}
     for line in convert_.convert_file(
         source, target, library, {**options, "kernels": convert_.kernel_sizes(kernel or [])}
     ):

@@ -43,12 +43,20 @@ class Converted(dict[str, Tensor]):
         return self
 
 
-def spconv(state_dict: Mapping[str, Any], *, layout: str | None = None, dim: int = 3, only: str = "") -> Converted:
+def spconv(
+    state_dict: Mapping[str, Any],
+    *,
+    layout: str | None = None,
+    dim: int = 3,
+    only: str = "",
+    strided: str = "(?!)",
+) -> Converted:
     """From spconv, or mmcv.ops (RSCK). layout: KRSC, RSKC or RSCK; None: the one that all weights of dim + 2 axes fit,
     with kernel sizes up to 11 and the C_out of their bias or of the norm that follows. only: a regular expression that
     keys of sparse layers match; dense weights of as many axes need it, unless they fit no layout.
 
-    Weights of kernel size 1 are stored transposed by spconv 2, which reads their memory as [C_in, C_out]: undone.
+    Weights of kernel size 1 are stored transposed by spconv 2, which reads their memory as [C_in, C_out]: undone, but
+    for the layers of larger strides, which `strided`, another expression, names.
     Raises OptionError if the layout is unknown or ambiguous, naming a key.
     """
     state = state_of(state_dict)
@@ -59,8 +67,9 @@ def spconv(state_dict: Mapping[str, Any], *, layout: str | None = None, dim: int
         if not _fits(state, key, layout):
             _count(done, "left, no sparse weight")
             continue
-        pointwise = layout != "RSCK" and state[key].numel() == state[key].shape[-1] * _outputs(state[key], layout)
-        found[key] = from_layout(state[key], layout)
+        moved = bool(re.search(strided, key))
+        found[key] = from_layout(state[key], layout, moved)
+        pointwise = layout != "RSCK" and not moved and math.prod(found[key].shape[1:-1]) == 1
         _count(done, f"weights from {layout}" + (" of kernel size 1, transposed" if pointwise else ""))
     for key in [key for key in found if key.endswith("max_num_voxels_during_training")]:
         del found[key]

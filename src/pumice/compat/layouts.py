@@ -37,15 +37,15 @@ LAYOUTS: Mapping[str, int] = {"KRSC": 0, "RSKC": -2, "RSCK": -1}
 """spconv's layouts, by the letters for C_out, kernel axes, C_in; and the place of C_out in each."""
 
 
-def from_layout(weight: Tensor, layout: str) -> Tensor:
+def from_layout(weight: Tensor, layout: str, strided: bool = False) -> Tensor:
     """[C_out, *kernel, C_in], contiguous, of a weight in one of LAYOUTS.
 
-    spconv 2 (KRSC, RSKC) multiplies by weights of kernel size 1 as if their memory were [C_in, C_out]
+    spconv 2 (KRSC, RSKC) multiplies by weights of kernel size 1, unless strided, as if their memory were [C_in, C_out]
     (spconv 2.3.8, pytorch/conv.py): these are transposed. Raises OptionError for another layout."""
     if layout not in LAYOUTS:
         raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
     moved = weight.movedim(LAYOUTS[layout], 0)
-    if layout == "RSCK" or math.prod(moved.shape[1:-1]) > 1:
+    if layout == "RSCK" or strided or math.prod(moved.shape[1:-1]) > 1:
         return moved.contiguous()
     outputs, inputs = moved.shape[0], moved.shape[-1]
     return weight.reshape(inputs, outputs).t().reshape(moved.shape).contiguous()

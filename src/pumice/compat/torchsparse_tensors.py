@@ -389,10 +389,10 @@ def _kept(window: ConvWindow, kernel: Axes, centre: Axes) -> Relation:
     """The relation at stride 1. The kernels of 2.1 start at the voxel itself if their number of taps is even."""
     if window.rule == V21 and math.prod(kernel) % 2 == 0:
         centre = (0, 0, 0)
+    if window.transposed and any(k % 2 == 0 for k in kernel):
+        raise OptionError(f"a transposed convolution of stride 1 takes odd kernels, found {window.kernel}")
     if centre == tuple(k // 2 if k % 2 else 0 for k in kernel):
         return Relation.of(3, kernel)
-    if window.transposed:
-        raise OptionError(f"a transposed convolution of stride 1 takes odd kernels, found {window.kernel}")
     taps = [[t - c for t, c in zip(tap, centre, strict=True)] for tap in product(*map(range, kernel))]
     return Relation.of_offsets(3, taps, policy="same")
 
@@ -412,12 +412,11 @@ def convolved(x: SparseTensor, window: ConvWindow, call: Call) -> SparseTensor:
     outputs = overlapping_outputs(x, window) if relation.policy == "given" else None
     y = call(x.sparse, outputs, relation)
     stride = tuple(a * b for a, b in zip(x.stride, window.stride, strict=True))
-    kept = caches.kmaps.get(window.key(x.stride))
-    if kept is None or kept.fine is not fine:
-        coarse = Level(y.geometry, _range_after(fine.spatial_range, window))
-        kept = Strided(fine, coarse, replace(relation, policy="cached_inverse").shared())
+    kept, inverse = caches.kmaps.get(window.key(x.stride)), replace(relation, policy="cached_inverse").shared()
+    if kept is None or kept.fine is not fine or kept.inverse is not inverse:
+        kept = Strided(fine, Level(y.geometry, _range_after(fine.spatial_range, window)), inverse)
         caches.kmaps.setdefault(window.key(x.stride), kept)
-        caches.cmaps.levels.setdefault(stride, coarse)
+        caches.cmaps.levels.setdefault(stride, kept.coarse)
     return x.like(y, kept.coarse, stride)
 
 
