@@ -65,6 +65,8 @@ class Public(SphinxDirective):
 
 
 def _directive(module: str, name: str, value: object) -> list[str]:
+    if inspect.ismodule(value):
+        return [f".. automodule:: {value.__name__}", "   :members:"]
     if inspect.isclass(value):
         kind = "exception" if issubclass(value, Exception) else "class"
         return [f".. auto{kind}:: {module}.{name}", *(["   :members:"] if kind == "class" else [])]
