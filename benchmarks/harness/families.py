@@ -138,8 +138,9 @@ _POINTS = {
 }
 FAMILIES: tuple[Family, ...] = (
     *(
-        Family("stream", f"{way} {name}", rf"{STREAM}/{mode}/{way}", _SPCONV, (), "p50")
+        Family("stream", f"{told}{way} {name}", rf"{STREAM}/{mode}/{kind}{way}", _SPCONV, (), "p50")
         for mode, name in (("infer", "inference"), ("train", "training"))
+        for kind, told in (("", ""), ("compat-", "spconv's code on pumice.compat, "))
         for way in ("eager", "compiled", "captured")
     ),
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
