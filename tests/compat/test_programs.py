@@ -255,3 +255,32 @@ def test_sums_of_other_coordinates_are_not_rewritten():
     net = Halves().eval()
     with torch.no_grad():
         torch.testing.assert_close(pm.compile(net)(x, y).feats, net(x, y).feats)
+
+
+class Cropped(nn.Module):
+    """Reads the spatial shape of its argument, which differs between calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = networks.SpUNet()
+
+    def forward(self, x):
+        y = self.net(x)
+        return y.dense()[..., : y.spatial_shape[0] // 2, :, :]
+
+
+def test_spatial_shapes_of_each_scene_need_no_other_program():
+    """As networks do that take the extent of each batch."""
+    net, cropped = made(networks.SpUNet).eval(), Cropped().eval()
+    program, reading = pm.compile(net), pm.compile(cropped)
+    with torch.no_grad():
+        for seed, shape in enumerate(([41, 64, 64], [50, 80, 64], [44, 64, 72])):
+            given = networks.scene(seed=seed, voxels=200)
+            ours, wanted = (each(spconv.SparseConvTensor(*given, shape, 2)) for each in (program, net))
+            assert ours.spatial_shape == wanted.spatial_shape == shape
+            assert torch.equal(ours.indices, wanted.indices)
+            torch.testing.assert_close(ours.features, wanted.features)
+            found, dense = (each(spconv.SparseConvTensor(*given, shape, 2)) for each in (reading, cropped))
+            torch.testing.assert_close(found, dense)
+    assert len(program._programs.values()) == 1
+    assert len(products(program)[0]) == 16

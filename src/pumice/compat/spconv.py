@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 
 from pumice.compat import spconv_utils as utils
 from pumice.compat.wrapped import LinearMap, Wrapped, call_layer
@@ -91,6 +92,8 @@ class SparseConvTensor(Wrapped):
 
     def _set(self, features: Any, indices: Any) -> None:
         """Keep both as they are; the SparseTensor is made when it is needed."""
+        if self._spatial_shape is None:
+            self._spatial_shape = self.spatial_shape
         self._sparse, self._raw = None, (features, indices)
 
     def _made(self) -> SparseTensor:
@@ -136,12 +139,14 @@ class SparseConvTensor(Wrapped):
 
     @property
     def spatial_shape(self) -> list[int]:
+        if self._spatial_shape is None:
+            self._spatial_shape = _shape_on(self._sparse)
         return self._spatial_shape
 
     @spatial_shape.setter
     def spatial_shape(self, value: Sequence[int]) -> None:
         shape = [int(v) for v in value]
-        if shape != self._spatial_shape:
+        if shape != self.spatial_shape:
             self._set(self.features, self.indices)
         self._spatial_shape = shape
 
@@ -167,8 +172,8 @@ class SparseConvTensor(Wrapped):
         found.__dict__.update(self.__dict__)
         return found
 
-    def _after(self, sparse: SparseTensor, shape: list[int], key: Any = None, data: Any = None) -> SparseConvTensor:
-        """The result of a layer; data: what its indice key names."""
+    def _after(self, sparse: SparseTensor, shape: Any, key: Any = None, data: Any = None) -> SparseConvTensor:
+        """The result of a layer. shape: None for that of sparse; data: what its indice key names."""
         found = self.shadow_copy()
         found._sparse, found._spatial_shape = sparse, shape
         # A copy: keys of a branch are not seen by others.
@@ -240,14 +245,15 @@ class SparseConvTensor(Wrapped):
         named = [(k, data) for k, data in self.indice_dict.items() if isinstance(data, IndiceData) and not data.is_subm]
         ends = [_empty_on(end) for _, data in named for end in (data.inputs, data.outputs)]
         facts = tuple((key, data.facts) for key, data in named)
-        return [self.sparse, *ends], (tuple(self._spatial_shape), self._batch_size, facts)
+        # Spatial shapes are those of the tensors: a program holds for all.
+        return [self.sparse, *ends], (self._batch_size, facts)
 
     @classmethod
     def joined(cls, tensors: Iterable[Any], rest: Any) -> SparseConvTensor:
-        (sparse, *ends), (shape, batch_size, facts) = tensors, rest
+        (sparse, *ends), (batch_size, facts) = tensors, rest
         found = cls.__new__(cls)
         found.__dict__.update(
-            _PLAIN, benchmark=False, _spatial_shape=[*shape], _batch_size=batch_size, _sparse=sparse, _raw=None
+            _PLAIN, benchmark=False, _spatial_shape=None, _batch_size=batch_size, _sparse=sparse, _raw=None
         )
         pairs = zip(facts, ends[::2], ends[1::2], strict=True)
         found.indice_dict = {key: IndiceData(_anchor(a), _anchor(b), *own) for (key, own), a, b in pairs}
@@ -283,6 +289,13 @@ def _anchor(sparse: SparseTensor) -> Any:
     return sparse if _traced(sparse) else sparse.geometry
 
 
+def _shape_on(end: Any) -> list[int]:
+    """The spatial shape of a SparseTensor or Geometry. Raises TraceError for a proxy: it may differ between calls."""
+    if _traced(end):
+        raise TraceError("the spatial shape of an argument")
+    return [*end.spatial_shape]
+
+
 def _empty_on(end: Any) -> Any:
     """A tensor without channels on the coordinates of an `_anchor`."""
     return coordinates_of(end) if _traced(end) else SparseTensor(torch.empty(len(end), 0, device=end.device), end)
@@ -303,25 +316,26 @@ class IndiceData:
         inputs: Any,
         outputs: Any,
         relation: Relation,
-        shapes: tuple[Sequence[int], Sequence[int]],
+        shapes: tuple[Sequence[int] | None, Sequence[int] | None],
         algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
-        self._shapes, self.is_subm, self.voxel_num = shapes, relation.policy == "same", None
+        self.shapes, self.is_subm, self.voxel_num = shapes, relation.policy == "same", None
 
     def __getattr__(self, name: str) -> list[int]:
         """ksize, stride, padding, dilation, spatial_shape and out_spatial_shape: lists, made when they are read."""
-        shapes = {"spatial_shape": 0, "out_spatial_shape": 1}
-        if name in shapes:
-            return [*self._shapes[shapes[name]]]
+        ends = {"spatial_shape": "inputs", "out_spatial_shape": "outputs"}
+        if name in ends:
+            shape = self.shapes[name != "spatial_shape"]
+            return _shape_on(getattr(self, ends[name])) if shape is None else [*shape]
         if name in (fields := {"ksize": "kernel", "stride": "stride", "padding": "padding", "dilation": "dilation"}):
             return [*getattr(self.relation, fields[name])]
         raise MissingAttributeError(f"indice data have no {name!r}", name=name, obj=self)
 
     @property
     def facts(self) -> Any:
-        """The arguments after `inputs` and `outputs`."""
-        return self.relation, tuple(map(tuple, self._shapes)), self.algo
+        """The arguments after `inputs` and `outputs`, but for the shapes, which these have."""
+        return self.relation, (None, None), self.algo
 
     @property
     def indices(self) -> Tensor:
@@ -379,16 +393,16 @@ def _reused(data: IndiceData, layer: SparseConvolution, x: SparseConvTensor) -> 
             f"indice key {key!r} names kernel_size={data.ksize}, dilation={data.dilation}; found "
             f"kernel_size={layer.kernel_size}, dilation={layer.dilation}"
         )
-    return _on_coordinates(x, data.inputs, data.spatial_shape, key)
+    return _on_coordinates(x, data.inputs, key)
 
 
-def _on_coordinates(x: SparseConvTensor, wanted: Any, shape: list[int], key: Any) -> SparseTensor:
+def _on_coordinates(x: SparseConvTensor, wanted: Any, key: Any) -> SparseTensor:
     """x on the coordinates `wanted` of an indice key. Raises GeometryError if its own differ."""
     sparse = x.sparse
-    if x.spatial_shape != shape:
-        raise GeometryError(f"indice key {key!r} names spatial shape {shape}, found {x.spatial_shape}")
     if _traced(sparse) or _traced(wanted) or sparse.geometry is wanted:
         return sparse
+    if sparse.spatial_shape != wanted.spatial_shape:
+        raise GeometryError(f"indice key {key!r} names spatial shape {wanted.spatial_shape}, found {x.spatial_shape}")
     if sparse.coords.shape != wanted.coords.shape or not torch.equal(sparse.coords, wanted.coords):
         raise GeometryError(
             f"indice key {key!r} names {len(wanted)} voxels, found {len(sparse.coords)} others, or in another order; "
@@ -506,7 +520,7 @@ class SparseConvolution(SparseModule):
         y = self(sparse) if traced else super().forward(sparse)
         if self.subm and (data is not None or key is None):
             return x._after(y, x._spatial_shape)
-        shape = x._spatial_shape if self.subm else _extent(self.relation, tuple(x._spatial_shape))
+        shape = x._spatial_shape if self.subm else _extent(self.relation, x._spatial_shape)
         return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _convert_saved(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -548,7 +562,7 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
 
 
 def _data_of(
-    layer: Any, ends: tuple[SparseTensor, SparseTensor], shapes: tuple[Sequence[int], Sequence[int]]
+    layer: Any, ends: tuple[SparseTensor, SparseTensor], shapes: tuple[Sequence[int] | None, Sequence[int] | None]
 ) -> IndiceData | None:
     """What the key of a layer from one tensor to another names; None without a key."""
     if layer.indice_key is None:
@@ -557,8 +571,9 @@ def _data_of(
     return IndiceData(_anchor(ends[0]), _anchor(ends[1]), relation, shapes, layer.algo)
 
 
-def _extent(relation: Relation, shape: tuple[int, ...]) -> list[int]:
-    return [*_extents(relation, shape)]
+def _extent(relation: Relation, shape: Sequence[int] | None) -> list[int] | None:
+    """The shape of a relation's outputs; None: to be read from the result."""
+    return None if shape is None else [*_extents(relation, tuple(shape))]
 
 
 _extents = lru_cache(maxsize=256)(Relation.output_shape)
@@ -639,9 +654,9 @@ class _Inverse(SparseConvolution, InverseConv):
             raise OptionError(f"{type(self).__name__} needs the key of a strided layer, {key!r} names {has}")
         if data.ksize != self.kernel_size:
             raise OptionError(f"indice key {key!r} names kernel_size={data.ksize}, found {self.kernel_size}")
-        sparse = _on_coordinates(x, data.outputs, data.out_spatial_shape, key)
+        sparse = _on_coordinates(x, data.outputs, key)
         self._known.relation = data.inverse
-        return x._after(call_layer(self, self._convolved, sparse, data.inputs), data.spatial_shape)
+        return x._after(call_layer(self, self._convolved, sparse, data.inputs), data.shapes[0])
 
 
 SubMConv1d, SubMConv2d, SubMConv3d, SubMConv4d = _by_dim("SubMConv", _SubM)
@@ -690,7 +705,7 @@ class _SparsePool(SparseModule):
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
         y = self._finished(call_layer(self, super().forward, sparse))
-        shape = _extent(self.window, tuple(x._spatial_shape))
+        shape = _extent(self.window, x._spatial_shape)
         return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
 
     def _finished(self, y: SparseTensor) -> SparseTensor:
