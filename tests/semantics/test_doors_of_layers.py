@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from inspect import cleandoc
 
 import pytest
 import torch
@@ -164,5 +165,5 @@ def test_windows_that_are_none(made):
 def test_the_documentation_of_a_convolution_is_its_own():
     for layer in (nn.Conv3d, nn.ConvTranspose2d, nn.InverseConv1d, nn.GenerativeConvTranspose4d):
         first, _, *rest = layer.__doc__.splitlines()
-        assert "see" not in first and rest == layer.__bases__[0].__doc__.splitlines()
+        assert "see" not in first and rest == cleandoc(layer.__bases__[0].__doc__).splitlines()
     assert "kernel_size, stride, padding, dilation: an int or one per axis" in nn.Conv3d.__doc__

@@ -88,7 +88,7 @@ def _squared(points: PointSet, queries: PointSet, index: Tensor) -> Tensor:
     """[Q, k]: squared distances of found points, inf for none."""
     total = queries.points.new_zeros(index.shape)
     for axis in range(points.dim if len(points) else 0):
-        apart = points.points[:, axis][index.clamp(min=0)] - queries.points[:, axis, None]
+        apart = points.points[:, axis][index.clamp(0, len(points) - 1)] - queries.points[:, axis, None]
         total += apart * apart
     return total.masked_fill_(index < 0, torch.inf)
 
