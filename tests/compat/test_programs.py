@@ -7,16 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emulated import emulated
 from torch import nn
 from torch.nn import functional as F
 
 import pumice as pm
+import pumice.compat.minkowski as ME
 import pumice.compat.spconv as spconv
+import pumice.compat.torchsparse as torchsparse
 from pumice.engine.trace import Product
 from pumice.errors import DtypeError, OptionError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import networks
+from spellings import Spelled
 
 SHAPE = [41, 64, 64]
 NETS = [networks.SpUNet, networks.VoxelBackBone8x, networks.VoxelResBackBone8x]
@@ -284,3 +288,133 @@ def test_spatial_shapes_of_each_scene_need_no_other_program():
             torch.testing.assert_close(found, dense)
     assert len(program._programs.values()) == 1
     assert len(products(program)[0]) == 16
+
+
+class Spoken(nn.Module):
+    """What must not be rewritten, or not wrongly: sums that broadcast, features that are read again after an operation
+    in place, norms with hooks, targets of a user's own layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.conv, self.other = (pm.nn.Conv3d(4, n, 3) for n in (1, 8, 8))
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        wide = self.conv(x)
+        y = wide.replace(wide.feats + self.gate(x).feats)
+        joined = torch.cat((y.feats, self.other(x).feats), 1)
+        positive = self.act(y.feats)
+        return y.replace(joined).feats, y.replace(positive).feats, y.feats
+
+
+def test_operations_that_broadcast_or_write_in_place():
+    torch.manual_seed(0)
+    net = Spoken().eval()
+    x = tensor(0).sparse
+    with torch.no_grad():
+        for ours, wanted in zip(pm.compile(net)(x), net(x), strict=True):
+            torch.testing.assert_close(ours, wanted)
+
+
+class Down(pm.nn.InverseConv3d):
+    """A user's layer, which reads the coordinates of its target."""
+
+    def forward(self, x, target=None):
+        return super().forward(x, target).map(lambda feats: feats + target.coords[:, 1:2])
+
+
+def test_layers_of_users_get_the_target_that_they_are_given():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = pm.nn.Conv3d(4, 8, 2, 2), Down(8, 4, 2, 2)
+
+        def forward(self, x):
+            return self.up(self.down(x), x.geometry)
+
+    net = Net().eval()
+    x = tensor(0).sparse
+    with torch.no_grad():
+        torch.testing.assert_close(pm.compile(net)(x).feats, net(x).feats)
+
+
+def _scene(seed):
+    features, indices = networks.scene(seed=seed, shape=(12, 12, 12), voxels=60)
+    return pm.SparseTensor(features, indices, spatial_shape=(12, 12, 12), batch_size=2)
+
+
+def _passed(net, run, training, tensor=lambda x: x):
+    """Results and gradients of two scenes, given as `tensor` makes them."""
+    found = []
+    with torch.set_grad_enabled(training):
+        for seed in (0, 1):
+            results = run(tensor(_scene(seed)))
+            found += [y.detach() for y in results]
+            if training and any(y.requires_grad for y in results):
+                sum(y.square().sum() for y in results).backward()
+    return [*found, *(p.grad for p in net.parameters() if p.grad is not None), *net.buffers()]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("first", range(0, 40, 10))
+def test_random_spellings(first, training, tmp_path):
+    for seed in range(first, first + 10):
+        nets = [copy.deepcopy(Spelled(seed)).train(training) for _ in range(3)]
+        wanted = _passed(nets[0], nets[0], training)
+        found = [_passed(nets[1], pm.compile(nets[1]), training)]
+        with emulated(tmp_path):
+            found.append(_passed(nets[2], pm.compile(nets[2]), training))
+        for ours in found:
+            for a, b in zip(ours, wanted, strict=True):
+                assert float((a - b).abs().max()) <= 1e-3 * (1 + float(b.abs().max()))
+
+
+class OfTorchsparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        own = torchsparse.nn
+        self.stem = nn.Sequential(own.Conv3d(4, 16, 3), own.BatchNorm(16), own.ReLU(True))
+        self.down = nn.Sequential(own.Conv3d(16, 32, 2, stride=2), own.BatchNorm(32), own.ReLU(True))
+        self.up = nn.Sequential(own.Conv3d(32, 16, 2, stride=2, transposed=True), own.BatchNorm(16), own.ReLU(True))
+        self.last = own.Conv3d(32, 8, 1, bias=True)
+
+    def forward(self, x):
+        y = self.stem(x)
+        return [self.last(torchsparse.cat([self.up(self.down(y)), y])).F]
+
+
+class OfMinkowski(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = ME.MinkowskiConvolution(4, 16, kernel_size=3, dimension=3)
+        self.norm = ME.MinkowskiBatchNorm(16)
+        self.down = ME.MinkowskiConvolution(16, 32, kernel_size=2, stride=2, dimension=3)
+        self.up = ME.MinkowskiConvolutionTranspose(32, 16, kernel_size=2, stride=2, dimension=3)
+        self.act = ME.MinkowskiReLU(inplace=True)
+        self.last = ME.MinkowskiConvolution(32, 8, kernel_size=1, bias=True, dimension=3)
+
+    def forward(self, x):
+        y = self.act(self.norm(self.conv(x)))
+        return [self.last(ME.cat(self.act(self.up(self.act(self.down(y)))), y)).F]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "tensor"),
+    [
+        (OfTorchsparse, lambda x: torchsparse.SparseTensor(x.feats, x.coords)),
+        (OfMinkowski, lambda x: ME.SparseTensor(x.feats, coordinates=x.coords)),
+    ],
+)
+def test_weights_that_layers_compute_on_a_gpu(kind, tensor, training, tmp_path):
+    """Kernels read the weight that a layer makes of its `kernel`, and its gradient arrives there."""
+    torch.manual_seed(0)
+    net = kind().train(training)
+    other = copy.deepcopy(net)
+    wanted = _passed(net, net, training, tensor)
+    with emulated(tmp_path):
+        program = pm.compile(other)
+        found = _passed(other, program, training, tensor)
+    for a, b in zip(found, wanted, strict=True):
+        assert float((a - b).abs().max()) <= 1e-3 * (1 + float(b.abs().max()))
+    assert len(products(program)[0]) == 4

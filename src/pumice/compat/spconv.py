@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import SimpleNamespace, new_class
 from typing import Any
 
@@ -316,26 +316,24 @@ class IndiceData:
         inputs: Any,
         outputs: Any,
         relation: Relation,
-        shapes: tuple[Sequence[int] | None, Sequence[int] | None],
         algo: ConvAlgo | None,
     ) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
-        self.shapes, self.is_subm, self.voxel_num = shapes, relation.policy == "same", None
+        self.is_subm, self.voxel_num = relation.policy == "same", None
 
     def __getattr__(self, name: str) -> list[int]:
         """ksize, stride, padding, dilation, spatial_shape and out_spatial_shape: lists, made when they are read."""
         ends = {"spatial_shape": "inputs", "out_spatial_shape": "outputs"}
         if name in ends:
-            shape = self.shapes[name != "spatial_shape"]
-            return _shape_on(getattr(self, ends[name])) if shape is None else [*shape]
+            return _shape_on(getattr(self, ends[name]))
         if name in (fields := {"ksize": "kernel", "stride": "stride", "padding": "padding", "dilation": "dilation"}):
             return [*getattr(self.relation, fields[name])]
         raise MissingAttributeError(f"indice data have no {name!r}", name=name, obj=self)
 
     @property
     def facts(self) -> Any:
-        """The arguments after `inputs` and `outputs`, but for the shapes, which these have."""
-        return self.relation, (None, None), self.algo
+        """The arguments after `inputs` and `outputs`."""
+        return self.relation, self.algo
 
     @property
     def indices(self) -> Tensor:
@@ -486,8 +484,7 @@ class SparseConvolution(SparseModule):
         self.dilation, self.output_padding = [*as_axes(dilation, self.dim, "dilation", 1)], [0] * self.dim
         self.conv1x1 = math.prod(self.kernel_size) == self.groups == 1 and (self.subm or math.prod(self.stride) == 1)
         if self.conv1x1:
-            # Not a submodule: its parameters are this layer's.
-            self.__dict__["linear_map"] = LinearMap(self)
+            self.linear_map = LinearMap(self)
         if self.conv1x1 and not self.subm and any(self.padding):
             raise OptionError(f"a convolution of kernel size 1 and stride 1 has padding 0, found {self.padding}")
         self._register_load_state_dict_pre_hook(self._convert_saved)
@@ -509,19 +506,16 @@ class SparseConvolution(SparseModule):
 
     def _over(self, x: SparseConvTensor) -> SparseConvTensor:
         sparse, key = x.sparse, self.indice_key
-        traced = _traced(sparse)
         if self.conv1x1:
-            return x._after(self(sparse) if traced else self._convolved(sparse), x._spatial_shape)
+            return x._after(call_layer(self, self._convolved, sparse), x._spatial_shape)
         data = None if key is None else x.indice_dict.get(key)
         alike = data is not None and data.relation is self.relation and self.subm
-        if data is not None and (traced or not alike or data.inputs is not sparse.geometry):
+        if data is not None and not (alike and data.inputs is sparse.geometry):
             sparse = _reused(data, self, x)
-        # While pumice.compile traces, this calls the layer as a step.
-        y = self(sparse) if traced else super().forward(sparse)
+        y, shape = call_layer(self, super().forward, sparse), x._spatial_shape if self.subm else None
         if self.subm and (data is not None or key is None):
-            return x._after(y, x._spatial_shape)
-        shape = x._spatial_shape if self.subm else _extent(self.relation, x._spatial_shape)
-        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
+            return x._after(y, shape)
+        return x._after(y, shape, key, _data_of(self, sparse, y))
 
     def _convert_saved(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Hook of load_state_dict: weights of older layouts, RSCK (spconv 1, mmcv) and RSKC (spconv 2.0, Native)."""
@@ -561,22 +555,12 @@ def _layout_of(layer: SparseConvolution, shape: tuple[int, ...]) -> str | None:
     return {(inner, outer): "RSCK", (outer, inner): "RSKC"}.get((shape[-2], shape[-1]), "KRSC")
 
 
-def _data_of(
-    layer: Any, ends: tuple[SparseTensor, SparseTensor], shapes: tuple[Sequence[int] | None, Sequence[int] | None]
-) -> IndiceData | None:
-    """What the key of a layer from one tensor to another names; None without a key."""
+def _data_of(layer: Any, x: SparseTensor, y: SparseTensor) -> IndiceData | None:
+    """What the key of a layer from x to y names; None without a key."""
     if layer.indice_key is None:
         return None
     relation = layer.window if isinstance(layer, _SparsePool) else layer.relation
-    return IndiceData(_anchor(ends[0]), _anchor(ends[1]), relation, shapes, layer.algo)
-
-
-def _extent(relation: Relation, shape: Sequence[int] | None) -> list[int] | None:
-    """The shape of a relation's outputs; None: to be read from the result."""
-    return None if shape is None else [*_extents(relation, tuple(shape))]
-
-
-_extents = lru_cache(maxsize=256)(Relation.output_shape)
+    return IndiceData(_anchor(x), _anchor(y), relation, layer.algo)
 
 
 class _SubM(SparseConvolution, Conv):
@@ -656,7 +640,7 @@ class _Inverse(SparseConvolution, InverseConv):
             raise OptionError(f"indice key {key!r} names kernel_size={data.ksize}, found {self.kernel_size}")
         sparse = _on_coordinates(x, data.outputs, key)
         self._known.relation = data.inverse
-        return x._after(call_layer(self, self._convolved, sparse, data.inputs), data.shapes[0])
+        return x._after(call_layer(self, self._convolved, sparse, data.inputs), None)
 
 
 SubMConv1d, SubMConv2d, SubMConv3d, SubMConv4d = _by_dim("SubMConv", _SubM)
@@ -705,8 +689,7 @@ class _SparsePool(SparseModule):
         if key is not None and key in x.indice_dict:
             raise OptionError(f"indice key {key!r} exists in this tensor; a pool needs its own")
         y = self._finished(call_layer(self, super().forward, sparse))
-        shape = _extent(self.window, x._spatial_shape)
-        return x._after(y, shape, key, _data_of(self, (sparse, y), (x._spatial_shape, shape)))
+        return x._after(y, None, key, _data_of(self, sparse, y))
 
     def _finished(self, y: SparseTensor) -> SparseTensor:
         return y

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Proxy
 from torch.utils import _pytree as pytree
 
-from pumice.nn import layers
 from pumice.ops import SparseTensor
 
 
@@ -37,25 +37,19 @@ class Wrapped:
         raise NotImplementedError
 
 
-class LinearMap(layers.Linear):
-    """What a convolution of kernel size 1 computes, as a linear map of its parameters: weight = layer.matrix(),
-    [C_out, C_in], and bias [C_out]."""
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """What a convolution of kernel size 1 computes, as a linear map: its matrix() [C_out, C_in] and bias."""
 
-    def __init__(self, layer: Any) -> None:
-        nn.Module.__init__(self)
-        # Not a submodule: the parameters are the layer's.
-        self.__dict__["_layer"] = layer
-        self.in_features, self.out_features = layer.in_channels, layer.out_channels
-
-    _layer: Any
+    layer: Any
 
     @property
-    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._layer.matrix()
+    def weight(self) -> Tensor:
+        return self.layer.matrix()
 
     @property
-    def bias(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        bias = self._layer.bias
+    def bias(self) -> Tensor | None:
+        bias = self.layer.bias
         return None if bias is None else bias.reshape(-1)
 
 

@@ -140,11 +140,11 @@ class GraphRunner:
     reason ("voxels", "points", "range", "batch", "room", "capture"). replays: scenes by graphs."""
 
     early_status = True
+    """True if graphs write their status words to the host before they finish."""
     program: Any
     example: ModelInput
     limits: Limits
     replays: int
-    """True if graphs write their status words to the host before they finish."""
 
     def __init__(
         self, program: Any, buffers: Buffers, example: ModelInput, limits: Limits, margins: CapacityMargins

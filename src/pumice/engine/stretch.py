@@ -22,7 +22,7 @@ from pumice.lower.maps import bound_map, no_map
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
-from pumice.ops import SparseTensor, autograd, batch_norm, cat
+from pumice.ops import SparseTensor, autograd, batch_norm, cat, linear
 from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype, convolve, plan_for_other_tiles
 from pumice.ops.conv import compilation as compilation_of_conv
 from pumice.ops.linear import compilation as compilation_of_linear
@@ -49,9 +49,11 @@ _NONE = -1
 
 def run_product(step: Product, env: Env) -> SparseTensor:
     """Run a product by its modules; sum and activation are in place where possible."""
-    layer: Any = step.layer
-    x = env[step.x]
-    y = layer.forward(x) if step.target is None else layer.forward(x, env[step.target])
+    layer, x = step.layer, env[step.x]
+    if not isinstance(layer, Convolution):
+        y = linear(x, layer.weight, layer.bias)
+    else:
+        y = layer.forward(x) if step.target is None else layer.forward(x, env[step.target])
     if isinstance(step.norm, layers.BatchNorm):
         y = step.norm.forward(y)
     elif step.norm is not None and y.geometry.trains:
@@ -386,8 +388,8 @@ def is_one_kernel(layer: Any) -> bool:
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "weight", "bias")
 
 
-class _Derived:
-    """Parameters of a layer that computes `weight` of another one, as a dict."""
+class _Attributes:
+    """Weight and bias of a layer that computes them from its parameters, as a dict."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -400,7 +402,8 @@ class _Derived:
 
 def held_by(layer: Any) -> Any:
     """The dict of a layer's weight and bias."""
-    return layer._parameters if "weight" in layer._parameters else _Derived(layer)
+    own = getattr(layer, "_parameters", {})
+    return own if "weight" in own else _Attributes(layer)
 
 
 def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:

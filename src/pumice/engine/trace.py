@@ -426,32 +426,95 @@ def _place_of(error: Exception) -> str:
 # Operations on features
 
 
-def _lift(traced: Graph, graph: TracedModule) -> None:
-    """Rewrite operations on the features of SparseTensors as operations on the tensors, one at a time, so that steps
+class _Lifting:
+    """Rewrites operations on the features of SparseTensors as operations on the tensors, one at a time, so that steps
     can fuse them however they were written:
 
         x.replace(relu(bn(x.feats) + y.feats))  ->  relu(bn(x) + y)
         x.replace(torch.cat((x.feats, y.feats), 1))  ->  pumice.cat((x, y))
 
-    Only sums and concatenations of tensors that share their coordinates are rewritten."""
-    of: dict[Any, Node] = {}
-    for node in [*traced.nodes][:-1]:
-        parts = [of[n] for n in node.all_input_nodes if n in of]
-        if isinstance(graph.modules.get(node), Convolution):
-            # A step reads the coordinates of a target itself.
-            node.args = tuple(_of_geometry(n) for n in node.args)
-        args: Any = node.args
-        if node.target is getattr and args[1] == "feats" and args[0].meta["kind"] == SPARSE:
-            of[node] = args[0]
-        elif (feats := _replaced(node)[1]) is not None:
-            if feats in of and graph.levels[of[feats]] == graph.levels[args[0]]:
+    Only concatenations of tensors that share their coordinates are rewritten, and sums of such tensors with the same
+    number of channels: others broadcast.
+
+    of: the SparseTensor of each node of features; channels: of nodes, None if unknown."""
+
+    def __init__(self, graph: TracedModule) -> None:
+        self.graph = graph
+        self.of: dict[Any, Node] = {}
+        self.channels: dict[Any, int | None] = {}
+
+    def rewrite(self, traced: Graph) -> None:
+        """Rewrite the nodes of a trace, and fill the levels of its graph."""
+        levels, of = self.graph.levels, self.of
+        for node in [*traced.nodes][:-1]:
+            if node not in self.graph.reasons and _is_convolution(self.graph.modules.get(node)):
+                # A step reads the coordinates of a target itself.
+                node.args = tuple(_of_geometry(n) for n in node.args)
+            self._note(node)
+            x, feats = _replaced(node)
+            parts = [of[n] for n in node.all_input_nodes if n in of]
+            if _is_feats(node):
+                (of[node],) = node.all_input_nodes
+            elif feats in of and levels[of[feats]] == levels[x]:
                 node.replace_all_uses_with(of[feats])
                 traced.erase_node(node)
-                continue
-        elif parts and len(parts) == len(node.all_input_nodes) and len({graph.levels[x] for x in parts}) == 1:
-            _lift_one(node, parts, graph, of)
-        graph.levels[node] = _level(node, _product(node, graph), graph)
-    _read_coordinates_last(traced, graph)
+            elif parts and len(parts) == len(node.all_input_nodes) and len({levels[x] for x in parts}) == 1:
+                self._rewrite_one(node, parts)
+        _read_coordinates_last(traced, self.graph)
+
+    def _note(self, node: Node) -> None:
+        """Find the level and the channels of a node."""
+        self.graph.levels[node] = _level(node, _product(node, self.graph), self.graph)
+        self.channels[node] = self._channels_of(node)
+
+    def _channels_of(self, node: Node) -> int | None:
+        module = None if node in self.graph.reasons else self.graph.modules.get(node)
+        first: Any = node.args[0] if node.args else None
+        if isinstance(module, Convolution):
+            return module.out_channels
+        if isinstance(module, nn.Linear):
+            return module.out_features
+        if node.target is cat:
+            parts = [self.channels.get(part) for part in first] if isinstance(first, list | tuple) else [None]
+            return None if None in parts else sum(filter(None, parts))
+        if (feats := _replaced(node)[1]) is not None:
+            return self.channels.get(feats)
+        kept = isinstance(module, nn.BatchNorm1d | layers._Pool) or _is_activation(node, self.graph) or _is_feats(node)
+        kept = kept or node.target in _SAME_ROWS or (node.target is operator.add and node.meta.get("kind") == SPARSE)
+        return self.channels.get(first) if kept and isinstance(first, Node) else None
+
+    def _rewrite_one(self, node: Node, parts: Sequence[Node]) -> None:
+        """Rewrite an operation on features, if it is one that steps fuse. parts: the SparseTensors of its operands."""
+        widths = {self.channels[n] for n in node.all_input_nodes}
+        alike = len(widths) == 1 and None not in widths
+        if node.target is operator.add and len(parts) == len(node.args) == 2 and alike:
+            self._put(node, "call_function", operator.add, tuple(self.of[n] for n in node.args))
+        elif _joins_columns(node, parts):
+            self._put(node, "call_function", cat, (parts,))
+        elif _is_activation(node, self.graph) or type(self.graph.modules.get(node)) in (nn.BatchNorm1d, nn.Linear):
+            self._put(node, "call_method", "replace", (parts[0], node))
+
+    def _put(self, node: Node, kind: str, target: Any, args: Any) -> None:
+        """Add a node that makes a SparseTensor; what reads features from `node` reads this tensor's."""
+        traced = node.graph
+        with traced.inserting_after(node):
+            x = traced.create_node(kind, target, args)
+        with traced.inserting_after(x):
+            feats = traced.create_node("call_function", getattr, (x, "feats"))
+        x.meta.update(kind=SPARSE, within=node.meta["within"])
+        feats.meta.update(kind=DENSE, within=node.meta["within"])
+        node.replace_all_uses_with(feats, lambda user: user is not x)
+        if not node.users:
+            traced.erase_node(node)
+        self.of[feats] = x
+        self._note(x)
+        self._note(feats)
+
+
+def _is_feats(node: Node) -> bool:
+    """True for x.feats of a SparseTensor."""
+    args: Any = node.args
+    return node.target is getattr and args[1] == "feats" and args[0].meta["kind"] == SPARSE
 
 
 def _of_geometry(node: Any) -> Any:
@@ -471,32 +534,6 @@ def _read_coordinates_last(traced: Graph, graph: TracedModule) -> None:
         if made.setdefault(x, node) is not node:
             node.replace_all_uses_with(made[x])
             traced.erase_node(node)
-
-
-def _lift_one(node: Node, parts: Sequence[Node], graph: TracedModule, of: dict[Any, Node]) -> None:
-    """Rewrite one operation on features, if it is one that steps fuse. parts: the SparseTensors of its operands."""
-    target: Any
-    args: Any
-    added = node.target is operator.add and len(parts) == 2 and len(node.args) == 2
-    if added or _joins_columns(node, parts):
-        target, args = (operator.add, tuple(of[n] for n in node.args)) if added else (cat, (parts,))
-    elif _is_activation(node, graph) or type(graph.modules.get(node)) in (nn.BatchNorm1d, nn.Linear):
-        target, args = "replace", (parts[0], node)
-    else:
-        return
-    fx = node.graph
-    with fx.inserting_after(node):
-        x = fx.create_node("call_method" if target == "replace" else "call_function", target, args)
-    with fx.inserting_after(x):
-        feats = fx.create_node("call_function", getattr, (x, "feats"))
-    x.meta.update(kind=SPARSE, within=node.meta["within"])
-    feats.meta.update(kind=DENSE, within=node.meta["within"])
-    node.replace_all_uses_with(feats, lambda user: user is not x)
-    if target != "replace":
-        fx.erase_node(node)
-    of[feats] = x
-    for new in (x, feats):
-        graph.levels[new] = _level(new, None, graph)
 
 
 def _joins_columns(node: Node, parts: Sequence[Node]) -> bool:
@@ -538,10 +575,11 @@ class CallStep(Step):
 class Product(Step):
     """A convolution or linear map of x, with the norm, residual sum and activation that follow.
 
+    layer: of a linear map, a module of torch or pumice, or what else has its weight and bias.
     target: node whose coordinates the result takes, or None. level: of the result, see _level.
     """
 
-    layer: Convolution | layers.Linear | None = None
+    layer: Any = None
     x: Any = None
     target: Node | None = None
     norm: nn.BatchNorm1d | None = None
@@ -593,7 +631,7 @@ def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None
     # The sum of two products is fused into the later one.
     order = {n: place for place, n in enumerate(graph.nodes)}
     last = _replaced(other)[1] or other
-    waits = isinstance(graph.modules.get(last), Convolution | layers.Linear | nn.BatchNorm1d | nn.Linear)
+    waits = isinstance(graph.modules.get(last), Convolution | nn.Linear | nn.BatchNorm1d)
     return None if waits and order[other] > order[step.node] else replace(step, residual=other)
 
 
@@ -649,7 +687,7 @@ def trace(
     if whole is not None:
         return whole
     graph = TracedModule((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
-    _lift(traced, graph)
+    _Lifting(graph).rewrite(traced)
     for node in reversed(traced.nodes):
         # Dead code without side effects.
         if not node.users and node.op not in ("placeholder", "output") and is_pure(node, graph):
@@ -722,20 +760,13 @@ def _products(graph: TracedModule, changing: Sequence[int]) -> tuple[dict[Node, 
     return found, within
 
 
-class _LinearMap(layers.Linear):
-    """A torch.nn.Linear on the features of a SparseTensor."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self._parameters, self.in_features, self.out_features = (
-            linear._parameters,
-            linear.in_features,
-            linear.out_features,
-        )
+def _is_convolution(layer: nn.Module | None) -> bool:
+    """True for a convolution of pumice.nn or pumice.compat; False for classes of users, whose forward may differ."""
+    return isinstance(layer, Convolution) and layer_type(layer).__module__ == Convolution.__module__
 
 
 def _linear_product(node: Node, graph: TracedModule) -> Product | None:
-    """The product of x.replace(linear(x.feats)), as `_lift` writes it."""
+    """The product of x.replace(linear(x.feats)), as _Lifting writes it."""
     x, made = _replaced(node)
     linear = None if made in graph.reasons else graph.modules.get(made)
     if type(linear) is not nn.Linear or len(made.users) > 1 or len(made.args) != 1 or made.kwargs:
@@ -743,7 +774,7 @@ def _linear_product(node: Node, graph: TracedModule) -> Product | None:
     feats: Any = made.args[0]
     if not isinstance(feats, Node) or feats.target is not getattr or feats.args != (x, "feats"):
         return None
-    return Product(node, (_name_of(made, graph),), _LinearMap(linear), x)
+    return Product(node, (_name_of(made, graph),), linear, x)
 
 
 def _replaced(node: Node) -> tuple[Any, Any]:
@@ -758,7 +789,7 @@ def _product(node: Node, graph: TracedModule) -> Product | None:
     layer = graph.modules.get(node)
     if layer is None or node in graph.reasons or not node.args or not isinstance(node.args[0], Node):
         return None
-    of_ours = isinstance(layer, Convolution) and layer_type(layer).__module__ == Convolution.__module__
+    of_ours = _is_convolution(layer)
     if not (of_ours or layer_type(layer) is layers.Linear) or node.args[0].meta["kind"] != SPARSE:
         return None
     more = (*node.args[1:], *node.kwargs.values())
@@ -768,7 +799,7 @@ def _product(node: Node, graph: TracedModule) -> Product | None:
     if target is not None and target.meta["kind"] != SPARSE:
         return None
     layer = getattr(layer, "linear_map", None) or layer
-    return Product(node, (_name_of(node, graph),), layer, node.args[0], target)  # pyright: ignore[reportArgumentType]
+    return Product(node, (_name_of(node, graph),), layer, node.args[0], target)
 
 
 def _following(node: Node) -> _Link | None:

@@ -23,8 +23,8 @@ class Convolution(CompiledTogether, nn.Module):
     """Base of convolution layers: weight [C_out, *kernel, C_in / groups], bias [C_out], relation of the kernel map.
     Initialised as in torch.nn: weight and bias ~ U(-b, b) with b = 1 / sqrt(fan_in), fan_in = K * C_in / groups
     (kaiming_uniform with a = sqrt 5). dataflow: as in pumice.ops.conv; may be changed between calls. tuned: dataflow
-    set by pumice.tune, None without; a `dataflow` that differs from it was set by the user. linear_map: a
-    pumice.nn.Linear that computes the same, if there is one."""
+    set by pumice.tune, None without; a `dataflow` that differs from it was set by the user. linear_map: an
+    object with the weight [C_out, C_in] and bias of a linear map that computes the same, if there is one."""
 
     operation = "convolution"
     dim: ClassVar[int]
@@ -33,7 +33,7 @@ class Convolution(CompiledTogether, nn.Module):
     relation: Relation
     dataflow: Flow = None
     tuned: Flow = None
-    linear_map: nn.Module | None = None
+    linear_map: Any = None
     groups: int
     options: dict[str, Any]
     in_channels: int
