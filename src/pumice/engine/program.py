@@ -60,6 +60,11 @@ def compile(net: nn.Module) -> Program:  # noqa: A001
     norms, sums, activations and concatenations, is one autograd node. The trace holds for all scenes; only kernels have
     to be compiled ahead.
 
+    Arguments may be tensors, numbers and texts, dictionaries, lists and tuples of these (changed as net changes them), and
+    what holds a SparseTensor as a node of torch.utils._pytree, such as tensors of pumice.compat; others may only be passed
+    on. The steps are traced again for other numbers, texts and arrangements, up to 16 times; then net is called. Operations
+    of torch on the features of a tensor fuse as layers of pumice.nn do.
+
     net: any torch.nn.Module. The program shares net's parameters, buffers, submodules and mode, by the same names:
     changes of one show in the other. A submodule with hooks, with control flow that depends on values, or that torch.fx
     cannot trace is called as it is, untraced; `explain()` names it and the line. Under autocast on a CPU, and within
@@ -134,7 +139,7 @@ class Program(nn.Module):
     def explain(self) -> str:
         """Text: steps for the last call's arguments, the modules in each, and untraced modules with reasons."""
         program = self._programs.get(self._last)
-        told = "not traced yet: steps are known after a call with a SparseTensor; others call the module as it is"
+        told = "not traced yet: steps are known after a call with a tensor"
         return told if program is None else program.explain()
 
     def extra_repr(self) -> str:
