@@ -418,3 +418,20 @@ def test_weights_that_layers_compute_on_a_gpu(kind, tensor, training, tmp_path):
     for a, b in zip(found, wanted, strict=True):
         assert float((a - b).abs().max()) <= 1e-3 * (1 + float(b.abs().max()))
     assert len(products(program)[0]) == 4
+
+
+def test_names_of_scans_need_no_other_program():
+    """As batches carry them: a text that differs in every call."""
+    torch.manual_seed(0)
+    net = Module().eval()
+    program = pm.compile(net)
+    features, indices = networks.scene(seed=0, voxels=40)
+    with torch.no_grad():
+        for number in range(40):
+            own = {"features": features, "coordinates": indices, "batch_size": 2, "names": [f"scan {number}"]}
+            wanted, found = net({**own}), program({**own})
+            assert found["names"] == [f"scan {number}"]
+            torch.testing.assert_close(found["map"], wanted["map"])
+    traced = [*program._programs.values()]
+    assert len(traced) == 17
+    assert all(one.graph is not None for one in traced)

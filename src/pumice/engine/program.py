@@ -19,6 +19,7 @@ from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
 from pumice.engine.trace import (
     CONSTANTS,
+    NUMBERS,
     SPARSE,
     CallStep,
     Product,
@@ -60,10 +61,11 @@ def compile(net: nn.Module) -> Program:  # noqa: A001
     norms, sums, activations and concatenations, is one autograd node. The trace holds for all scenes; only kernels have
     to be compiled ahead.
 
-    Arguments may be tensors, numbers and texts, dictionaries, lists and tuples of these (changed as net changes them), and
-    what holds a SparseTensor as a node of torch.utils._pytree, such as tensors of pumice.compat; others may only be passed
-    on. The steps are traced again for other numbers, texts and arrangements, up to 16 times; then net is called. Operations
-    of torch on the features of a tensor fuse as layers of pumice.nn do.
+    Arguments may be tensors, numbers and texts, dictionaries, lists and tuples of these (changed as net changes them),
+    and what holds a SparseTensor as a node of torch.utils._pytree, such as tensors of pumice.compat; others may only be
+    passed on. The steps are traced again for other numbers, texts and arrangements, up to 16 times; then texts are only
+    passed on, and net is called for other numbers. Operations of torch on the features of a tensor fuse as layers of
+    pumice.nn do.
 
     net: any torch.nn.Module. The program shares net's parameters, buffers, submodules and mode, by the same names:
     changes of one show in the other. A submodule with hooks, with control flow that depends on values, or that torch.fx
@@ -89,7 +91,7 @@ class Program(nn.Module):
         own["_net"] = net
         # Shared: parameters, buffers and submodules are those of net, by the same names.
         own.update({name: net.__dict__[name] for name in _SHARED})
-        own["_programs"], own["_last"] = BoundedCache(_KINDS), None
+        own["_programs"], own["_last"] = BoundedCache(2 * _KINDS), None
         if any(parameter.is_cuda for parameter in net.parameters()):
             BACKGROUND.start()
 
@@ -108,33 +110,51 @@ class Program(nn.Module):
         if torch.compiler.is_compiling():
             return net(*args, **kwargs)
         given, form = _values_in(args, kwargs)
-        kind = _kind_of(net, given, form)
         if not _alone(given):
             return net(*args, **kwargs)
-        program = self._programs.get(kind)
-        if program is None and len(self._programs.values()) >= _KINDS:
+        kind, constants = self._key(given, form)
+        if kind is None:
             return net(*args, **kwargs)
+        program = self._standing(kind, constants, args, kwargs)
+        way = None if program.graph is None else program.way(given)
+        if way is None:
+            return net(*args, **kwargs)
+        try:
+            found = program.run([value for value in given if not isinstance(value, constants)], way)
+        except _Unseen as seen:
+            # The module that may branch on it is called as it is from now on.
+            refused = program.refused | {seen.within: str(seen)}
+            self._programs.keep(kind, _Traced(net, args, kwargs, refused, program.times, constants))
+            return net(*args, **kwargs)
+        result = program.form
+        return found if result is None else result.build(found, (*args, *kwargs.values()))
+
+    def _key(self, given: Sequence[Any], form: Hashable) -> tuple[Hashable, tuple[type, ...]]:
+        """(key of the trace for such arguments, types of its constants); the key is None if there are too many."""
+        traced = len(self._programs.values())
+        kind = _kind_of(self._net, given, form, CONSTANTS)
+        if traced < _KINDS or self._programs.get(kind) is not None:
+            return kind, CONSTANTS
+        # Texts, such as names of scans, may differ in every call.
+        kind = _kind_of(self._net, given, form, NUMBERS)
+        carried = any([isinstance(value, str) for value in given]) and traced < 2 * _KINDS
+        return kind if carried or self._programs.get(kind) is not None else None, NUMBERS
+
+    def _standing(
+        self, kind: Hashable, constants: tuple[type, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Traced:
+        """The trace of a key, made anew if the network has changed since."""
+        program = self._programs.get(kind)
         if program is not None and program.stands():
             program.times = 0
         else:
             times = 0 if program is None else program.times + 1
             refused = {} if program is None else program.refused
             if times >= _TIMES:
-                refused = {net: f"its attributes have changed {times} times, between calls"}
-            program = self._programs.keep(kind, _Traced(net, args, kwargs, refused, times))
+                refused = {self._net: f"its attributes have changed {times} times, between calls"}
+            program = self._programs.keep(kind, _Traced(self._net, args, kwargs, refused, times, constants))
         self.__dict__["_last"] = kind
-        way = None if program.graph is None else program.way(given)
-        if way is None:
-            return net(*args, **kwargs)
-        try:
-            found = program.run([value for value in given if not isinstance(value, CONSTANTS)], way)
-        except _Unseen as seen:
-            # The module that may branch on it is called as it is from now on.
-            refused = program.refused | {seen.within: str(seen)}
-            self._programs.keep(kind, _Traced(net, args, kwargs, refused, program.times))
-            return net(*args, **kwargs)
-        result = program.form
-        return found if result is None else result.build(found, (*args, *kwargs.values()))
+        return program
 
     def explain(self) -> str:
         """Text: steps for the last call's arguments, the modules in each, and untraced modules with reasons."""
@@ -160,7 +180,7 @@ class Program(nn.Module):
             setattr(self._net, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_programs": BoundedCache(_KINDS)}
+        return self.__dict__ | {"_programs": BoundedCache(2 * _KINDS)}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of net."""
@@ -190,11 +210,11 @@ def _values_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence
 _VALUES = (SparseTensor, Tensor, *CONSTANTS)
 
 
-def _kind_of(net: nn.Module, given: Sequence[Any], form: Hashable) -> Hashable:
-    """Key of the traced steps: modes, and types or values of the arguments."""
+def _kind_of(net: nn.Module, given: Sequence[Any], form: Hashable, constants: tuple[type, ...]) -> Hashable:
+    """Key of the traced steps: modes, and types of the arguments, or values if the type is one of `constants`."""
     modes = net.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
-    kinds = [(type(value), value) if isinstance(value, CONSTANTS) else type(value) for value in given]
-    return *modes, form, *kinds
+    kinds = [(type(value), value) if isinstance(value, constants) else type(value) for value in given]
+    return constants, *modes, form, *kinds
 
 
 def _alone(given: Sequence[Any]) -> bool:
@@ -226,9 +246,10 @@ class _Traced:
         kwargs: Mapping[str, Any],
         refused: Mapping[nn.Module, str],
         times: int,
+        constants: tuple[type, ...],
     ) -> None:
         self.refused, self.times = {**refused}, times
-        traced = refused.get(net) or trace(net, args, kwargs, refused)
+        traced = refused.get(net) or trace(net, args, kwargs, refused, constants)
         if not isinstance(traced, str) and not any(n.meta["kind"] == SPARSE for n in traced.nodes[:-1]):
             traced = "it takes and makes no SparseTensor"
         self.graph, self.why = (None, traced) if isinstance(traced, str) else (traced, "")

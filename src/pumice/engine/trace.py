@@ -30,7 +30,8 @@ from pumice.ops import SparseTensor, cat
 from pumice.ops.tensor import NODES, coordinates_of, is_sparse
 
 SPARSE, DENSE, CARRIED = "sparse", "dense", "carried"
-CONSTANTS = (int, float, str, type(None))
+NUMBERS = (int, float, type(None))
+CONSTANTS = (*NUMBERS, str)
 """Arguments of these types are constants of a trace, which holds for their values alone."""
 _NOT_OF_USERS = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
@@ -655,14 +656,19 @@ _TRACING = threading.RLock()
 
 
 def trace(
-    net: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], refused: Mapping[nn.Module, str]
+    net: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    refused: Mapping[nn.Module, str],
+    constants: tuple[type, ...] = CONSTANTS,
 ) -> TracedModule | str:
     """Trace net(*args, **kwargs) into steps, which hold for any tensors in place of those given; or return the reason
-    why net cannot be traced. refused: modules not to be traced, with reasons."""
+    why net cannot be traced. refused: modules not to be traced, with reasons; constants: types of arguments for whose
+    values alone the steps hold."""
     placeholders: list[Node] = []
 
     def argument(value: Any) -> Any:
-        if isinstance(value, CONSTANTS):
+        if isinstance(value, constants):
             return value
         kind = SPARSE if isinstance(value, SparseTensor) else DENSE if isinstance(value, Tensor) else CARRIED
         proxy = tracer.create_proxy("placeholder", f"argument_{len(placeholders)}", (kind,), {})
