@@ -1,6 +1,5 @@
 """pm.convert and `pumice convert`: equal outputs of the other library's network and of one written with pumice.nn."""
 
-import itertools
 import logging
 import pickle
 from functools import partial
@@ -287,11 +286,11 @@ def test_command_with_bad_input(pumice, tmp_path):
     torch.save({"a.kernel": torch.zeros(3, 2, 2)}, tmp_path / "odd.pth")
     names = {"missing.pth": "no such file", "evil.pth": "", "noise.pth": "", "noise.safetensors": "", "empty.pt": "",
              "none.pth": "without any", "odd.pth": "a.kernel has 3 taps"}  # fmt: skip
-    for (name, text), library in itertools.product(names.items(), ["torchsparse"]):
-        ran = pumice("convert", tmp_path / name, out, "--from", library)
+    for name, text in names.items():
+        ran = pumice("convert", tmp_path / name, out, "--from", "torchsparse")
         assert ran.code == 1 and "unpickled" not in ran.out
         assert ran.err.startswith("error: ") and ran.err.count("\n") == 1
-        assert name in ran.err and text in ran.err
+        assert ran.err.count(name) == 1 and text in ran.err
     torch.save({"a.kernel": torch.zeros(8, 2, 2)}, tmp_path / "good.pth")
     for arguments, text in ((("--from", "fvdb"), "one of spconv, torchsparse, minkowski, flexgemm, found 'fvdb'"),
                             (("--from", "torchsparse", "--layout", "KRSC"), "--from torchsparse takes other options"),

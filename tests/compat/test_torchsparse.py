@@ -433,18 +433,6 @@ def test_hash_table_of_coordinates():
         assert places_found == [places.get(cell, 0) for cell in around]
 
 
-def test_downsampled_coordinates():
-    x, cells = cloud("2.1")
-    found = ts.nn.functional.spdownsample(x.C, 2, 3, 1)
-    assert {*map(tuple, found.tolist())} == supported(cells, (3,) * 3, (2,) * 3, (1,) * 3, None)
-    found = ts.nn.functional.spdownsample(x.C, 2, 2)
-    assert {*map(tuple, found.tolist())} == floors(cells, (2, 2, 2))
-    old, cells = cloud("1.4", stride=2)
-    found = ts.version("1.4").nn.functional.spdownsample(old.C, 2, 3, 2)
-    expected = overlapping(cells, (3,) * 3, (2,) * 3)
-    assert {*map(tuple, found.tolist())} == {(*(4 * c for c in at), b) for b, *at in expected}
-
-
 def test_norms_and_pools():
     x, cells = cloud("2.1")
     norm = ts.GroupNorm(2, 4)
@@ -459,26 +447,6 @@ def test_norms_and_pools():
     torch.testing.assert_close(ts.LeakyReLU(0.2)(x).F, torch.nn.functional.leaky_relu(x.F, 0.2))
     assert isinstance(ts.BatchNorm(4), torch.nn.BatchNorm1d) and isinstance(ts.ReLU(True), torch.nn.ReLU)
     torch.testing.assert_close(ts.nn.utils.fapply(x, torch.tanh).F, x.F.tanh())
-
-
-def test_crop():
-    for mode in ("1.4", "2.1"):
-        x, cells = cloud(mode)
-        found = ts.SparseCrop((1, 2, 0), (5, 8, 7))(x)
-        assert cells_of(found).keys() == {c for c in cells if 1 <= c[1] < 5 and 2 <= c[2] < 8 and c[3] < 7}
-
-
-@pytest.mark.parametrize("mode", ["1.4", "2.1"])
-def test_birds_eye_views(mode: str):
-    x, cells = cloud(mode, stride=2)
-    height = ts.ToBEVHeightCompression(4, (9, 9, 9), dim=1)(x)
-    conv = ts.ToDenseBEVConvolution(4, 5, (9, 9, 9), dim=1)
-    map_, expected = torch.zeros(2, 9, 4, 9, 9), torch.zeros(2, 5, 9, 9)
-    for (b, i, h, k), value in cells.items():
-        map_[b, h, :, i, k] = value
-        expected[b, :, i, k] += (value @ conv.kernel[h]).detach()
-    assert torch.equal(height, map_.flatten(1, 2))
-    torch.testing.assert_close(conv(x), expected)
 
 
 class Encoder(torch.nn.Module):

@@ -22,8 +22,9 @@ def convert_file(source: Path, target: Path, library: str, options: Mapping[str,
     if library not in convert.LIBRARIES:
         raise OptionError(f"--from takes one of {', '.join(convert.LIBRARIES)}, found {library!r}")
     given = {name: value for name, value in options.items() if value}
+    loaded = _loaded(source)
     try:
-        found = convert.LIBRARIES[library](_loaded(source), **given)
+        found = convert.LIBRARIES[library](loaded, **given)
     except PumiceError as error:
         raise type(error)(f"{source}: {error}") from None
     except TypeError as error:

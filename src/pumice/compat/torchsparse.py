@@ -25,8 +25,6 @@ from pumice.compat.torchsparse_tensors import (
     Conv3d,
     Conv3d14,
     ConvConfig,
-    ConvWindow,
-    Level,
     PointTensor,
     SparseTensor,
     SparseTensor14,
@@ -34,25 +32,18 @@ from pumice.compat.torchsparse_tensors import (
     conv3d,
     conv3d_14,
     make_ntuple,
-    overlapping_outputs,
     sparse_collate,
 )
 from pumice.compat.wrapped import call_layer
-from pumice.coords import Geometry, kernel_map
+from pumice.coords import Geometry
 from pumice.errors import OptionError
 from pumice.ops import cat as joined
-from pumice.ops import coalesce, einsum, scatter, to_bev, union
+from pumice.ops import einsum, scatter
 
 
 def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
     """Channels one after the other."""
     return inputs[0].like(joined([x.sparse for x in inputs]))
-
-
-def generative_add(a: SparseTensor, b: SparseTensor) -> SparseTensor:
-    """The sum over the union of the coordinates."""
-    sparse = union(a.sparse, b.sparse)
-    return a.like(sparse, Level(sparse.geometry, a.spatial_range))
 
 
 def fapply(input: SparseTensor, fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> SparseTensor:
@@ -96,13 +87,6 @@ class SiLU(_OnTensors, pnn.SiLU):
     """torchsparse.nn.SiLU."""
 
 
-class InstanceNorm(torch.nn.InstanceNorm1d):
-    """torchsparse.nn.InstanceNorm: torch's InstanceNorm1d of features [N, C], which normalises each row."""
-
-    def forward(self, x: SparseTensor) -> SparseTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return fapply(x, super().forward)
-
-
 class GlobalAvgPool(_OnTensors, pnn.GlobalAvgPool):
     """torchsparse.nn.GlobalAvgPool: [B, C]."""
 
@@ -113,71 +97,6 @@ class GlobalMaxPool(_OnTensors, pnn.GlobalMaxPool):
     """torchsparse.nn.GlobalMaxPool: [B, C]."""
 
     keeps_rows = False
-
-
-class SparseCrop(torch.nn.Module):
-    """torchsparse.nn.SparseCrop: see spcrop."""
-
-    def __init__(self, coords_min: Any = None, coords_max: Any = None) -> None:
-        super().__init__()
-        self.coords_min, self.coords_max = coords_min, coords_max
-
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        return spcrop(x, self.coords_min, self.coords_max)
-
-
-class _ToDense(torch.nn.Module):
-    """Base of the layers that make a dense map. shape: cells along (x, y, z); offset: the corner, in finest voxels;
-    dim: the axis that is dropped, 0 to 2 for x to z."""
-
-    def __init__(self, shape: Any, offset: Any, dim: int) -> None:
-        super().__init__()
-        self.register_buffer("offset", torch.tensor([[*offset, 0]], dtype=torch.int32))
-        self.register_buffer("shape", torch.as_tensor(shape).int())
-        self.extents, self.corner, self.dim = tuple(map(int, shape)), tuple(map(int, offset)), dim
-
-    def cells(self, x: SparseTensor) -> Tensor:
-        """int32 [N, 4] = (batch, x, y, z): cells of the map."""
-        found = x.sparse.coords[:, [0, 3, 2, 1]]
-        steps, shift = found.new_tensor((1, *x.stride)), found.new_tensor((0, *self.corner))
-        return torch.div(found * steps - shift, steps, rounding_mode="floor") if any(self.corner) else found
-
-
-class ToDenseBEVConvolution(_ToDense):
-    """[B, C_out, ...]: sum over the voxels of a column of features times the kernel of their height."""
-
-    def __init__(
-        self, in_channels: int, out_channels: int, shape: Any, offset: Any = (0, 0, 0), dim: int = 1, bias: bool = False
-    ) -> None:
-        super().__init__(shape, offset, dim)
-        bound = 1 / math.sqrt(in_channels)
-        kernel = torch.empty(self.extents[dim], in_channels, out_channels).uniform_(-bound, bound)
-        self.kernel = torch.nn.Parameter(kernel)
-        self.bias = torch.nn.Parameter(torch.zeros(1, out_channels)) if bias else 0
-
-    def forward(self, x: SparseTensor) -> Tensor:
-        at, items = self.cells(x).long(), x.sparse.batch_size
-        first, second = (axis for axis in range(3) if axis != self.dim)
-        rows, columns = self.extents[first], self.extents[second]
-        height = x.sparse.coords[:, 3 - self.dim].long()
-        feats = einsum("y[n,o] = x[n,c] * k[h[n],c,o]", x=x.feats, k=self.kernel, h=height) + self.bias
-        place = (at[:, 0] * rows + at[:, 1 + first]) * columns + at[:, 1 + second]
-        dense = scatter(feats, place, 0, dim_size=items * rows * columns)
-        return dense.view(items, rows, columns, -1).permute(0, 3, 1, 2).contiguous()
-
-
-class ToBEVHeightCompression(_ToDense):
-    """[B, n * C, ...]: pumice.ops.to_bev, with channel z * C + c for channel c at height z of n."""
-
-    def __init__(self, channels: int, shape: Any, offset: Any = (0, 0, 0), dim: int = 1) -> None:
-        super().__init__(shape, offset, dim)
-        self.channels = channels
-
-    def forward(self, x: SparseTensor) -> Tensor:
-        at, heights = self.cells(x).clone(), self.extents[self.dim]
-        at[:, 1 + self.dim] = at[:, 1 + self.dim].clamp(0, heights - 1)
-        flat = to_bev(coalesce(x.feats, at, "sum"), self.dim, self.extents)
-        return flat.unflatten(1, (-1, heights)).transpose(1, 2).flatten(1, 2)
 
 
 # Functions
@@ -246,51 +165,6 @@ def get_kernel_offsets(size: Any, stride: Any = 1, dilation: Any = 1, device: An
     return torch.cartesian_prod(*axes).int().to(device)
 
 
-def _downsampled(x: SparseTensor, window: ConvWindow) -> Tensor:
-    relation = window.relation
-    if relation.policy == "given":
-        geometry = overlapping_outputs(x, window)
-    else:
-        geometry = kernel_map(x.sparse.geometry, relation)[1]
-    stride = tuple(a * b for a, b in zip(x.stride, window.stride, strict=True))
-    return x.like(
-        tensors.tensor_at(x.feats.new_zeros(len(geometry), 1), geometry), Level(geometry, None), stride
-    ).coords
-
-
-def spdownsample(
-    _coords: Tensor,
-    stride: Any = 2,
-    kernel_size: Any = 2,
-    padding: Any = 0,
-    spatial_range: Any = None,
-    downsample_mode: str = "spconv",
-) -> Tensor:
-    """int32 [M, 4]: the outputs of a strided convolution of 2.1, in the order of pumice."""
-    made = SparseTensor(torch.zeros(len(_coords), 1, device=_coords.device), _coords, 1, spatial_range)
-    kernel, stride, padding = (make_ntuple(value, 3) for value in (kernel_size, stride, padding))
-    floors = all(s in (1, k) for s, k in zip(stride, kernel, strict=True)) or downsample_mode == "minkowski"
-    return _downsampled(made, ConvWindow(kernel, stride, padding, "hashmap minkowski" if floors else V21))
-
-
-def _spdownsample_14(coords: Tensor, stride: Any = 2, kernel_size: Any = 2, tensor_stride: Any = 1) -> Tensor:
-    """int32 [M, 4]: the outputs of a strided convolution of 1.4 on a tensor of stride `tensor_stride`."""
-    made = SparseTensor14(torch.zeros(len(coords), 1, device=coords.device), coords, tensor_stride)
-    return _downsampled(made, ConvWindow(make_ntuple(kernel_size, 3), make_ntuple(stride, 3), (0, 0, 0), V14))
-
-
-def spcrop(input: SparseTensor, coords_min: Any = None, coords_max: Any = None) -> SparseTensor:
-    """The voxels with coords_min <= (x, y, z) < coords_max, in the units of `coords`; without caches."""
-    places = input.coords[:, :3] if input.version == V14 else input.coords[:, 1:]
-    inside = torch.ones_like(places, dtype=torch.bool)
-    if coords_min is not None:
-        inside &= places >= places.new_tensor(coords_min)
-    if coords_max is not None:
-        inside &= places < places.new_tensor(coords_max)
-    rows = inside.all(1)
-    return type(input)(input.feats[rows], input.coords[rows], input.stride)
-
-
 def sparse_quantize(
     coords: Any, voxel_size: Any = 1, *, return_index: bool = False, return_inverse: bool = False
 ) -> Any:
@@ -319,25 +193,17 @@ def _collated(values: list[Any]) -> Any:
 
 
 class GPUHashTable:
-    """torchsparse.backend.GPUHashTable; results are places from 1, 0 for what is absent. The arrays are not used."""
+    """torchsparse.backend.GPUHashTable of coordinates int [N, 4] = (x, y, z, batch). Its arrays are not used."""
 
-    def __init__(self, keys: Tensor, vals: Tensor) -> None:
-        self._values: Tensor | None = None
-        self._cells: Geometry | None = None
+    _cells: Geometry
 
-    def insert_vals(self, keys: Tensor) -> None:
-        self._values = keys
-
-    def lookup_vals(self, keys: Tensor) -> Tensor:
-        assert self._values is not None
-        return (sphashquery(keys, self._values) + 1).int()
+    def __init__(self, keys: Tensor, vals: Tensor) -> None: ...
 
     def insert_coords(self, coords: Tensor) -> None:
         self._cells = Geometry.checked(coords[:, [3, 0, 1, 2]].int())
 
     def lookup_coords(self, coords: Tensor, kernel_sizes: Any, strides: Any, kernel_volume: Any) -> Tensor:
-        """int32 [N, K]: the places of coords * strides + tap, for coords int [N, 4] = (x, y, z, batch)."""
-        assert self._cells is not None
+        """int32 [N, K]: the places of coords * strides + tap, from 1; 0 for what is absent."""
         taps = get_kernel_offsets(kernel_sizes, device=coords.device)
         steps = coords.new_tensor(make_ntuple(strides, 3))
         at = (coords[:, None, :3] * steps + taps).flatten(0, 1)
@@ -348,37 +214,8 @@ class GPUHashTable:
 # Settings: accepted. What changes results is read when a layer or a tensor is made, never in a forward pass.
 
 
-class Dataflow(Enum):
-    """torchsparse.nn.functional.Dataflow: pumice chooses by itself."""
-
-    ImplicitGEMM = 0
-    GatherScatter = 1
-    FetchOnDemand = 2
-    CodedCSR = 3
-
-
-class ConvMode(Enum):
-    """torchsparse.nn.functional.ConvMode: no effect."""
-
-    mode0 = 0
-    mode1 = 1
-    mode2 = 2
-
-
-class TensorCacheMode(Enum):
-    """torchsparse.utils.tensor_cache.TensorCacheMode."""
-
-    SEPARATE_TENSOR_CACHE = 0
-    GLOBAL_TENSOR_CACHE = 1
-
-
-def set_tensor_cache_mode(mode: TensorCacheMode) -> None:
-    """Raises OptionError for a global cache."""
-    if mode is TensorCacheMode.GLOBAL_TENSOR_CACHE:
-        raise OptionError(
-            "caches go with tensors: expected SEPARATE_TENSOR_CACHE, found GLOBAL_TENSOR_CACHE; share one "
-            "by `y._caches = x._caches`"
-        )
+Dataflow = Enum("Dataflow", ("ImplicitGEMM", "GatherScatter", "FetchOnDemand", "CodedCSR"), start=0)
+ConvMode = Enum("ConvMode", ("mode0", "mode1", "mode2"), start=0)
 
 
 def _ignored(*_: Any, **__: Any) -> None:
@@ -386,8 +223,9 @@ def _ignored(*_: Any, **__: Any) -> None:
 
 
 def get_default_conv_config(conv_mode: Any = None, training: bool = False) -> ConvConfig:
+    """A configuration; kmap_mode and downsample_mode count."""
     modes = {"kmap_mode": "hashmap_on_the_fly", "downsample_mode": "spconv"}
-    return ConvConfig(dataflow=Dataflow.ImplicitGEMM, ifsort=False, **modes)
+    return ConvConfig(dataflow=Dataflow(0), ifsort=False, **modes)
 
 
 def set_global_conv_config(conv_config: Any) -> None:
@@ -402,32 +240,23 @@ def _set_allow_negative_coordinates(allow_negative_coordinates: bool) -> None:
 # Import names
 
 
+def _by_name(*each: Any) -> dict[str, Any]:
+    return {found.__name__: found for found in each}
+
+
 def _modules(version: str) -> dict[str, dict[str, Any]]:
     """The modules of a version, by dotted name below the package; "" is the package."""
     new = version == V21
     tensor = {"SparseTensor": SparseTensor if new else SparseTensor14, "PointTensor": PointTensor}
-    layers: dict[str, Any] = {each.__name__: each for each in (BatchNorm, GroupNorm, InstanceNorm, ReLU, LeakyReLU)}
-    layers |= {each.__name__: each for each in (SiLU, GlobalAvgPool, GlobalMaxPool, SparseCrop)}
-    layers |= {each.__name__: each for each in (ToDenseBEVConvolution, ToBEVHeightCompression)}
+    layers = _by_name(BatchNorm, GroupNorm, ReLU, LeakyReLU, SiLU, GlobalAvgPool, GlobalMaxPool)
     layers["Conv3d"] = Conv3d if new else Conv3d14
-    functions: dict[str, Any] = {
-        each.__name__: each for each in (sphash, sphashquery, spcount, spvoxelize, spdevoxelize, spcrop)
-    }
-    functions |= {
+    functions = _by_name(sphash, sphashquery, spcount, spvoxelize, spdevoxelize) | {
         "calc_ti_weights": _ti_weights if new else partial(_ti_weights, corners_first=True),
         "conv3d": conv3d if new else conv3d_14,
-        "spdownsample": spdownsample if new else _spdownsample_14,
-        "global_avg_pool": lambda x: pnn.GlobalAvgPool()(x.sparse),
-        "global_max_pool": lambda x: pnn.GlobalMaxPool()(x.sparse),
-        "relu": lambda x, inplace=True: fapply(x, functional.relu, inplace=inplace),
-        "silu": lambda x, inplace=True: fapply(x, functional.silu, inplace=inplace),
-        "leaky_relu": lambda x, negative_slope=0.1, inplace=True: fapply(
-            x, functional.leaky_relu, negative_slope, inplace
-        ),
     }
-    utils = {"get_kernel_offsets": get_kernel_offsets, "fapply": fapply}
+    utils, release = _by_name(get_kernel_offsets, fapply), {"__version__": f"{version}.0"}
     found = {
-        "": {**tensor, "cat": cat, "__version__": "2.1.0" if new else "1.4.0"},
+        "": {**tensor, **release, "cat": cat},
         "tensor": tensor,
         "operators": {"cat": cat},
         "nn": layers,
@@ -439,16 +268,15 @@ def _modules(version: str) -> dict[str, dict[str, Any]]:
         "utils.collate": {"sparse_collate": sparse_collate, "sparse_collate_fn": sparse_collate_fn},
         "backend": {"GPUHashTable": GPUHashTable},
         "backends": {"benchmark": False, "allow_tf32": True, "allow_fp16": True, "hash_rsv_ratio": 2, "init": _ignored},
-        "version": {"__version__": "2.1.0" if new else "1.4.0"},
+        "version": release,
     }
     if new:
         _add_settings(found)
-    for child in ("conv", "devoxelize", "voxelize", "count", "hash", "query", "downsample", "crop", "activation"):
+    for child in ("conv", "devoxelize", "voxelize", "count", "hash", "query"):
         found[f"nn.functional.{child}"] = functions
-    for child in ("conv", "norm", "activation", "pooling", "crop", "bev"):
+    for child in ("conv", "norm", "activation", "pooling"):
         found[f"nn.modules.{child}"] = layers
-    found |= {"nn.utils.kernel": utils, "nn.utils.apply": utils, "utils.utils": found["utils"]}
-    return found
+    return found | {"nn.utils.kernel": utils, "nn.utils.apply": utils, "utils.utils": found["utils"]}
 
 
 def _add_settings(found: dict[str, dict[str, Any]]) -> None:
@@ -463,20 +291,12 @@ def _add_settings(found: dict[str, dict[str, Any]]) -> None:
     modes = dict.fromkeys(("set_conv_mode", "set_kmap_mode", "set_downsample_mode"), _ignored)
     found["nn.functional"] |= {"Dataflow": Dataflow, "ConvMode": ConvMode, **modes}
     found["nn.functional.conv_config"] = found["nn.functional.conv.conv_config"] = config
-    found[""]["generative_add"] = found["operators"]["generative_add"] = generative_add
     found["tensor"] = {
         **found["tensor"],
         "set_allow_negative_coordinates": _set_allow_negative_coordinates,
         "get_allow_negative_coordinates": lambda: SparseTensor.allow_negative,
     }
-    found["utils"]["make_tensor"] = lambda x, dtype, device: torch.tensor(x, dtype=dtype, device=device)
-    found["utils.tensor_cache"] = {
-        "TensorCache": TensorCache,
-        "TensorCacheMode": TensorCacheMode,
-        "set_tensor_cache_mode": set_tensor_cache_mode,
-        "get_tensor_cache_mode": lambda: TensorCacheMode.SEPARATE_TENSOR_CACHE,
-        "clear_global_tensor_cache": _ignored,
-    }
+    found["utils.tensor_cache"] = {"TensorCache": TensorCache}
 
 
 VERSIONS: Mapping[str, dict[str, dict[str, Any]]] = {V14: _modules(V14), V21: _modules(V21)}

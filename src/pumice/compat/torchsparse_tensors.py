@@ -59,6 +59,11 @@ class Level:
     coords: Tensor | None = None
     version: int = 0
 
+    def of(self, coords: Any) -> Level:
+        """This level, laid out as `coords`."""
+        self.coords, self.version = coords, getattr(coords, "_version", 0)
+        return self
+
     def holds(self, coords: Any) -> bool:
         """True if these are the coordinates, the very tensor, unwritten."""
         return self.coords is not None and self.coords is coords and self.version == coords._version
@@ -165,8 +170,7 @@ class SparseTensor(Wrapped):
             return tensor_at(self._feats, known.geometry)
         box = () if self.allow_negative and self.spatial_range is None else self.spatial_range
         made = made_tensor(self._feats, self._coords, self._stride, box, self.version)
-        self._level = Level(made.geometry, self.spatial_range, self._coords, getattr(self._coords, "_version", 0))
-        levels[self._stride] = self._level
+        self._level = levels[self._stride] = Level(made.geometry, self.spatial_range).of(self._coords)
         return made
 
     def like(self, sparse: PumiceTensor, level: Level | None = None, stride: Axes | None = None) -> SparseTensor:
@@ -189,11 +193,9 @@ class SparseTensor(Wrapped):
     @property
     def coords(self) -> Any:
         if self._coords is None:
-            level = self.level
-            if level.coords is None:
-                level.coords = self._laid_out(self.sparse.coords)
-                level.version = getattr(level.coords, "_version", 0)
-            self._coords = level.coords
+            if self.level.coords is None:
+                self.level.of(self._laid_out(self.sparse.coords))
+            self._coords = self.level.coords
         return self._coords
 
     @coords.setter
@@ -215,20 +217,17 @@ class SparseTensor(Wrapped):
     F, C, s = feats, coords, stride
 
     def to(self, device: Any, non_blocking: bool = True) -> SparseTensor:
-        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
-
-    def cpu(self) -> SparseTensor:
-        return self._each(lambda t: t.cpu())
-
-    def cuda(self) -> SparseTensor:
-        return self._each(lambda t: t.cuda())
-
-    def _each(self, move: Callable[[Tensor], Tensor]) -> SparseTensor:
-        coords, feats = move(self.coords), move(self.feats)
+        coords, feats = (t.to(device, non_blocking=non_blocking) for t in (self.coords, self.feats))
         if coords is not self.coords:
             self.coords, self._caches = coords, TensorCache()
         self.feats = feats
         return self
+
+    def cpu(self) -> SparseTensor:
+        return self.to("cpu")
+
+    def cuda(self) -> SparseTensor:
+        return self.to("cuda")
 
     def half(self) -> SparseTensor:
         self.feats = self.feats.half()
@@ -271,6 +270,11 @@ def _is_built_of(coords: Any) -> bool:
     return isinstance(coords, Tensor) and not coords.is_floating_point() and coords.shape[1:] == (4,)
 
 
+def _of_caches(name: str) -> property:
+    """An attribute of the caches as one of the tensor, which may be set."""
+    return property(lambda x: getattr(x._caches, name), lambda x, value: setattr(x._caches, name, value))
+
+
 class SparseTensor14(SparseTensor):
     """torchsparse.SparseTensor of 1.4: coords int [N, 4] = (x, y, z, batch), multiples of the stride."""
 
@@ -283,21 +287,7 @@ class SparseTensor14(SparseTensor):
         outer = inner.flip(1)
         return outer * outer.new_tensor((*self._stride, 1)) if max(self._stride) > 1 else outer
 
-    @property
-    def cmaps(self) -> CoordMaps:
-        return self._caches.cmaps
-
-    @cmaps.setter
-    def cmaps(self, cmaps: CoordMaps) -> None:
-        self._caches.cmaps = cmaps
-
-    @property
-    def kmaps(self) -> dict[Any, Any]:
-        return self._caches.kmaps
-
-    @kmaps.setter
-    def kmaps(self, kmaps: dict[Any, Any]) -> None:
-        self._caches.kmaps = kmaps
+    cmaps, kmaps = _of_caches("cmaps"), _of_caches("kmaps")
 
 
 class PointTensor:
@@ -354,35 +344,32 @@ class ConvWindow:
     @cached_property
     def relation(self) -> Relation:
         """The relation of pumice, on axes (z, y, x); policy "given": the outputs are to be passed."""
-        return _relation(self)
+        kernel, stride, padding = self.kernel[::-1], self.stride[::-1], self.padding[::-1]
+        centre = tuple((k - 1) // 2 for k in kernel)
+        if self.keeps:
+            return _kept(self, kernel, centre).shared()
+        if self.rule == V21:
+            policy, start = "support", padding
+        elif all(s in (1, k) for s, k in zip(stride, kernel, strict=True)) or self.rule == "hashmap minkowski":
+            policy, start = "floor_unique", centre
+        else:
+            policy, start = "given" if self.rule == V14 else "support", centre
+            if self.rule != V14 and padding != centre:
+                found = f"{self.padding} of a kernel of {self.kernel}"
+                raise OptionError(f"kmap_mode='hashmap' centres by padding {centre[::-1]}, found {found}")
+        found = Relation.of(3, kernel, stride=stride, padding=start, policy=policy)
+        return (replace(found, policy="cached_inverse") if self.transposed else found).shared()
 
     def weight(self, kernel: Tensor) -> Tensor:
         """kernel [K, C_in, C_out] or [C_in, C_out] as pumice's weight of `relation`."""
-        weight = from_taps(kernel, self.kernel[::-1], self.even)
         if self.even:
-            # A copy, which the kernels would make otherwise, at each launch.
-            weight = weight.contiguous()
+            # As of odd kernels, x fastest: one copy, of whole [C_in, C_out].
+            kernel = kernel.unflatten(0, self.kernel).transpose(0, 2).flatten(0, 2)
+        weight = from_taps(kernel, self.kernel[::-1], False)
         if self.transposed and self.keeps:
             # The pairs of the same taps, in and out exchanged.
             weight = weight.flip(1, 2, 3)
         return weight if self.relation.custom is None else weight.flatten(1, 3)
-
-
-def _relation(window: ConvWindow) -> Relation:
-    kernel, stride, padding = window.kernel[::-1], window.stride[::-1], window.padding[::-1]
-    centre = tuple((k - 1) // 2 for k in kernel)
-    if window.keeps:
-        return _kept(window, kernel, centre).shared()
-    if window.rule == V21:
-        policy, start = "support", padding
-    elif all(s in (1, k) for s, k in zip(stride, kernel, strict=True)) or window.rule == "hashmap minkowski":
-        policy, start = "floor_unique", centre
-    else:
-        policy, start = "given" if window.rule == V14 else "support", centre
-        if window.rule != V14 and padding != centre:
-            raise OptionError(f"kmap_mode='hashmap' centres a kernel of {kernel} by padding {centre}, found {padding}")
-    found = Relation.of(3, kernel, stride=stride, padding=start, policy=policy)
-    return (replace(found, policy="cached_inverse") if window.transposed else found).shared()
 
 
 def _kept(window: ConvWindow, kernel: Axes, centre: Axes) -> Relation:
@@ -540,16 +527,9 @@ class Conv3d14(Conv3d, dim=3):
 class ConvConfig(dict[str, Any]):
     """torchsparse's configuration of a convolution: a dictionary with its keys as attributes."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self:
-            raise AttributeError(name)
-        return self[name]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def copy(self) -> ConvConfig:
-        return ConvConfig(self)
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.__dict__ = self
 
 
 GLOBAL_CONFIG: list[Any] = []
@@ -562,7 +542,7 @@ def window_of(kernel: Any, stride: Any, padding: Any, version: str, transposed: 
     padding = tuple((k - 1) // 2 if k % 2 and s == 1 else p for k, s, p in zip(kernel, stride, padding, strict=True))
     rule = version
     config = config if config is not None or version == V14 else next(iter(GLOBAL_CONFIG), None)
-    if config is not None and config.get("kmap_mode", "hashmap_on_the_fly") == "hashmap":
+    if config is not None and config.get("kmap_mode") == "hashmap":
         rule = f"hashmap {config.get('downsample_mode', 'spconv')}"
     return ConvWindow(kernel, stride, padding, rule, transposed)
 
