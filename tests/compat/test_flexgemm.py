@@ -17,7 +17,7 @@ from pumice.compat.flexgemm import (
     sparse_submanifold_conv,
     sparse_submanifold_conv_any_offset,
 )
-from pumice.errors import OptionError
+from pumice.errors import DtypeError, OptionError, ShapeError
 
 SHAPE = torch.Size([2, 5, 7, 8, 6])
 
@@ -140,6 +140,25 @@ def test_serialized_coordinates(mode: str, shape: tuple[int, ...]):
         assert codes[0] == b << 3 * bits | code
     with pytest.raises(OptionError, match="z_order, hilbert, found 'peano'"):
         encode_seq(coords, shape, "peano")
+
+
+def test_wrong_inputs():
+    feats, coords = cloud()
+    weight = torch.randn(4, 3, 3, 3, 5)
+    for call in (
+        lambda at: sparse_submanifold_conv(feats, at, SHAPE, weight),
+        lambda at: sparse_conv3d(feats, at, SHAPE, weight),
+        lambda at: sparse_conv3d(feats, coords, SHAPE, weight, None, None, at),
+        lambda at: encode_seq(at, SHAPE),
+    ):
+        with pytest.raises(DtypeError, match="integers, found torch.float32"):
+            call(coords + 0.5)
+    _, cache = sparse_submanifold_conv(feats, coords, SHAPE, weight)
+    with pytest.raises(OptionError, match="found one of a submanifold convolution"):
+        sparse_conv3d(feats, coords, SHAPE, weight, None, cache)
+    with pytest.raises(ShapeError, match="grid is \\[B, L, 3\\], found \\[2, 4\\]"):
+        grid_sample_3d(feats, coords, SHAPE, torch.rand(2, 4))
+    assert grid_sample_3d(feats, coords, SHAPE, torch.rand(2, 0, 3)).shape == (2, 0, 5)
 
 
 def test_settings_and_import_names():

@@ -14,7 +14,7 @@ import pumice as pm
 import pumice.compat.torchsparse as ts
 from pumice.compat import uninstall
 from pumice.compat.__main__ import main
-from pumice.errors import CoordinateError, GeometryError, OptionError
+from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
 
 Cells = dict[tuple[int, ...], Tensor]
 """Features by (batch, x, y, z), divided by the stride."""
@@ -262,6 +262,37 @@ def test_two_strided_convolutions_of_one_input_add():
     y = a(x) + b(x)
     torch.testing.assert_close(y.F, a(x).F + b(x).F)
     assert y.C is a(x).C
+
+
+def test_sums_are_row_by_row():
+    for mode in ("1.4", "2.1"):
+        x, _ = cloud(mode)
+        y = type(x)(torch.randn(len(x.F), 4), x.C.flip(0))
+        found = x + y
+        assert torch.equal(found.F, x.F + y.F) and torch.equal(found.C, x.C)
+        with pytest.raises(ShapeError, match="feats have 3 rows"):
+            _ = x + type(x)(torch.randn(3, 4), x.C[:3])
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("mode", ["1.4", "2.1"])
+def test_no_voxels(mode: str, kernel: int, stride: int):
+    x = ts.version(mode).SparseTensor(torch.zeros(0, 4), torch.zeros(0, 4).int())
+    assert layer(mode, 4, 6, kernel, stride)[0](x).F.shape == (0, 6)
+
+
+@pytest.mark.parametrize("mode", ["1.4", "2.1"])
+def test_wrong_inputs(mode: str):
+    v = ts.version(mode)
+    x, _ = cloud(mode)
+    for coords, found in ((x.C + 0.5, "torch.float32 "), (x.C[:, :3], "torch.int32 .*, 3\\]"), (x.C.numpy(), "int32 ")):
+        with pytest.raises(DtypeError, match=f"a tensor of integers \\[N, 4\\], found {found}"):
+            v.nn.Conv3d(4, 6)(v.SparseTensor(x.F, coords))
+    with pytest.raises(OptionError, match="channels are at least 1, found \\(0, 6\\)"):
+        v.nn.Conv3d(0, 6)
+    for kernel, stride, name in ((0, 1, "kernel_size"), (2.5, 1, "kernel_size"), (3, 0, "stride")):
+        with pytest.raises(OptionError, match=f"{name} takes "):
+            v.nn.Conv3d(4, 6, kernel, stride)
 
 
 def test_gradients_arrive_in_kernels():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Geometry, deserialize, serialize
-from pumice.errors import OptionError
+from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.ops import SparseTensor, conv, interpolate
 
 
@@ -100,8 +100,10 @@ def sparse_conv3d(
     out: Any = "support"
     if neighbor_cache is not None:
         out = neighbor_cache.outputs
+        if out is None:
+            raise OptionError("neighbor_cache is that of a sparse_conv3d, found one of a submanifold convolution")
     elif out_coords is not None:
-        out = Geometry.checked(out_coords.int(), stride, batch_size=shape[0])
+        out = Geometry.checked(_integers(out_coords), stride, batch_size=shape[0])
     y = conv(x, weight, bias, stride=stride, padding=padding, dilation=dilation, out=out)
     return y.feats, y.coords, neighbor_cache or NeighborCache(x.geometry, y.geometry)
 
@@ -110,16 +112,24 @@ def _tensor(feats: Tensor, coords: Tensor, shape: Sequence[int] | None, cache: N
     if cache is not None:
         return SparseTensor(feats, cache.inputs)
     extents, items = (None, None) if shape is None else (tuple(shape[2:]), int(shape[0]))
-    return SparseTensor(feats, coords.int(), 1, extents, items, dim=coords.shape[1] - 1)
+    return SparseTensor(feats, _integers(coords), 1, extents, items, dim=coords.shape[1] - 1)
+
+
+def _integers(coords: Tensor) -> Tensor:
+    if coords.is_floating_point():
+        raise DtypeError(f"coords are integers, found {coords.dtype}")
+    return coords.int()
 
 
 def grid_sample_3d(
     feats: Tensor, coords: Tensor, shape: Sequence[int], grid: Tensor, mode: str = "trilinear"
 ) -> Tensor:
     """[B, L, C]: features at positions grid [B, L, 3], in voxels with centres at 1/2; see pumice.ops.interpolate."""
+    if grid.shape[2:] != (3,):
+        raise ShapeError(f"grid is [B, L, 3], found {[*grid.shape]}")
     x = _tensor(feats, coords, (grid.shape[0], 0, *shape[-3:]), None)
     items = torch.arange(len(grid), device=grid.device, dtype=grid.dtype)[:, None, None].expand(*grid.shape[:2], 1)
-    return interpolate(x, torch.cat([items, grid], 2).flatten(0, 1), mode).view(*grid.shape[:2], -1)
+    return interpolate(x, torch.cat([items, grid], 2).flatten(0, 1), mode).view(*grid.shape[:2], x.channels)
 
 
 CURVES = {"z_order": "morton", "hilbert": "hilbert"}
@@ -128,7 +138,7 @@ CURVES = {"z_order": "morton", "hilbert": "hilbert"}
 def encode_seq(coords: Tensor, shape: Sequence[int], mode: str = "z_order") -> Tensor:
     """[N]: places of coords int [N, 4] along a curve, see pumice.serialize; int32 if 32 bits hold them, else int64."""
     depth, bits = _bits(shape)
-    codes = serialize(coords.int(), _curve(mode), depth)
+    codes = serialize(_integers(coords), _curve(mode), depth)
     return codes.int() if bits <= 32 else codes
 
 

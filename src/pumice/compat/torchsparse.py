@@ -195,7 +195,7 @@ def _collated(values: list[Any]) -> Any:
 class GPUHashTable:
     """torchsparse.backend.GPUHashTable of coordinates int [N, 4] = (x, y, z, batch). Its arrays are not used."""
 
-    _cells: Geometry
+    _cells: Geometry | None = None
 
     def __init__(self, keys: Tensor, vals: Tensor) -> None: ...
 
@@ -204,6 +204,7 @@ class GPUHashTable:
 
     def lookup_coords(self, coords: Tensor, kernel_sizes: Any, strides: Any, kernel_volume: Any) -> Tensor:
         """int32 [N, K]: the places of coords * strides + tap, from 1; 0 for what is absent."""
+        assert self._cells is not None
         taps = get_kernel_offsets(kernel_sizes, device=coords.device)
         steps = coords.new_tensor(make_ntuple(strides, 3))
         at = (coords[:, None, :3] * steps + taps).flatten(0, 1)
@@ -296,6 +297,7 @@ def _add_settings(found: dict[str, dict[str, Any]]) -> None:
         "set_allow_negative_coordinates": _set_allow_negative_coordinates,
         "get_allow_negative_coordinates": lambda: SparseTensor.allow_negative,
     }
+    found["utils"]["make_tensor"] = lambda x, dtype, device: torch.tensor(x, dtype=dtype, device=device)
     found["utils.tensor_cache"] = {"TensorCache": TensorCache}
 
 

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from pumice.compat.layouts import from_taps
 from pumice.compat.wrapped import Wrapped, call_layer
-from pumice.coords import Bounds, Geometry, Relation, kernel_map
-from pumice.errors import CoordinateError, GeometryError, OptionError, ShapeError
+from pumice.coords import Bounds, Geometry, Relation, as_axes, kernel_map
+from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
 from pumice.nn.conv import Convolution
 from pumice.ops import SparseTensor as PumiceTensor
 from pumice.ops import to_dense
@@ -98,6 +98,9 @@ def made_tensor(feats: Tensor, coords: Tensor, stride: Axes, box: Axes | None, v
     """The tensor of features at coordinates of a version. box: the 2.1 `spatial_range`; () for none, unbounded.
 
     Raises CoordinateError for negative coordinates in 2.1, unless unbounded: torchsparse would silently lose them."""
+    if not _is_built_of(coords):
+        found = f"{getattr(coords, 'dtype', type(coords))} {[*getattr(coords, 'shape', ())]}"
+        raise DtypeError(f"coords are a tensor of integers [N, 4], found {found}")
     if version == V14:
         inner = coords.int().flip(1)
         if max(stride) > 1:
@@ -123,6 +126,12 @@ def made_tensor(feats: Tensor, coords: Tensor, stride: Axes, box: Axes | None, v
 def tensor_at(feats: Tensor, geometry: Geometry) -> PumiceTensor:
     """Features on known coordinates."""
     return PumiceTensor(feats, geometry)
+
+
+@one_node
+def _at(x: PumiceTensor, y: PumiceTensor) -> PumiceTensor:
+    """y's features at x's coordinates, row by row."""
+    return PumiceTensor(y.feats, x.geometry)
 
 
 class SparseTensor(Wrapped):
@@ -245,7 +254,8 @@ class SparseTensor(Wrapped):
         return dense.permute(0, 4, 3, 2, 1)
 
     def __add__(self, other: SparseTensor) -> SparseTensor:
-        return self.like(self.sparse + other.sparse)
+        # Row by row, as in torchsparse; pumice's sum of two geometries is over their union.
+        return self.like(self.sparse + (other.sparse if other.level is self.level else _at(self.sparse, other.sparse)))
 
     def parts(self) -> tuple[list[Any], Any]:
         rest = (self._stride, self.spatial_range)
@@ -433,8 +443,8 @@ def overlapping_outputs(x: SparseTensor, window: ConvWindow) -> Geometry:
     kernel, stride = window.kernel[::-1], window.stride[::-1]
     taps = [[(k - 1) // 2 - t for t, k in zip(tap, kernel, strict=True)] for tap in product(*map(range, kernel))]
     _, wider = kernel_map(given.geometry, Relation.of_offsets(3, taps, stride=stride, policy="support"))
-    low = given.coords[:, 1:].amin(0)
-    kept = (wider.coords[:, 1:] * low.new_tensor(stride) >= low).all(1)
+    cells = wider.coords[:, 1:] * wider.coords.new_tensor(stride)
+    kept = (cells >= given.coords[:, 1:].amin(0)).all(1) if len(cells) else slice(0)
     strides = tuple(a * b for a, b in zip(x.stride[::-1], stride, strict=True))
     return Geometry.checked(wider.coords[kept], strides, batch_size=given.batch_size)
 
@@ -463,6 +473,8 @@ class Conv3d(Convolution, dim=3):
     ) -> None:
         if generative:
             raise OptionError("generative=True: use pumice.nn.GenerativeConvTranspose3d, found it in a Conv3d")
+        if min(in_channels, out_channels) < 1:
+            raise OptionError(f"channels are at least 1, found {(in_channels, out_channels)}")
         nn.Module.__init__(self)
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, 1
         self.dilation, self.transposed, self.generative = dilation, transposed, generative
@@ -538,7 +550,10 @@ GLOBAL_CONFIG: list[Any] = []
 
 def window_of(kernel: Any, stride: Any, padding: Any, version: str, transposed: bool, config: Any) -> ConvWindow:
     """The window of a convolution's arguments. Odd kernels of stride 1 are centred, axis by axis."""
-    kernel, stride, padding = (make_ntuple(value, 3) for value in (kernel, stride, padding))
+    kernel, stride, padding = (
+        as_axes(value, 3, name, least)
+        for value, name, least in ((kernel, "kernel_size", 1), (stride, "stride", 1), (padding, "padding", 0))
+    )
     padding = tuple((k - 1) // 2 if k % 2 and s == 1 else p for k, s, p in zip(kernel, stride, padding, strict=True))
     rule = version
     config = config if config is not None or version == V14 else next(iter(GLOBAL_CONFIG), None)
