@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -62,18 +63,18 @@ def spconv(
     state = state_of(state_dict)
     keys = [k for k, v in state.items() if v.ndim == dim + 2 and k.endswith("weight") and re.search(only, k)]
     layout = _layout_of(state, keys) if layout is None else layout
-    found, done = Converted(state), dict[str, int]()
+    found, done = Converted(state), Counter[str]()
     for key in keys:
         if not _fits(state, key, layout):
-            _count(done, "left, no sparse weight")
+            done["left, no sparse weight"] += 1
             continue
         moved = bool(re.search(strided, key))
         found[key] = from_layout(state[key], layout, moved)
         pointwise = layout != "RSCK" and not moved and math.prod(found[key].shape[1:-1]) == 1
-        _count(done, f"weights from {layout}" + (" of kernel size 1, transposed" if pointwise else ""))
+        done[f"weights from {layout}" + (" of kernel size 1, transposed" if pointwise else "")] += 1
     for key in [key for key in found if key.endswith("max_num_voxels_during_training")]:
         del found[key]
-        _count(done, "buffers dropped")
+        done["buffers dropped"] += 1
     return found.told("spconv", done)
 
 
@@ -96,14 +97,14 @@ def minkowski(
     names within its norms and linear layers, `.bn.` and `.linear.`, are dropped."""
     state = state_of(state_dict)
     found = _of_taps(state, "minkowski", kernels, flipped, dim, lambda _: True)
-    done, renamed = dict[str, int](), Converted()
+    done, renamed = Counter[str](), Converted()
     for key, value in found.items():
         new = re.sub(r"\.(bn|linear)\.(\w+)$", r".\2", key)
         if new != key:
-            _count(done, "names without .bn or .linear")
+            done["names without .bn or .linear"] += 1
         if key.endswith("bias") and value.ndim == 2 and len(value) == 1:
             value = value[0]
-            _count(done, "biases [1, C] to [C]")
+            done["biases [1, C] to [C]"] += 1
         renamed[new] = value
     report = found.report
     renamed.told("minkowski", done).report = (*report, *renamed.report)
@@ -144,7 +145,7 @@ def _of_taps(
     state: Mapping[str, Tensor], library: str, kernels: Kernels, flipped: str, dim: int, first: Callable[[Any], bool]
 ) -> Converted:
     """`kernel`s as `weight`s. first: by size, whether the first axis is fastest."""
-    found, done = Converted(), dict[str, int]()
+    found, done = Converted(), Counter[str]()
     for key, value in state.items():
         layer, _, name = key.rpartition(".")
         if name != "kernel" or value.ndim not in (2, 3):
@@ -154,9 +155,9 @@ def _of_taps(
         weight = from_taps(value, size, first(size))
         if re.search(flipped, key):
             weight = weight.flip(*range(1, weight.ndim - 1))
-            _count(done, "kernels with taps reversed")
+            done["kernels with taps reversed"] += 1
         found[f"{layer}.weight".removeprefix(".")] = weight.contiguous()
-        _count(done, f"kernels, {'first' if first(size) else 'last'} axis fastest, to weights {[*size]}")
+        done[f"kernels, {'first' if first(size) else 'last'} axis fastest, to weights {[*size]}"] += 1
     return found.told(library, done)
 
 
@@ -193,12 +194,4 @@ def _fits(state: Mapping[str, Tensor], key: str, layout: str) -> bool:
     names = [*state]
     after = names[names.index(key) + 1 : names.index(key) + 2]
     known = [len(state[name]) for name in after if state[name].ndim == 1]
-    return max(kernel) <= _LARGEST and all(_outputs(weight, layout) == count for count in known)
-
-
-def _outputs(weight: Tensor, layout: str) -> int:
-    return weight.shape[LAYOUTS[layout]]
-
-
-def _count(done: dict[str, int], what: str) -> None:
-    done[what] = done.get(what, 0) + 1
+    return max(kernel) <= _LARGEST and all(weight.shape[LAYOUTS[layout]] == count for count in known)

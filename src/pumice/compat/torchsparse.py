@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,18 +141,20 @@ def spdevoxelize(feats: Tensor, coords: Tensor, weights: Tensor) -> Tensor:
     return einsum(text, w=weights.to(feats.dtype), x=feats, at=coords.long())
 
 
-def _ti_weights(coords: Tensor, idx_query: Tensor, scale: float = 1, corners_first: bool = False) -> Tensor:
-    """Weights of the eight voxels around each point [P, 3], the last axis fastest: [P, 8], or [8, P] in 1.4."""
+def calc_ti_weights(coords: Tensor, idx_query: Tensor, scale: float = 1) -> Tensor:
+    """[P, 8]: weights of the eight voxels around each point [P, 3], the last axis fastest; 0 for those of index -1."""
     with torch.no_grad():
         ahead = coords[:, :3] / scale
         ahead = ahead - torch.floor(ahead)
-        sides = torch.stack([1 - ahead, ahead], 1)
-        x, y, z = sides.unbind(2)
+        x, y, z = torch.stack([1 - ahead, ahead], 1).unbind(2)
         weights = (x[:, :, None, None] * y[:, None, :, None] * z[:, None, None, :]).flatten(1)
-        absent = (idx_query.t() if corners_first else idx_query) == -1
-        weights = weights.masked_fill(absent, 0)
-        weights = weights / (weights.sum(1, keepdim=True) + 1e-8)
-        return weights.t().contiguous() if corners_first else weights
+        weights = weights.masked_fill(idx_query == -1, 0)
+        return weights / (weights.sum(1, keepdim=True) + 1e-8)
+
+
+def _ti_weights_14(coords: Tensor, idx_query: Tensor, scale: float = 1) -> Tensor:
+    """[8, P]: those of 1.4, whose idx_query is [8, P], too."""
+    return calc_ti_weights(coords, idx_query.t(), scale).t().contiguous()
 
 
 def get_kernel_offsets(size: Any, stride: Any = 1, dilation: Any = 1, device: Any = "cpu") -> Tensor:
@@ -252,7 +253,7 @@ def _modules(version: str) -> dict[str, dict[str, Any]]:
     layers = _by_name(BatchNorm, GroupNorm, ReLU, LeakyReLU, SiLU, GlobalAvgPool, GlobalMaxPool)
     layers["Conv3d"] = Conv3d if new else Conv3d14
     functions = _by_name(sphash, sphashquery, spcount, spvoxelize, spdevoxelize) | {
-        "calc_ti_weights": _ti_weights if new else partial(_ti_weights, corners_first=True),
+        "calc_ti_weights": calc_ti_weights if new else _ti_weights_14,
         "conv3d": conv3d if new else conv3d_14,
     }
     utils, release = _by_name(get_kernel_offsets, fapply), {"__version__": f"{version}.0"}
