@@ -142,6 +142,13 @@ def test_serialized_coordinates(mode: str, shape: tuple[int, ...]):
         encode_seq(coords, shape, "peano")
 
 
+def test_codes_of_32_bits():
+    coords = torch.tensor([[3, 1023, 0, 9], [2, 0, 0, 0], [0, 1, 2, 3]]).int()
+    codes = encode_seq(coords, (4, 1, 1024, 10, 10))
+    assert codes.dtype == torch.int32 and codes[1] == -(2**31)
+    assert torch.equal(decode_seq(codes, (4, 1, 1024, 10, 10)), coords)
+
+
 def test_wrong_inputs():
     feats, coords = cloud()
     weight = torch.randn(4, 3, 3, 3, 5)

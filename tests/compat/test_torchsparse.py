@@ -256,6 +256,14 @@ def test_shared_caches_of_rebuilt_tensors():
         assert y.F.shape == (len(x.F), 9)
 
 
+def test_coordinates_written_in_place_are_new_ones():
+    x, _ = cloud("2.1")
+    again = ts.SparseTensor(x.F, x.C)
+    again._caches, _ = x._caches, x.sparse
+    x.C[:, 1:] += 1
+    assert torch.equal(again.sparse.coords[:, [0, 3, 2, 1]], x.C)
+
+
 def test_two_strided_convolutions_of_one_input_add():
     x, _ = cloud("2.1")
     a, b = (ts.Conv3d(4, 6, 2, 2) for _ in range(2))
