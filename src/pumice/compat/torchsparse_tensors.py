@@ -146,7 +146,8 @@ class SparseTensor(Wrapped):
 
     def __init__(self, feats: Any, coords: Any, stride: Any = 1, spatial_range: Any = None) -> None:
         # Data sets hold arrays, and single scenes without a batch: nothing is checked before its use.
-        self._feats, self._coords = feats, coords
+        self._feats: Any = feats
+        self._coords: Any = coords
         self._sparse: PumiceTensor | None = None
         self._level: Level | None = None
         self._stride = make_ntuple(stride, 3)
