@@ -86,6 +86,7 @@ WRONG = {
     "dtypes": (DtypeError, lambda: pm.ops.attention(Q, Q.half(), Q, ends([4]))),
     "shape": (ShapeError, lambda: pm.ops.attention(Q[0], Q, Q, ends([4]))),
     "heads": (ShapeError, lambda: pm.ops.attention(Q, Q.expand(4, 2, 3)[:, [0, 0, 0]], Q, ends([4]))),
+    "no heads": (ShapeError, lambda: pm.ops.attention(Q, Q[:, :0], Q[:, :0], ends([4]))),
     "dropout": (OptionError, lambda: pm.ops.attention(Q, Q, Q, ends([4]), dropout=1.0)),
 }
 

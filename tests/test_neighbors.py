@@ -186,6 +186,16 @@ def test_interpolate_where_points_are_few():
     # Item 1 has no points; the only point of item 2 lies at the query.
     y = pm.ops.three_interpolate(feats, x, q, batch=torch.tensor([0, 0, 2]), query_batch=of)
     torch.testing.assert_close(y, torch.tensor([[3.0], [0], [8]]))
+    feats[0] = torch.nan
+    y = pm.ops.three_interpolate(feats, x, q, batch=torch.tensor([0, 0, 2]), query_batch=of)
+    assert y[:, 0].isnan().tolist() == [True, False, False]
+
+
+def test_any_radius():
+    x = cloud("spread", 9)
+    for radius in (float("inf"), 1e200, 10**400):
+        assert all(map(torch.equal, pm.ops.ball_query(x, radius, 4), pm.ops.knn(x, 4)))
+    assert pm.ops.radius_graph(x, 1e-200, loop=True).tolist() == [[*range(9)]] * 2
 
 
 X = torch.zeros(4, 3)
@@ -202,10 +212,12 @@ WRONG = {
     "no queries": (OptionError, lambda: pm.ops.knn(X, 1, query_batch=torch.zeros(4, dtype=torch.int64))),
     "nan": (CoordinateError, lambda: pm.ops.knn(X + float("nan"), 1)),
     "too far": (CoordinateError, lambda: pm.ops.knn(X + 1e19, 1)),
+    "too far on many axes": (CoordinateError, lambda: pm.ops.knn(torch.full((4, 40), 2e18), 1)),
     "radius": (OptionError, lambda: pm.ops.ball_query(X, -1.0, 3)),
     "order": (OptionError, lambda: pm.ops.ball_query(X, 1.0, 3, order="any")),
     "count": (OptionError, lambda: pm.ops.farthest_point_sample(X, 5)),
     "counts": (OptionError, lambda: pm.ops.farthest_point_sample(X, [1, 1])),
+    "float counts": (OptionError, lambda: pm.ops.farthest_point_sample(X, 2.0)),  # pyright: ignore
     "start": (OptionError, lambda: pm.ops.farthest_point_sample(X, 1, start=[4])),
     "feats": (ShapeError, lambda: pm.ops.three_interpolate(torch.zeros(3, 1), X, X)),
 }

@@ -11,7 +11,8 @@ attention, the back ends of torch's scaled_dot_product_attention. Sets of other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,6 +29,11 @@ from pumice.env import settings
 
 K, BALL, PATCH = 16, 32, 1024
 HEADS = ((4, 16), (8, 32), (16, 64))  # (heads, channels of each)
+_BACK_ENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
 _RUNS = 7
 _ROWS = 4096  # Queries that are compared with all points at once
 _SCANS = {"kitti": ("kitti_seq00/000000.bin", 4, 0.5), "scannet": ("indoor_scannet/scene0000_00.bin", 6, 0.1)}
@@ -72,7 +78,7 @@ def knn(setup: Setup) -> Iterator[Row]:
         if not setup.wants(case := f"knn/{name}/k{K}"):
             continue
         ours = Way("pumice", lambda x=x: partial(ops.knn, x, K), view=lambda found: found.squared_distance)
-        peers = [Way("torch_cluster", lambda x=x: _cluster_knn(x), "torch-cluster", partial(_squared, x), 10.0)]
+        peers = [_cluster("knn", x, x, K, view=partial(_squared, x), slack=10.0)]
         if x.is_cuda:
             peers.append(Way("cdist and topk", lambda x=x: partial(_all_pairs, x), slack=100.0))
         else:
@@ -80,10 +86,13 @@ def knn(setup: Setup) -> Iterator[Row]:
         yield from _timed(setup, Case(case, torch.float32, ops.knn(x, K).squared_distance), ours, peers)
 
 
-def _cluster_knn(x: Tensor) -> Callable[[], Tensor]:
-    import torch_cluster  # pyright: ignore[reportMissingImports]
+def _cluster(name: str, *args: object, view: Callable[[Tensor], Tensor], slack: float = 1.0, **more: object) -> Way:
+    """A function of torch_cluster."""
 
-    return lambda: torch_cluster.knn(x, x, K)
+    def build() -> Callable[[], Tensor]:
+        return partial(getattr(importlib.import_module("torch_cluster"), name), *args, **more)
+
+    return Way("torch_cluster", build, "torch-cluster", view, slack)
 
 
 def _squared(x: Tensor, edges: Tensor) -> Tensor:
@@ -109,16 +118,8 @@ def ball(setup: Setup) -> Iterator[Row]:
         if setup.wants(case := f"ball/{name}/k{BALL}"):
             run = partial(ops.ball_query, x, radius, BALL, order="index")
             ours = Way("pumice", lambda run=run: run, view=_counts)
-            peer = Way(
-                "torch_cluster", lambda x=x, r=radius: _cluster_ball(x, r), "torch-cluster", partial(_degrees, x)
-            )
+            peer = _cluster("radius", x, x, radius, max_num_neighbors=BALL, view=partial(_degrees, x))
             yield from _timed(setup, Case(case, torch.float32, _counts(run())), ours, [peer])
-
-
-def _cluster_ball(x: Tensor, radius: float) -> Callable[[], Tensor]:
-    import torch_cluster  # pyright: ignore[reportMissingImports]
-
-    return lambda: torch_cluster.radius(x, x, radius, max_num_neighbors=BALL)
 
 
 def _counts(found: ops.Neighbors) -> Tensor:
@@ -135,16 +136,10 @@ def fps(setup: Setup) -> Iterator[Row]:
         if setup.wants(case := f"fps/{name}/quarter"):
             count, reach = -(-len(x) // 4), partial(_reach, x)
             run = partial(ops.farthest_point_sample, x, count)
-            peers = [Way("torch_cluster", lambda x=x: _cluster_fps(x), "torch-cluster", reach)]
+            peers = [_cluster("fps", x, ratio=0.25, random_start=False, view=reach)]
             small = len(x) <= 10_000 or x.is_cuda  # Others take minutes on a CPU.
             case = Case(case, torch.float32, reach(run()))
             yield from _timed(setup, case, Way("pumice", lambda run=run: run, view=reach), peers if small else [])
-
-
-def _cluster_fps(x: Tensor) -> Callable[[], Tensor]:
-    import torch_cluster  # pyright: ignore[reportMissingImports]
-
-    return lambda: torch_cluster.fps(x, ratio=0.25, random_start=False)
 
 
 def _reach(x: Tensor, index: Tensor) -> Tensor:
@@ -179,24 +174,15 @@ def _attended(setup: Setup, case: str, given: list[Tensor], size: int, trained: 
         return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
 
     ours = Way("pumice", lambda: passed(lambda q, k, v: ops.attention(q, k, v, ends)))
-    peers = [Way(f"SDPA {name}", lambda of=of: _within(of, passed(batched))) for name, of in _back_ends(setup).items()]
+    names = _BACK_ENDS if setup.device.type == "cuda" else ("flash",)
+    peers = [
+        Way(f"SDPA {name}", lambda name=name: partial(_within, _BACK_ENDS[name], passed(batched))) for name in names
+    ]
     with sdpa_kernel(SDPBackend.MATH):
         truth = passed(batched)()
     yield from measured(setup, Case(case, setup.half, truth), [ours], peers)
 
 
-def _back_ends(setup: Setup) -> Mapping[str, SDPBackend]:
-    every = {
-        "flash": SDPBackend.FLASH_ATTENTION,
-        "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    }
-    return every if setup.device.type == "cuda" else {"flash": every["flash"]}
-
-
-def _within(of: SDPBackend, run: Callable[[], Tensor | tuple[Tensor, ...]]) -> Callable[[], object]:
-    def call() -> object:
-        with sdpa_kernel(of):
-            return run()
-
-    return call
+def _within(of: SDPBackend, run: Callable[[], object]) -> object:
+    with sdpa_kernel(of):
+        return run()

@@ -24,6 +24,7 @@ def test_knn():
     assert torch.equal(tc.nearest(Y, X, BY, BX), order[:, 0])
     # Fewer than k: those that are there.
     assert tc.knn(X[:2], Y[:1], 5).shape == (2, 2)
+    assert tc.knn(X[:0], Y, 5).shape == tc.radius(X, Y[:0], 5.0).shape == (2, 0)
 
 
 def test_knn_by_angle():

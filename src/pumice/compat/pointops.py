@@ -3,7 +3,7 @@ distance of 1e5 stand for no neighbour."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,19 +36,18 @@ def knn_query(nsample: int, xyz: Tensor, offset: Tensor, new_xyz: Opt = None, ne
 
 def ball_query(
     nsample: int, max_radius: float, min_radius: float, xyz: Tensor, offset: Tensor, new_xyz: Opt = None,
-    new_offset: Opt = None, *, random: bool = False,
+    new_offset: Opt = None,
 ) -> Any:  # fmt: skip
-    """(int32 [M, nsample], distances): of more than nsample evenly spaced ones by distance, or any if `random`."""
+    """(int32 [M, nsample], distances): of more than nsample evenly spaced ones by distance."""
     asked = _asked(offset, new_xyz, new_offset)
-    edges, queries = ops.radius_graph(xyz, max_radius, loop=True, **asked), xyz if new_xyz is None else new_xyz
+    edges, queries = ops.radius_graph(xyz, max_radius, loop=True, **asked), asked.get("queries", xyz)
     squared = (xyz[edges[0]] - queries[edges[1]]).square().sum(1)
     kept = (squared <= 1e-5) | (squared >= min_radius**2)
     (index, of), squared = edges[:, kept], squared[kept]
-    order = (torch.rand_like(squared) if random else squared).argsort(stable=True)
+    order = squared.argsort(stable=True)
     order = torch.cat([order[of[order].argsort(stable=True)], order.new_zeros(1)])
     counts = torch.bincount(of, minlength=len(queries))[:, None]
-    step = 1 if random else (counts / nsample).clamp(min=1)
-    place = (step * torch.arange(nsample, device=xyz.device)).long()
+    place = ((counts / nsample).clamp(min=1) * torch.arange(nsample, device=xyz.device)).long()
     at = order[(counts.cumsum(0) - counts + place).clamp(max=len(index))]
     index, squared = (torch.cat([x, x.new_zeros(1)])[at] for x in (index, squared))
     return index.masked_fill(place >= counts, -1).int(), squared.masked_fill(place >= counts, _FAR).sqrt()
@@ -62,7 +61,7 @@ def farthest_point_sampling(xyz: Tensor, offset: Tensor, new_offset: Tensor) -> 
 
 def grouping2(input: Tensor, idx: Tensor) -> Tensor:
     """input[idx], 0 for no neighbour."""
-    found = ops.gather(input, idx.flatten().clamp(min=0).long()).reshape(*idx.shape, *input.shape[1:])
+    found = ops.gather(input, idx.flatten().clamp(min=0)).reshape(*idx.shape, *input.shape[1:])
     return found.masked_fill((idx < 0).reshape(*idx.shape, *[1] * (input.ndim - 1)), 0)
 
 
@@ -79,45 +78,35 @@ def interpolation(xyz: Tensor, new_xyz: Tensor, feat: Tensor, offset: Tensor, ne
     return ops.three_interpolate(feat, xyz, k=k, **_asked(offset, new_xyz, new_offset))
 
 
-def aggregation(input: Tensor, position: Tensor, weight: Tensor, idx: Tensor) -> Tensor:
-    """Sums over s of (input[idx[n, s], c] + position[n, s, c]) * weight[n, s, c mod its channels]."""
-    met = (grouping2(input, idx) + position).unflatten(-1, (-1, weight.shape[-1]))
-    return torch.einsum("nsgc,nsc->ngc", met, weight).flatten(1)
-
-
-def _and_group(query: Callable[..., Any]) -> Callable[..., Any]:
-    def call(
-        feat: Tensor, xyz: Tensor, offset: Opt = None, new_xyz: Opt = None, new_offset: Opt = None, idx: Opt = None,
-        max_radio: float = 0.0, min_radio: float = 0.0, nsample: int = 0, with_xyz: bool = False,
-    ) -> Any:  # fmt: skip
-        radii = () if query is knn_query else (max_radio, min_radio)
-        found = query(nsample, *radii, xyz, offset, new_xyz, new_offset)[0] if idx is None else idx
-        return grouping(found, feat, xyz, new_xyz, with_xyz), found
-
-    return call
+def knn_query_and_group(
+    feat: Tensor, xyz: Tensor, offset: Any = None, new_xyz: Opt = None, new_offset: Opt = None, idx: Opt = None,
+    nsample: int = 0, with_xyz: bool = False,
+) -> Any:  # fmt: skip
+    """(grouping of the nsample nearest or of idx, their rows)."""
+    found = knn_query(nsample, xyz, offset, new_xyz, new_offset)[0] if idx is None else idx
+    return grouping(found, feat, xyz, new_xyz, with_xyz), found
 
 
 def attention_step1(q: Tensor, k: Tensor, index0: Tensor, index1: Tensor) -> Tensor:
     """[M, H]: q[index0] . k[index1]."""
-    return (ops.gather(q, index0.long()) * ops.gather(k, index1.long())).sum(-1)
+    return (ops.gather(q, index0) * ops.gather(k, index1)).sum(-1)
 
 
 def attention_step2(attn: Tensor, v: Tensor, index0: Tensor, index1: Tensor, *relative: Tensor) -> Tensor:
     """[N, H, C]: sums over index0 of attn * v[index1], plus a table's entries: `relative` (table, rel_idx)."""
-    met = ops.gather(v, index1.long()) + (_entries(*relative) if relative else 0)
-    return ops.scatter(attn[..., None] * met, index0.long(), 0, dim_size=len(v))
+    met = ops.gather(v, index1) + (_entries(*relative) if relative else 0)
+    return ops.scatter(attn[..., None] * met, index0, 0, dim_size=len(v))
 
 
 def _entries(table: Tensor, rel_idx: Tensor) -> Tensor:
     """Sum over axes a of table[rel_idx[m, a], :, :, a]: [M, H, C]."""
-    return torch.stack([ops.gather(t, i.long()) for t, i in zip(table.unbind(-1), rel_idx.unbind(1), strict=True)]).sum(
-        0
-    )
+    axes = zip(table.unbind(-1), rel_idx.unbind(1), strict=True)
+    return torch.stack([ops.gather(entries, index) for entries, index in axes]).sum(0)
 
 
 def dot_prod_with_idx(q: Tensor, index: Tensor, table: Tensor, rel_idx: Tensor) -> Tensor:
     """[M, H]: q[index] . the entries of a table."""
-    return (ops.gather(q, index.long()) * _entries(table, rel_idx)).sum(-1)
+    return (ops.gather(q, index) * _entries(table, rel_idx)).sum(-1)
 
 
 def _both(q: Tensor, index_q: Tensor, k: Tensor, index_k: Tensor, tq: Tensor, tk: Tensor, rel_idx: Tensor) -> Tensor:
@@ -125,48 +114,26 @@ def _both(q: Tensor, index_q: Tensor, k: Tensor, index_k: Tensor, tq: Tensor, tk
 
 
 def _absent(*args: Any, **more: Any) -> Any:
-    raise OptionError(
-        "query_and_group and precompute_index_pairs are not served: knn_query_and_group, radius_graph are"
-    )
+    raise OptionError(f"{', '.join(_ABSENT)} are not served: knn_query, knn_query_and_group, ball_query are")
 
 
 def _rows(offsets: Tensor) -> Tensor:
     return offset2batch(offsets[1:])
 
 
-_NAMES: dict[str, Any] = {
-    f.__name__: f
-    for f in (
-        offset2batch,
-        knn_query,
-        ball_query,
-        farthest_point_sampling,
-        grouping,
-        grouping2,
-        interpolation,
-        aggregation,
-    )
-}
-_NAMES |= {
+_SERVED = (offset2batch, knn_query, ball_query, farthest_point_sampling, interpolation)
+_SERVED += (grouping, grouping2, knn_query_and_group, attention_step1, attention_step2, dot_prod_with_idx)
+_ABSENT = ("query_and_group", "ball_query_and_group", "random_ball_query", "precompute_index_pairs", "aggregation")
+_NAMES: Mapping[str, Any] = {f.__name__: f for f in _SERVED} | {
     "batch2offset": lambda batch: batch.bincount().cumsum(0).int(),
-    "random_ball_query": lambda *args: ball_query(*args, random=True),
-    "interpolation2": interpolation,
-    "subtraction": lambda input1, input2, idx: input1[:, None] - grouping2(input2, idx),
-    "knn_query_and_group": _and_group(knn_query),
-    "ball_query_and_group": _and_group(ball_query),
-    "attention_relation_step": lambda q, k, weight, target, refer: attention_step1(q * weight, k, target, refer),
-    "attention_fusion_step": attention_step2,
-    "attention_step1": attention_step1,
     "attention_step1_v2": lambda q, k, index1, offsets, most: attention_step1(q, k, _rows(offsets), index1),
-    "attention_step2": attention_step2,
     "attention_step2_with_rel_pos_value": attention_step2,
     "attention_step2_with_rel_pos_value_v2": lambda attn, v, offsets, most, index1, *table: attention_step2(
         attn, v, _rows(offsets), index1, *table
     ),
-    "dot_prod_with_idx": dot_prod_with_idx,
     "dot_prod_with_idx_v2": _both,
     "dot_prod_with_idx_v3": lambda q, offsets, most, *rest: _both(q, _rows(offsets), *rest),
-    **dict.fromkeys(("query_and_group", "precompute_index_pairs"), _absent),
+    **dict.fromkeys(_ABSENT, _absent),
 }
 MODULES: Mapping[str, Mapping[str, Any]] = dict.fromkeys(
     ("pointops", "pointops.functions", "pointops2", "pointops2.pointops"), _NAMES

@@ -16,7 +16,7 @@ Opt = Tensor | None
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(len(x), -1)
+    return x.flatten(1) if x.ndim > 1 else x[:, None]
 
 
 def fps(
@@ -50,14 +50,13 @@ def _edges(index: Tensor) -> Tensor:
 
 
 def radius(
-    x: Tensor, y: Tensor, r: float, batch_x: Opt = None, batch_y: Opt = None, max_num_neighbors: int = 32, *rest: Any,
-    ignore_same_index: bool = False, **more: Any,
+    x: Tensor, y: Tensor, r: float, batch_x: Opt = None, batch_y: Opt = None, max_num_neighbors: int = 32,
+    num_workers: int = 1, batch_size: Any = None, ignore_same_index: bool = False,
 ) -> Tensor:  # fmt: skip
     """(rows of y, up to max_num_neighbors rows of x within r), by y, then by row: those of lowest rows."""
-    apart = ignore_same_index or rest[2:] == (True,)
-    items = {"batch": batch_x, "query_batch": batch_y}
-    found = ops.ball_query(_rows(x), float(r), max_num_neighbors + apart, _rows(y), **items, order="index").index
-    if apart:
+    items, most = {"batch": batch_x, "query_batch": batch_y}, max_num_neighbors + ignore_same_index
+    found = ops.ball_query(_rows(x), float(r), most, _rows(y), **items, order="index").index
+    if ignore_same_index:
         own = found == torch.arange(len(found), device=found.device)[:, None]
         # Where the row itself is not among them the last is left out.
         own[:, -1] |= ~own.any(1)

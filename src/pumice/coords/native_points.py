@@ -2,8 +2,7 @@
 
 Points are split at medians of their widest axis until LEAF of them are left, as in a kd-tree (Bentley, Multidimensional
 binary search trees used for associative searching, 1975); what is kept of the tree are its leaves and groups of these,
-with boxes (coords.neighbors.PointBlocks). A query is compared with the boxes of a whole vector of leaves at once and
-with all points of a leaf.
+with boxes. A query is compared with the boxes of a whole vector of leaves at once and with all points of a leaf.
 
 Both the distance to a point and the bound of a box are sums in the same order of squares of differences, each rounded,
 never fused: rounding is monotone, so no bound exceeds the distance of a point in the box, and results are exact. A
@@ -29,7 +28,10 @@ from pumice.runtime.native import NativeUnavailableError, call, compiler
 LEAF = 32  # Points of a leaf
 GROUP = 16  # Leaves of a group, at most the WIDE of the kernels
 
-_TYPES = {torch.float32: ("float", "int", 4), torch.float64: ("double", "i64", 8)}
+_TYPES = {
+    torch.float32: {"real": "float", "whole": "int", "limit": "__FLT_MAX__", "highest": "__INT_MAX__"},
+    torch.float64: {"real": "double", "whole": "i64", "limit": "__DBL_MAX__", "highest": "__LONG_LONG_MAX__"},
+}
 
 _SOURCE = """#ifdef __clang__
 #pragma clang fp contract(off)
@@ -79,21 +81,21 @@ static inline u64 near_boxes(const real *box, i64 stride, const real *q, real mo
     }}
     return joined(near) & (count < WIDE ? (1ull << count) - 1 : ~0ull);
 }}
-/* Bits of the points of a leaf that are at most `most` away, whose distances are in `far`. */
-static inline u64 near_points(const real *points, const real *q, real most, real *far) {{
-    mask near = {{0}};
-    for (int i = 0; i < LEAF; i += V) {{
-        vec sum = {{0}};
-        for (int a = 0; a < D; a++) {{ const vec d = load(points + a * LEAF + i) - q[a]; sum += d * d; }}
-        *(vec *)(far + i) = sum;
-        near |= bits_of(sum <= most, i);
-    }}
-    return joined(near);
-}}
+/* Squared distances of a vector of points of a leaf. */
 static inline vec distances(const real *points, const real *q) {{
     vec sum = {{0}};
     for (int a = 0; a < D; a++) {{ const vec d = load(points + a * LEAF) - q[a]; sum += d * d; }}
     return sum;
+}}
+/* Bits of the points of a leaf that are at most `most` away, whose distances are in `far`. */
+static inline u64 near_points(const real *points, const real *q, real most, real *far) {{
+    mask near = {{0}};
+    for (int i = 0; i < LEAF; i += V) {{
+        const vec d = distances(points + i, q);
+        *(vec *)(far + i) = d;
+        near |= bits_of(d <= most, i);
+    }}
+    return joined(near);
 }}
 
 /* Split order[0, n) at a multiple of LEAF; `k`-th smallest by Hoare's selection. */
@@ -355,9 +357,6 @@ static void sample_work(void *data) {{
         i64 place = s->begins[item], own = begin;
         while (own + 1 < end && t->group_leaf[own + 1] <= place / LEAF) own++;
         for (i64 n = s->first[item]; n < s->first[item + 1]; n++) {{
-            for (i64 g = own = n > s->first[item] ? begin : own; n > s->first[item] && g < end; g++)
-                if (farther(s, s->group_far[g], s->group_at[g], s->group_far[own], s->group_at[own])) own = g;
-            if (n > s->first[item]) place = s->group_at[own];
             const i64 leaf = place / LEAF;
             real q[D];
             for (int a = 0; a < D; a++) q[a] = t->points[leaf * D * LEAF + a * LEAF + place % LEAF];
@@ -367,6 +366,10 @@ static void sample_work(void *data) {{
             /* Again, as its bound is not below 0 if duplicates of the sample are all that is left there. */
             touch(s, leaf, q);
             refresh_group(s, own);
+            own = begin;
+            for (i64 g = begin + 1; g < end; g++)
+                if (farther(s, s->group_far[g], s->group_at[g], s->group_far[own], s->group_at[own])) own = g;
+            place = s->group_at[own];
         }}
     }}
 }}
@@ -384,15 +387,13 @@ int farthest(region parallel, int threads, const real *points, const int *index,
 
 @lru_cache(maxsize=16)
 def library(dim: int, dtype: torch.dtype) -> CDLL | str:
-    """The kernels for D = dim, or the reason why there are none."""
+    """The kernels for D = dim, or the reason why there are none. Kept: every search asks for them, and to find them on
+    the disk, or to fail to compile them, takes longer than a small search."""
     found = compiler()
     if isinstance(found, str):
         return found
-    real, whole, size = _TYPES[dtype]
-    lanes = found.vector[0] * 4 // size
-    names = {"real": real, "whole": whole, "limit": "__FLT_MAX__" if size == 4 else "__DBL_MAX__"}
-    names |= {"highest": "__INT_MAX__" if size == 4 else "__LONG_LONG_MAX__"}
-    names |= {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)}
+    lanes = found.vector[0] * 4 // dtype.itemsize
+    names = {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)} | _TYPES[dtype]
     try:
         return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, all=f"0x{(1 << LEAF) - 1:x}", **names))
     except (NativeUnavailableError, OSError) as error:

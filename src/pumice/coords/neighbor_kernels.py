@@ -1,4 +1,4 @@
-"""Triton kernels that search among points held in leaves (coords.neighbors.PointLeaves).
+"""Triton kernels that search among points held in leaves (coords.points.PointLeaves).
 
 Queries are held in leaves, too: a program serves those of one leaf, and meets the leaves of points that are not too far
 from its box. Distances and bounds are sums of squares from the first axis to the last, not fused (`fused=False`).

@@ -15,17 +15,17 @@ from pumice.runtime.launch import kernel
 _CHUNK = 128  # Boxes that a program looks at together
 _MANY = 30_000  # Points from which on leaves are of 64
 _BLOCK = 256  # Points whose codes a program computes
+_TILE = 16  # Leaves that a program of `farthest` updates together
 _AXES = 4  # Axes that the order of points follows
 _DEPTH = 16  # Maximum bits of each
 
 
 @dataclass(frozen=True)
 class SearchShape:
-    """Sizes of the kernels: points and queries of a leaf, warps of a program."""
+    """Sizes of the kernels, whose programs have one warp: points and queries of a leaf."""
 
     leaf: int = 32
     queries: int = 32
-    warps: int = 1
 
 
 def shape_for(k: int, points: int) -> SearchShape:
@@ -39,7 +39,7 @@ def slots_of(k: int) -> int:
 
 
 def leaves_of(points: PointSet, size: int) -> PointLeaves:
-    """As coords.points.leaves_of, whose order follows the widest axes, not the first."""
+    """Leaves along the Morton curve of the first axes."""
     like, number = points.points, len(points)
     low, high = torch.aminmax(like, dim=0) if number else (like.new_zeros(points.dim),) * 2
     axes = min(points.dim, _AXES)
@@ -53,12 +53,9 @@ def leaves_of(points: PointSet, size: int) -> PointLeaves:
     count = len(blocks.begins)
     held, boxes = like.new_empty(count, points.dim, size), like.new_empty(2 * points.dim, count)
     index = torch.empty(count, size, dtype=torch.int32, device=like.device)
-    tensors, constants = (
-        (like, order, blocks.begins, blocks.counts, held, index, boxes),
-        {"D": points.dim, "LEAF": size},
-    )
-    kernel("neighbor_kernels.leaves")(count, tensors, (count,), constants, 1)
-    return PointLeaves(order, held, index, boxes, blocks.of, blocks.segment)
+    tensors = (like, order, blocks.begins, blocks.counts, held, index, boxes)
+    kernel("neighbor_kernels.leaves")(count, tensors, (count,), {"D": points.dim, "LEAF": size}, 1)
+    return PointLeaves(held, index, boxes, blocks.of, blocks.segment)
 
 
 def _asked(points: PointSet, queries: PointSet, shape: SearchShape) -> tuple[list[Tensor], tuple[int, int], Any]:
@@ -78,9 +75,7 @@ def nearest(points: PointSet, queries: PointSet, limits: Limits, shape: SearchSh
     apart = queries.points.new_empty(len(queries), limits.k)
     constants |= {"SLOTS": slots_of(limits.k), "CHUNK": _CHUNK, "BY_INDEX": limits.by_index}
     numbers = (limits.k, float(limits.most), *strides)
-    kernel("neighbor_kernels.nearest")(
-        strides[1], (*tensors, index, apart), numbers, constants, shape.warps, fused=False
-    )
+    kernel("neighbor_kernels.nearest")(strides[1], (*tensors, index, apart), numbers, constants, 1, fused=False)
     return index, _squared(points, queries, index) if limits.by_index else apart
 
 
@@ -100,14 +95,14 @@ def within(points: PointSet, queries: PointSet, most: float, shape: SearchShape 
     numbers, constants = (float(most), *strides), constants | {"CHUNK": _CHUNK}
     for listed in (False, True):
         found = first.new_empty(int(first[-1]))
-        run(strides[1], (*tensors, first, found), numbers, constants | {"LIST": listed}, shape.warps, fused=False)
+        run(strides[1], (*tensors, first, found), numbers, constants | {"LIST": listed}, 1, fused=False)
         first = first if listed else first.cumsum(0)
     # Leaves were met in the order of their distance.
     of = torch.repeat_interleave(torch.arange(len(queries), device=first.device), first.diff())
     return first, (of * len(points) + found).sort().values % max(1, len(points))
 
 
-def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int], tile: int = 16, warps: int = 8) -> Tensor:
+def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
     """As coords.neighbors.farthest."""
     size = max(64, 1 << max(0, len(points) // 4096 - 1).bit_length())
     held = leaves_of(points, size)
@@ -117,7 +112,7 @@ def farthest(points: PointSet, counts: Sequence[int], starts: Sequence[int], til
     apart = held.points.new_full(held.index.shape, torch.finfo(torch.float32).max).masked_fill_(held.index < 0, -1)
     tops, waiting = first.new_empty(len(held.index)), held.index.new_empty(len(held.index))
     tensors = (points.points, held.points, held.index, held.boxes, held.item_leaf, first, begins, found, apart, tops)
-    constants = {"D": points.dim, "LEAF": size, "LEAVES": max(16, 1 << max(0, most - 1).bit_length()), "TILE": tile}
+    constants = {"D": points.dim, "LEAF": size, "LEAVES": max(16, 1 << max(0, most - 1).bit_length()), "TILE": _TILE}
     run = kernel("neighbor_kernels.farthest")
-    run(points.count, (*tensors, waiting), (held.boxes.shape[1],), constants, warps, fused=False)
+    run(points.count, (*tensors, waiting), (held.boxes.shape[1],), constants, 8, fused=False)
     return found

@@ -145,9 +145,7 @@ class _Tree(NamedTuple):
 
 def _arranged(points: PointSet, ends: Tensor) -> Tensor:
     """int32 [N]: the points item by item, neighbours together."""
-    order = (
-        points.items.argsort(stable=True).int() if points.count > 1 else torch.arange(len(points), dtype=torch.int32)
-    )
+    order = (points.items.argsort(stable=True) if points.count > 1 else torch.arange(len(points))).int()
     native_points.run(points.points, "arrange", (points.points, order, ends), (points.count,))
     return order
 
@@ -198,10 +196,10 @@ def _within_native(points: PointSet, queries: PointSet, most: float) -> Found:
 def _farthest_native(points: PointSet, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
     tree = _tree(points)
     index = tree.tensors[1]
-    place = torch.empty(len(points), dtype=torch.int64)
-    slots = (index >= 0).flatten().nonzero()[:, 0]
-    place[index.flatten()[slots].long()] = slots
-    begins = torch.tensor([int(place[s]) if n else 0 for s, n in zip(starts, counts, strict=True)])
+    # The last entry is that of padding, -1.
+    place = torch.empty(len(points) + 1, dtype=torch.int64)
+    place[index.flatten().long()] = torch.arange(index.numel())
+    begins = place[[start if count else -1 for start, count in zip(starts, counts, strict=True)]]
     first = torch.tensor([0, *counts]).cumsum(0)
     found = first.new_empty(sum(counts))
     apart = points.points.new_full(index.shape, torch.finfo(points.points.dtype).max).masked_fill_(index < 0, -1)

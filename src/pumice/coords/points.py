@@ -8,11 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pumice.coords.codes import serialize
-
-_AXES = 4  # Axes that the order of points follows
-_DEPTH = 16  # Maximum bits of each
-
 
 @dataclass(frozen=True)
 class PointSet:
@@ -46,11 +41,9 @@ Found = tuple[Tensor, Tensor]
 class PointLeaves:
     """Points in blocks of `size` neighbours of one item, the last block of an item padded.
 
-    order: int32 [N], the points item by item, neighbours together; block n holds up to `size` of them.
-    points [leaves, D, size], inf for padding; index int32 [leaves, size], -1 for padding. boxes [2 D, leaves + some]:
-    low sides, then high. item_leaf int64 [items + 1]: where the leaves of each item begin; item int64 [leaves]."""
+    points [leaves, D, size], inf for padding; index int32 [leaves, size], -1 for padding. boxes [2 D, leaves]: low
+    sides, then high. item_leaf int64 [items + 1]: where the leaves of each item begin; item int64 [leaves]."""
 
-    order: Tensor
     points: Tensor
     index: Tensor
     boxes: Tensor
@@ -84,30 +77,3 @@ def item_ends(points: PointSet) -> Tensor:
         return torch.arange(2, device=points.items.device) * len(points)
     counts = torch.bincount(points.items, minlength=points.count)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
-def morton_order(points: PointSet) -> Tensor:
-    """int64 [N]: the points by (item, Morton code of their place on the widest axes)."""
-    if not len(points):
-        return points.items
-    low, high = points.points.amin(0), points.points.amax(0)
-    axes = (high - low).argsort(descending=True)[:_AXES]
-    depth = min(_DEPTH, (62 - points.count.bit_length()) // len(axes))
-    unit = (high - low)[axes].amax().clamp(min=torch.finfo(low.dtype).tiny) / (2**depth - 1)
-    cells = ((points.points - low)[:, axes] / unit).int().clamp_(0, 2**depth - 1)
-    codes = serialize(torch.cat([points.items.int()[:, None], cells], dim=1), depth=depth, check=False)
-    return codes.argsort()
-
-
-def leaves_of(points: PointSet, size: int) -> PointLeaves:
-    """In plain torch, by Morton codes."""
-    order, blocks = morton_order(points), blocks_of(item_ends(points), size)
-    lane = torch.arange(size, device=order.device)
-    place = blocks.begins[:, None] + lane
-    there = lane < blocks.counts[:, None]
-    index = order[place.clamp_(max=max(0, len(order) - 1))].where(there, -1) if len(order) else place
-    held = points.points[index].movedim(2, 1)
-    spread = held.masked_fill(~there[:, None], torch.inf)
-    low, high = spread.amin(2), held.masked_fill(~there[:, None], -torch.inf).amax(2)
-    boxes = torch.cat([low, high], dim=1).T.contiguous()
-    return PointLeaves(order.int(), spread.contiguous(), index.int(), boxes, blocks.of, blocks.segment)

@@ -60,7 +60,7 @@ def attention(
         raise ShapeError(f"cu_seqlens_k is [{len(lengths.each) + 1}] as cu_seqlens, found [{len(others.each) + 1}]")
     how = _Options(dropout, scale, causal, q.shape[1] != k.shape[1])
     if lengths.alike and others.alike:
-        return how.equal(q, k, v, len(lengths.each), (lengths.most, others.most))
+        return how.equal(q, k, v, len(lengths.each))
     if q.is_cuda and q.dtype in _HALF and how.runs_varlen(q, v):
         return how.varlen(q, k, v, (cu_seqlens, keys), (lengths.most, others.most))
     return how.by_length(q, k, v, [*zip(lengths.each, others.each, strict=True)])
@@ -68,7 +68,8 @@ def attention(
 
 @lru_cache(maxsize=1)
 def _varlen_attn() -> Callable[..., Any] | None:
-    """torch's own attention over sequences of any lengths, where it has one that scales and masks."""
+    """torch's own attention over sequences of any lengths, where it has one that scales and masks. Imported on first
+    use, and kept: the import takes seconds, reading the signature a quarter of a millisecond."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -76,26 +77,28 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return varlen_attn if {"scale", "window_size"} <= {*inspect.signature(varlen_attn).parameters} else None
 
 
-class _Options:
+class _Options(NamedTuple):
     """What all calls of scaled_dot_product_attention share. grouped: keys have fewer heads."""
 
-    def __init__(self, dropout: float, scale: float | None, causal: bool, grouped: bool) -> None:
-        self.dropout, self.scale, self.causal, self.grouped = dropout, scale, causal, grouped
+    dropout: float
+    scale: float | None
+    causal: bool
+    grouped: bool
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
         return scaled_dot_product_attention(
             q, k, v, mask, self.dropout, causal, scale=self.scale, enable_gqa=self.grouped
         )
 
-    def equal(self, q: Tensor, k: Tensor, v: Tensor, count: int, sizes: tuple[int, int]) -> Tensor:
+    def equal(self, q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
         """Of `count` sequences of one length each."""
-        rows, shape = sizes, (len(q), q.shape[1], v.shape[2])
-        q = q.reshape(count, rows[0], *q.shape[1:]).transpose(1, 2)
-        k, v = (x.reshape(count, rows[1], *x.shape[1:]).transpose(1, 2) for x in (k, v))
-        if self.causal and rows[0] != rows[1]:
-            # torch aligns the first tokens, flash_attn the last.
-            mask = torch.ones(*rows, dtype=torch.bool, device=q.device).tril(rows[1] - rows[0])
-            found = self._run(q, k, v, False, mask).masked_fill(~mask.any(1)[:, None], 0)
+        shape, rows, others = (len(q), q.shape[1], v.shape[2]), len(q) // count, len(k) // count
+        q, k, v = (x.reshape(count, len(x) // count, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+        if self.causal and rows != others:
+            # torch aligns the first tokens, flash_attn the last. Queries without keys see all, so that nothing is NaN.
+            mask = torch.ones(rows, others, dtype=torch.bool, device=q.device).tril(others - rows)
+            alone = ~mask.any(1)[:, None]
+            found = self._run(q, k, v, False, mask | alone).masked_fill(alone, 0)
         else:
             found = self._run(q, k, v, self.causal)
         return found.transpose(1, 2).reshape(shape)
@@ -108,7 +111,8 @@ class _Options:
         """Of sequences of any lengths."""
         run, window = _varlen_attn(), {"window_size": (-1, 0)} if self.causal else {}
         assert run is not None
-        return run(q, k, v, *(end.int() for end in ends), *most, scale=self.scale, **window)
+        own, others = (end.to(q.device, torch.int32) for end in ends)
+        return run(q, k, v, own, others, *most, scale=self.scale, **window)
 
     def by_length(self, q: Tensor, k: Tensor, v: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
         """Of sequences of any lengths, those of one length at a time."""
@@ -122,7 +126,7 @@ class _Options:
             if 0 not in sizes:
                 own, others = (_rows(b, n, q.device) for b, n in zip(zip(*begins, strict=True), sizes, strict=True))
                 rows.append(own)
-                parts.append(self.equal(q[own], k[others], v[others], len(begins), sizes))
+                parts.append(self.equal(q[own], k[others], v[others], len(begins)))
         return found.index_copy(0, torch.cat(rows), torch.cat(parts)) if rows else found + 0 * q.sum()
 
 
@@ -142,6 +146,7 @@ class _Lengths(NamedTuple):
     ascend: bool
 
 
+# Kept, since to read it waits for the device, and all layers of a network have the same.
 @cached_per_tensor
 def _read(cu_seqlens: Tensor) -> _Lengths:
     ends = cu_seqlens.tolist()
@@ -172,7 +177,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> None:
             raise DeviceError(f"q is on {q.device}, {name} on {x.device}")
         if x.ndim != 3:
             raise ShapeError(f"{name} is [tokens, heads, channels], found shape {list(x.shape)}")
-    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2] or q.shape[1] % max(1, k.shape[1]):
+    heads = k.shape[1]
+    if k.shape[:2] != v.shape[:2] or k.shape[2] != q.shape[2] or (q.shape[1] % heads if heads else q.shape[1]):
         raise ShapeError(f"k and v fit q {list(q.shape)}, found {list(k.shape)} and {list(v.shape)}")
     if not 0 <= dropout < 1:
         raise OptionError(f"dropout is a probability from 0 to below 1, found {dropout}")

@@ -51,10 +51,8 @@ def knn(
 
     Raises ShapeError, DtypeError, DeviceError, CoordinateError (not finite, negative items), OptionError (k).
     Source: the kd-tree of Bentley, Communications of the ACM 18 (1975), cut down to its leaves."""
-    if not isinstance(k, int) or k < 1:
-        raise OptionError(f"k is an integer of at least 1, found {k!r}")
     held, asked = _sets(points, queries, batch, query_batch)
-    return Neighbors(*nearest(held, asked, Limits(k, torch.finfo(held.points.dtype).max)))
+    return Neighbors(*nearest(held, asked, _limits(k, torch.finfo(held.points.dtype).max)))
 
 
 def ball_query(
@@ -74,12 +72,10 @@ def ball_query(
     order: which k come first: "distance" (the nearest) or "index" (the lowest rows, as PointNet++ takes them).
     The rest, also what is raised, is as of `knn`; OptionError also for a radius that is not positive.
     Source: C. R. Qi et al., PointNet++, NeurIPS 2017, section 3.2."""
-    if not isinstance(k, int) or k < 1:
-        raise OptionError(f"k is an integer of at least 1, found {k!r}")
     if order not in _ORDERS:
         raise OptionError(f"order is one of {', '.join(_ORDERS)}, found {order!r}")
     held, asked = _sets(points, queries, batch, query_batch)
-    return Neighbors(*nearest(held, asked, Limits(k, _most(radius, held.points.dtype), order == "index")))
+    return Neighbors(*nearest(held, asked, _limits(k, _most(radius, held.points.dtype), order == "index")))
 
 
 def radius_graph(
@@ -129,8 +125,7 @@ def farthest_point_sample(
             raise OptionError(f"item {item} has {there} points, of which 0 to {there} can be sampled; found {wanted}")
     starts = _first_rows(held) if start is None else _per_item(start, held.count, "starts")
     if start is not None:
-        rows = torch.tensor(starts, device=held.items.device).clamp(-1, max(0, len(held) - 1))
-        own = held.items[rows].tolist() if len(held) else [-1] * len(starts)
+        own = held.items[[min(max(row, 0), len(held) - 1) for row in starts]].tolist()
         for item, (row, of, wanted) in enumerate(zip(starts, own, counts, strict=True)):
             if wanted and (not 0 <= row < len(held) or of != item):
                 raise OptionError(f"start {item} is a row of item {item}, found {row}")
@@ -152,24 +147,32 @@ def three_interpolate(
 
     feats: floating point [P, C], differentiable. Where an item has fewer than k points these are taken, and 0 where it
     has none. The rest is as of `knn`. Source: PointNet++, section 3.4, with the weights of Pointcept's pointops."""
+    index, squared = knn(points, k, queries, batch=batch, query_batch=query_batch)
     if not isinstance(feats, Tensor) or feats.ndim != 2 or len(feats) != len(points):
         raise ShapeError(f"feats are [P, C] with P = {len(points)} points, found {list(getattr(feats, 'shape', []))}")
     if not feats.is_floating_point():
         raise DtypeError(f"feats are floating point, found {feats.dtype}")
-    index, squared = knn(points, k, queries, batch=batch, query_batch=query_batch)
     near = 1 / (squared.sqrt() + 1e-8)
     weight = (near / near.sum(1, keepdim=True).clamp(min=torch.finfo(near.dtype).tiny)).to(feats.dtype)
     if not len(feats):
         return feats.new_zeros(len(queries), feats.shape[1]) + feats.sum()
     met = gather(feats, index.clamp(min=0).flatten()).reshape(*index.shape, feats.shape[1])
-    return torch.einsum("qkc,qk->qc", met, weight)
+    return torch.einsum("qkc,qk->qc", met.masked_fill((index < 0)[..., None], 0), weight)
+
+
+def _limits(k: int, most: float, by_index: bool = False) -> Limits:
+    if not isinstance(k, int) or k < 1:
+        raise OptionError(f"k is an integer of at least 1, found {k!r}")
+    return Limits(k, most, by_index)
 
 
 def _most(radius: float, dtype: torch.dtype) -> float:
-    """The largest squared distance below radius^2."""
-    if not isinstance(radius, int | float) or not radius > 0 or math.isnan(radius):
+    """The largest squared distance below radius^2, which is rounded to the dtype."""
+    if not isinstance(radius, int | float) or not radius > 0:
         raise OptionError(f"radius is a number above 0, found {radius!r}")
-    squared = torch.tensor(float(radius) ** 2, dtype=torch.float64).clamp(max=torch.finfo(dtype).max).to(dtype)
+    # Points are closer than the largest number.
+    least = min(radius, math.sqrt(torch.finfo(dtype).max))
+    squared = torch.tensor(least * least, dtype=torch.float64).to(dtype)
     return float(torch.nextafter(squared, squared.new_zeros(())))
 
 
@@ -228,18 +231,17 @@ def _count(points: Tensor, items: Tensor) -> int:
     # The sum of a row that is not finite is not finite; that of others does not overflow in float64.
     extent = points.abs().amax().double()
     lowest, highest, far = torch.stack([items.amin().double(), items.amax().double(), extent]).tolist()
-    if not math.isfinite(far) or far > math.sqrt(torch.finfo(points.dtype).max) / 8:
+    if not far <= math.sqrt(torch.finfo(points.dtype).max / max(16, points.shape[1])) / 2:
         raise CoordinateError(f"points are finite, with distances whose squares are; found a coordinate of {far}")
     if lowest < 0:
         raise CoordinateError(f"batch items are 0 and above, found {int(lowest)}")
     return int(highest) + 1
 
 
-def _per_item(values: int | Sequence[int] | Tensor, count: int, name: str) -> list[int]:
-    found = (
-        [values] * count if isinstance(values, int) else list(values.tolist() if isinstance(values, Tensor) else values)
-    )
-    if len(found) != count or not all(isinstance(value, int) for value in found):
+def _per_item(values: int | Sequence[int] | Tensor, count: int, name: str) -> Sequence[int]:
+    found = values.flatten().tolist() if isinstance(values, Tensor) else values
+    found = [found] * count if isinstance(found, int) else found
+    if not isinstance(found, Sequence) or len(found) != count or not all(isinstance(value, int) for value in found):
         raise OptionError(f"{name} are {count} integers, one for each batch item; found {found}")
     return found
 
