@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial, reduce
-from operator import add
+from operator import add, mul
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,18 +32,19 @@ from pumice.ops.conv import Target, target_of
 MinkowskiAlgorithm = IntEnum("MinkowskiAlgorithm", "DEFAULT MEMORY_EFFICIENT SPEED_OPTIMIZED", start=0)
 CoordinateMapType = IntEnum("CoordinateMapType", "CPU CUDA", start=0)
 GPUMemoryAllocatorType = IntEnum("GPUMemoryAllocatorType", "PYTORCH CUDA", start=0)
-ConvolutionMode = IntEnum("ConvolutionMode", "DEFAULT DIRECT_GEMM COPY_GEMM", start=0)
-PoolingMode = IntEnum(
-    "PoolingMode",
-    "LOCAL_SUM_POOLING LOCAL_AVG_POOLING LOCAL_MAX_POOLING GLOBAL_SUM_POOLING_DEFAULT GLOBAL_AVG_POOLING_DEFAULT "
-    "GLOBAL_MAX_POOLING_DEFAULT GLOBAL_SUM_POOLING_KERNEL GLOBAL_AVG_POOLING_KERNEL GLOBAL_MAX_POOLING_KERNEL "
-    "GLOBAL_SUM_POOLING_PYTORCH_INDEX GLOBAL_AVG_POOLING_PYTORCH_INDEX GLOBAL_MAX_POOLING_PYTORCH_INDEX",
-    start=0,
-)
+_MODES = ("LOCAL_{}_POOLING", *(f"GLOBAL_{{}}_POOLING_{how}" for how in ("DEFAULT", "KERNEL", "PYTORCH_INDEX")))
+_NAMES = [mode.format(each) for mode in _MODES for each in ("SUM", "AVG", "MAX")]
+PoolingMode: Any = IntEnum("PoolingMode", _NAMES, start=0)
 
 
 class MinkowskiModuleBase(nn.Module):
     """Base class of layers."""
+
+
+def _classes(base: type, **own: Mapping[str, Any]) -> dict[str, Any]:
+    """{"MinkowskiX": subclass of `base` with the attributes of X}."""
+    made = {f"Minkowski{name}": {"__module__": __name__, **attributes} for name, attributes in own.items()}
+    return {name: type(name, (base,), attributes) for name, attributes in made.items()}
 
 
 class MinkowskiNetwork(nn.Module, ABC):
@@ -60,17 +61,18 @@ class MinkowskiNetwork(nn.Module, ABC):
 # Layers with kernels
 
 
-def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transposed: bool = False) -> tensors.Choice:
+def _outputs(layer: Any, x: SparseTensor, coordinates: Any) -> tensors.Choice:
     """(key of a layer's outputs, its target or nothing)."""
-    manager, key, steps = x.coordinate_manager, x.coordinate_map_key, window.steps
+    manager, key, window = x.coordinate_manager, x.coordinate_map_key, layer.kernel_generator
+    steps = window.kernel_stride
     if window.dimension != manager.D:
         raise ShapeError(f"dimension={window.dimension} takes tensors of as many spatial axes, found {manager.D}")
     if coordinates is not None:
         sizes = zip(key.stride, steps, strict=True)
-        return manager.on(coordinates, [t // s if transposed else t * s for t, s in sizes])
-    if transposed:
-        return manager.finer(key, steps, window.expand_coordinates)
-    if window.expand_coordinates:
+        return manager.on(coordinates, [t // s if layer.is_transpose else t * s for t, s in sizes])
+    if layer.is_transpose:
+        return manager.finer(key, steps, layer.expand_coordinates)
+    if layer.expand_coordinates:
         if max(steps) > 1:
             raise OptionError(f"expand_coordinates takes stride 1, found {[*steps]}")
         reached = kernel_map(x.sparse.geometry, window.relation("transposed_support"))[1]
@@ -78,21 +80,13 @@ def _outputs(x: SparseTensor, window: KernelGenerator, coordinates: Any, transpo
     return manager.coarser(key, steps)
 
 
-class _Kept:
-    """A parameter and its view; copies and pickles are empty."""
-
-    value: tuple[Any, Any] = (None, None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Kept, ()
-
-
 class _Convolution(Convolution):
-    """Base of convolutions: `kernel` [K, C_in, C_out] ([C_in, C_out] of one offset at stride 1), `bias` [1, C_out];
-    `weight` and `bias` are views of these in our layout."""
+    """Base of convolutions: `kernel` [K, C_in, C_out] ([C_in, C_out] of one offset at stride 1; [K, C] of each channel
+    by itself), `bias` [1, C_out]; `weight` and `bias` are views of these in our layout."""
 
     is_transpose: ClassVar[bool] = False
-    expands: ClassVar[bool | None] = None
+    generative: ClassVar[bool] = False
+    channelwise: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -110,17 +104,16 @@ class _Convolution(Convolution):
         generate_new_coords: bool | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        expand = expand_coordinates if generate_new_coords is None else generate_new_coords
         window = kernel_generator or KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
-        window.expand_coordinates = expand if self.expands is None else self.expands
         self.kernel_generator, self.dimension = window, window.dimension
-        self.in_channels, self.out_channels, self.groups, self.options = in_channels, out_channels, 1, {}
-        self.use_mm = window.kernel_volume == 1 and window.requires_strided_coordinates
+        self.expand_coordinates = self.generative or bool(generate_new_coords) or expand_coordinates
+        self.in_channels, self.out_channels, self.options = in_channels, out_channels, {}
+        self.groups = in_channels if self.channelwise else 1
         self.relation = window.relation("transposed_support" if self.is_transpose else None)
         self.onto = window.relation("given_inverse" if self.is_transpose else "given")
-        self.kernel = nn.Parameter(torch.empty(self._kernel_shape()))
-        self._spread, axes = (*window.window, *self.kernel.shape[-2:]), range(len(window.window))
-        self._order, self._kept = (-1, *axes, -2), _Kept()
+        self.use_mm = not self.channelwise and window.kernel_volume == 1 and window.requires_strided_coordinates
+        channels = (in_channels,) if self.channelwise else (in_channels, out_channels)
+        self.kernel = nn.Parameter(torch.empty(*() if self.use_mm else (window.kernel_volume,), *channels))
         with_bias = bias if has_bias is None else has_bias
         self.register_parameter("bias", nn.Parameter(torch.empty(1, out_channels)) if with_bias else None)
         self.reset_parameters()
@@ -128,24 +121,12 @@ class _Convolution(Convolution):
             # Not a submodule: its parameters are this layer's.
             self.__dict__["linear_map"] = LinearMap(self)
 
-    def _kernel_shape(self) -> tuple[int, ...]:
-        channels = (self.in_channels, self.out_channels)
-        return channels if self.use_mm else (self.kernel_generator.kernel_volume, *channels)
-
     @property
     def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """[C_out, *window, C_in], a view."""
-        kernel, (known, view) = self._parameters["kernel"], self._kept.value
-        if torch.is_grad_enabled() or type(kernel) is not nn.Parameter or torch.compiler.is_compiling():
-            return self._view(kernel)
-        # Two views take longer than all else here; `.data` may be another tensor by now.
-        if known is not kernel or view.data_ptr() != kernel.data_ptr():
-            view = self._view(kernel)
-            self._kept.value = kernel, view
-        return view
-
-    def _view(self, kernel: Any) -> Tensor:
-        return kernel.view(self._spread).permute(self._order)
+        """[C_out, *window, C_in / groups], a view."""
+        kernel: Any = self._parameters["kernel"]
+        window = self.kernel_generator.window
+        return kernel.view(*window, self.in_channels // self.groups, self.out_channels).movedim(-1, 0)
 
     @property
     def bias(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -172,7 +153,7 @@ class _Convolution(Convolution):
             return self._convolved(x, coordinates)
         if self.use_mm:
             return x.like(call_layer(self, self._convolved, x.sparse))
-        key, target = _outputs(x, self.kernel_generator, coordinates, self.is_transpose)
+        key, target = _outputs(self, x, coordinates)
         return SparseTensor.of(call_layer(self, self._convolved, x.sparse, *target), key, x.coordinate_manager)
 
     def _convolved(self, x: Any, target: Any = None) -> Any:
@@ -183,12 +164,7 @@ class _Convolution(Convolution):
         return self.kernel.t()
 
     def extra_repr(self) -> str:
-        return f"in={self.in_channels}, out={self.out_channels}, {_window_text(self.kernel_generator)}"
-
-
-def _window_text(window: KernelGenerator) -> str:
-    size, region = window.kernel_size, window.region_type.name
-    return f"kernel_size={size}, stride={window.kernel_stride}, dilation={window.kernel_dilation}, region={region}"
+        return f"in={self.in_channels}, out={self.out_channels}, {self.kernel_generator}"
 
 
 class MinkowskiConvolution(_Convolution):
@@ -204,21 +180,16 @@ class MinkowskiConvolutionTranspose(_Convolution):
 class MinkowskiGenerativeConvolutionTranspose(_Convolution):
     """Transposed convolution to all coordinates that are reached."""
 
-    is_transpose, expands = True, True
+    is_transpose, generative = True, True
 
 
 class MinkowskiChannelwiseConvolution(_Convolution):
     """Convolution of each channel by itself: `kernel` [K, C]."""
 
+    channelwise = True
+
     def __init__(self, in_channels: int, *args: Any, **more: Any) -> None:
         super().__init__(in_channels, in_channels, *args, **more)
-        self.groups, self.use_mm, self.__dict__["linear_map"] = in_channels, False, None
-
-    def _kernel_shape(self) -> tuple[int, ...]:
-        return self.kernel_generator.kernel_volume, self.in_channels
-
-    def _view(self, kernel: Any) -> Tensor:
-        return kernel.t().view(self.in_channels, *self.kernel_generator.window, 1)
 
 
 class _Pooling(MinkowskiModuleBase):
@@ -238,44 +209,37 @@ class _Pooling(MinkowskiModuleBase):
     ) -> None:
         super().__init__()
         window = kernel_generator or KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
-        window.expand_coordinates = expand_coordinates
-        self.kernel_generator, self.dimension = window, window.dimension
-        self.size, self.options = tuple(window.kernel_size[::-1]), window.options(pool=True)
+        self.kernel_generator, self.dimension, self.expand_coordinates = window, window.dimension, expand_coordinates
+        self.size, self.options = window.kernel_size[::-1], window.options(pool=True)
 
     def forward(self, input: SparseTensor, coordinates: Any = None) -> SparseTensor:
-        key, target = _outputs(input, self.kernel_generator, coordinates, self.is_transpose)
-        policy = "same" if set(self.kernel_generator.kernel_stride) == {1} else "floor_unique"
-        name = "target" if self.is_transpose else "out"
-        onto = {name: target[0] if target else None if self.is_transpose else policy}
+        key, target = _outputs(self, input, coordinates)
+        if self.is_transpose:
+            onto = {"target": target[0] if target else None}
+        else:
+            strided = max(self.kernel_generator.kernel_stride) > 1
+            onto = {"out": target[0] if target else "floor_unique" if strided else "same"}
         y = type(self).function(input.sparse, self.size, **self.options, **onto)
         return SparseTensor.of(y, key, input.coordinate_manager)
 
     def extra_repr(self) -> str:
-        return _window_text(self.kernel_generator)
+        return str(self.kernel_generator)
 
 
-class MinkowskiMaxPooling(_Pooling):
-    function = staticmethod(ops.max_pool)
-
-
-class MinkowskiAvgPooling(_Pooling):
-    function = staticmethod(ops.avg_pool)
-
-
-class MinkowskiSumPooling(_Pooling):
-    function = staticmethod(ops.sum_pool)
-
-
-class MinkowskiPoolingTranspose(_Pooling):
-    """Sums over the windows that hold a voxel; without overlaps the row of its one window."""
-
-    function, is_transpose = staticmethod(ops.unpool), True
-
-
-class MinkowskiAvgUnpooling(_Pooling):
-    """As MinkowskiPoolingTranspose, means instead of sums (0.4)."""
-
-    function, is_transpose = staticmethod(partial(ops.unpool, reduce="mean")), True
+# Transposed ones sum (or average) over the windows that hold a voxel; without overlaps, the row of its one window.
+_POOLS = _classes(
+    _Pooling,
+    MaxPooling={"function": staticmethod(ops.max_pool)},
+    AvgPooling={"function": staticmethod(ops.avg_pool)},
+    SumPooling={"function": staticmethod(ops.sum_pool)},
+    PoolingTranspose={"function": staticmethod(ops.unpool), "is_transpose": True},
+    AvgUnpooling={"function": staticmethod(partial(ops.unpool, reduce="mean")), "is_transpose": True},
+)
+_GLOBAL: Mapping[str, tuple[Callable[..., Any], str]] = {
+    "AVG": (ops.global_avg_pool, "mean"),
+    "SUM": (ops.global_sum_pool, "sum"),
+    "MAX": (ops.global_max_pool, "max"),
+}
 
 
 class MinkowskiGlobalPooling(MinkowskiModuleBase):
@@ -291,59 +255,35 @@ class MinkowskiGlobalPooling(MinkowskiModuleBase):
         self.reduction = named if average else "SUM"
 
     def forward(self, input: Any, coordinates: Any = None) -> SparseTensor:  # noqa: ARG002
+        pool, reduce = _GLOBAL[self.reduction]
         if isinstance(input, TensorField):
-            items, reduction = input.C[:, 0].long(), {"AVG": "mean"}.get(self.reduction, self.reduction.lower())
-            values, x = ops.scatter(input.F, items, 0, reduce=reduction), input.sparse().sparse
+            values, x = ops.scatter(input.F, input.C[:, 0].long(), 0, reduce=reduce), input.sparse().sparse
         else:
-            values, x = _GLOBAL[self.reduction](input.sparse), input.sparse
+            values, x = pool(input.sparse), input.sparse
         return input.coordinate_manager.at_origin(x, values)
 
 
-_GLOBAL: Mapping[str, Callable[..., Any]] = {
-    "AVG": ops.global_avg_pool,
-    "SUM": ops.global_sum_pool,
-    "MAX": ops.global_max_pool,
-}
-
-
-class MinkowskiGlobalAvgPooling(MinkowskiGlobalPooling):
-    reduce = "AVG"
-
-
-class MinkowskiGlobalSumPooling(MinkowskiGlobalPooling):
-    reduce = "SUM"
-
-
-class MinkowskiGlobalMaxPooling(MinkowskiGlobalPooling):
-    reduce = "MAX"
+_GLOBAL_POOLS = _classes(MinkowskiGlobalPooling, **{f"Global{n.title()}Pooling": {"reduce": n} for n in _GLOBAL})
 
 
 class MinkowskiBroadcast(MinkowskiModuleBase):
-    """The row of the batch item, of a tensor from a global pool, at each voxel."""
+    """The row of the batch item, of a tensor from a global pool, at each voxel: alone, or joined with the features."""
+
+    join: ClassVar[Callable[..., Any]] = staticmethod(lambda feats, spread: spread)  # noqa: ARG005
 
     def __init__(self, dimension: int = -1) -> None:  # noqa: ARG002
         super().__init__()
 
-    def combine(self, feats: Any, spread: Any) -> Any:  # noqa: ARG002
-        return spread
-
     def forward(self, input: SparseTensor, input_glob: SparseTensor) -> SparseTensor:
-        return input.with_features(self.combine(input.F, ops.broadcast(input.sparse, input_glob.F)))
+        return input.with_features(self.join(input.F, ops.broadcast(input.sparse, input_glob.F)))
 
 
-class MinkowskiBroadcastAddition(MinkowskiBroadcast):
-    def combine(self, feats: Any, spread: Any) -> Any:
-        return feats + spread
-
-
-class MinkowskiBroadcastMultiplication(MinkowskiBroadcast):
-    def combine(self, feats: Any, spread: Any) -> Any:
-        return feats * spread
-
-
-class MinkowskiBroadcastConcatenation(MinkowskiBroadcast):
-    def combine(self, feats: Any, spread: Any) -> Any:
-        return torch.cat([feats, spread], 1)
+_BROADCASTS = _classes(
+    MinkowskiBroadcast,
+    BroadcastAddition={"join": staticmethod(add)},
+    BroadcastMultiplication={"join": staticmethod(mul)},
+    BroadcastConcatenation={"join": staticmethod(lambda feats, spread: torch.cat([feats, spread], 1))},
+)
 
 
 # Layers on rows
@@ -362,6 +302,7 @@ class MinkowskiLinear(MinkowskiModuleBase):
 
 class MinkowskiBatchNorm(MinkowskiModuleBase):
     norm: ClassVar[Any] = ours.BatchNorm
+    of_rows: ClassVar[Callable[..., Any]] = staticmethod(nn.BatchNorm1d.forward)
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, *args: Any, **more: Any) -> None:
         super().__init__()
@@ -370,11 +311,11 @@ class MinkowskiBatchNorm(MinkowskiModuleBase):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseTensor):
             return input.like(self.bn(input.sparse))
-        return input.with_features(nn.BatchNorm1d.forward(self.bn, input.F))
+        return input.with_features(self.of_rows(self.bn, input.F))
 
 
 class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
-    norm = ours.SyncBatchNorm
+    norm, of_rows = ours.SyncBatchNorm, staticmethod(nn.SyncBatchNorm.forward)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
@@ -390,8 +331,6 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
 
 
 class MinkowskiInstanceNorm(MinkowskiModuleBase):
-    eps: ClassVar[float] = 1e-8
-
     def __init__(self, num_features: int, dimension: int = -1, D: int = -1) -> None:  # noqa: ARG002
         super().__init__()
         self.num_features = num_features
@@ -400,11 +339,7 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor) -> SparseTensor:
         affine = self.weight.view(-1), self.bias.view(-1)
-        return input.like(ops.group_norm(input.sparse, self.num_features, *affine, self.eps))
-
-
-class MinkowskiStableInstanceNorm(MinkowskiInstanceNorm):
-    eps = 1e-6
+        return input.like(ops.group_norm(input.sparse, self.num_features, *affine, 1e-8))
 
 
 class MinkowskiNonlinearityBase(MinkowskiModuleBase):
@@ -422,23 +357,13 @@ class MinkowskiNonlinearityBase(MinkowskiModuleBase):
         return input.with_features(self.module(input.F))
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_NONLINEARITIES = _words(
+_NONLINEARITIES = (
     "ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6 RReLU SELU CELU GELU Sigmoid "
     "SiLU Softplus Softshrink Softsign Tanh Tanhshrink Threshold Softmin Softmax LogSoftmax Dropout AlphaDropout"
 )
-
-
-def _nonlinearity(name: str) -> type:
-    own = {"MODULE": getattr(nn, name), "__module__": __name__, "__doc__": f"torch.nn.{name} on the features."}
-    return type(f"Minkowski{name}", (MinkowskiNonlinearityBase,), own)
-
-
-NONLINEARITIES: dict[str, Any] = {f"Minkowski{name}": _nonlinearity(name) for name in _NONLINEARITIES}
-globals().update(NONLINEARITIES)
+NONLINEARITIES = _classes(
+    MinkowskiNonlinearityBase, **{name: {"MODULE": getattr(nn, name)} for name in _NONLINEARITIES.split()}
+)
 
 
 class MinkowskiSinusoidal(MinkowskiModuleBase):
@@ -456,20 +381,18 @@ class MinkowskiSinusoidal(MinkowskiModuleBase):
 # Tensors to tensors
 
 
-class MinkowskiPruning(MinkowskiModuleBase):
-    def forward(self, input: SparseTensor, mask: Tensor) -> SparseTensor:
-        key = input.coordinate_manager.free_key(input.coordinate_map_key.stride, "pruned")
-        return SparseTensor.of(input.sparse.prune(mask), key, input.coordinate_manager)
+def _pruned(_: Any, input: SparseTensor, mask: Tensor) -> SparseTensor:
+    key = input.coordinate_manager.free_key(input.coordinate_map_key.stride, "pruned")
+    return SparseTensor.of(input.sparse.prune(mask), key, input.coordinate_manager)
 
 
-class MinkowskiUnion(MinkowskiModuleBase):
-    def forward(self, *inputs: Any) -> SparseTensor:
-        return reduce(add, inputs)
-
-
-class MinkowskiInterpolation(MinkowskiModuleBase):
-    def forward(self, input: SparseTensor, tfield: Tensor) -> Tensor:
-        return input.features_at_coordinates(tfield)
+_FUNCTIONAL = _classes(
+    MinkowskiModuleBase,
+    Pruning={"forward": _pruned},
+    Union={"forward": lambda self, *inputs: reduce(add, inputs)},  # noqa: ARG005
+    Interpolation={"forward": lambda self, input, tfield: input.features_at_coordinates(tfield)},  # noqa: ARG005
+    ToFeature={"forward": lambda self, x: x.F},  # noqa: ARG005
+)
 
 
 class MinkowskiToSparseTensor(MinkowskiModuleBase):
@@ -493,11 +416,6 @@ class MinkowskiToDenseTensor(MinkowskiModuleBase):
         return input.dense(self.shape)[0]
 
 
-class MinkowskiToFeature(MinkowskiModuleBase):
-    def forward(self, x: FeatureTensor) -> Tensor:
-        return x.F
-
-
 def _tensors(given: Sequence[Any]) -> Sequence[Any]:
     """Tensors passed one by one, or as one list."""
     return given[0] if len(given) == 1 else given
@@ -515,34 +433,11 @@ def sum(*sparse_tensors: Any) -> Any:  # noqa: A001
     return reduce(add, _tensors(sparse_tensors))
 
 
-def mean(*sparse_tensors: Any) -> Any:
-    return sum(*sparse_tensors) / len(_tensors(sparse_tensors))
-
-
-def var(*sparse_tensors: Any) -> Any:
-    centre = mean(*sparse_tensors)
-    return mean([(x - centre) ** 2 for x in _tensors(sparse_tensors)])
-
-
 class MinkowskiStackSum(nn.Sequential):
-    """The sum of what each module makes of the input; of MinkowskiStackCat the channels side by side, and so on."""
-
-    join: ClassVar[Callable[..., Any]] = staticmethod(sum)
+    """The sum of what each module makes of the input."""
 
     def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.join([module(x) for module in self])
-
-
-class MinkowskiStackMean(MinkowskiStackSum):
-    join = staticmethod(mean)
-
-
-class MinkowskiStackVar(MinkowskiStackSum):
-    join = staticmethod(var)
-
-
-class MinkowskiStackCat(MinkowskiStackSum):
-    join = staticmethod(cat)
+        return sum([module(x) for module in self])
 
 
 def dense_coordinates(shape: Sequence[int]) -> Tensor:
@@ -595,8 +490,8 @@ class BasicBlock(nn.Module):
         dimension: int = -1,
     ) -> None:
         super().__init__()
-        sizes = [(3, stride, dilation), (3, 1, dilation)] if self.expansion == 1 else [(1, 1, 1), (3, stride, dilation)]
-        sizes += [] if self.expansion == 1 else [(1, 1, 1)]
+        middle = (3, stride, dilation)
+        sizes = [middle, (3, 1, dilation)] if self.expansion == 1 else [(1, 1, 1), middle, (1, 1, 1)]
         for number, (size, step, spread) in enumerate(sizes, 1):
             out = planes * self.expansion if number == len(sizes) else planes
             conv = MinkowskiConvolution(inplanes, out, size, step, spread, dimension=dimension)
@@ -683,13 +578,18 @@ def sparse_quantize(
     quantization_size: Any = None,
     device: Any = "cpu",
 ) -> Any:
-    """The distinct floor(coordinates / quantization_size), in order of first occurrence, and per row what is asked for:
-    features (of the first), labels (ignore_label where they differ), index of the first, voxel of each."""
+    """The distinct voxels floor(coordinates / quantization_size), in order of first occurrence. Then, if given or
+    requested: features of the first point of each voxel, labels (ignore_label where points differ), the index of the
+    first point of each voxel, the voxel of each point."""
     if return_inverse and not return_index:
         raise OptionError("return_inverse takes return_index=True, found False")
-    given = torch.as_tensor(coordinates)
-    size = 1 if quantization_size is None else torch.as_tensor(quantization_size).to(given.device)
-    cells = torch.floor(given / size).int().to(device)
+    # Each library divides by a number in its own precision.
+    given, listed = (
+        (coordinates, torch.tensor) if isinstance(coordinates, Tensor) else (np.asarray(coordinates), np.array)
+    )
+    size = 1 if quantization_size is None else quantization_size
+    cells = torch.floor(torch.as_tensor(given / (listed([*size]) if isinstance(size, Iterable) else size)))
+    cells = cells.int().to(device)
     _, rows, inverse = distinct(functional.pad(cells, (1, 0)), (1,) * cells.shape[1])
     maps = (rows, inverse)[: 1 + return_inverse]
     if return_maps_only:
@@ -717,6 +617,9 @@ def fnv_hash_vec(arr: np.ndarray) -> np.ndarray:
 # The names of each module
 
 
+globals().update(_POOLS | _GLOBAL_POOLS | _BROADCASTS | NONLINEARITIES | _FUNCTIONAL)
+
+
 def _named(*values: Any) -> dict[str, Any]:
     return {value.__name__: value for value in values}
 
@@ -735,8 +638,8 @@ _TENSORS = _named(
 )  # fmt: skip
 _TOP = {
     **{name: value for name, value in globals().items() if name.startswith("Minkowski")},
-    **_named(CoordinateMapType, GPUMemoryAllocatorType, ConvolutionMode, PoolingMode),
-    **_named(cat, sum, mean, var, to_sparse, to_sparse_all, dense_coordinates),
+    **_named(CoordinateMapType, GPUMemoryAllocatorType, PoolingMode),
+    **_named(cat, sum, to_sparse, to_sparse_all, dense_coordinates),
     **_TENSORS,
     "CoordsManager": tensors.CoordinateManager,
     "CoordsKey": tensors.CoordinateMapKey,
@@ -744,15 +647,15 @@ _TOP = {
     "convert_to_int_list": lambda arg, dimension: [*as_axes(arg, dimension, "arg", -(2**31))],
     "__version__": "0.5.4",
 }
-_FILES = _words(
+_FILES = (
     "SparseTensor Tensor TensorField CoordinateManager KernelGenerator Common Convolution ChannelwiseConvolution "
     "Pooling Broadcast Nonlinearity Normalization Pruning Union Interpolation Network Ops"
 )
 
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "MinkowskiEngine": _TOP,
-    **{f"MinkowskiEngine.Minkowski{name}": _TOP for name in _FILES},
-    **{f"Minkowski{name}": _TOP for name in _FILES},
+    **{f"MinkowskiEngine.Minkowski{name}": _TOP for name in _FILES.split()},
+    **{f"Minkowski{name}": _TOP for name in _FILES.split()},
     "MinkowskiEngine.MinkowskiFunctional": _FUNCTIONS,
     "MinkowskiEngine.utils": _UTILS,
     **{f"MinkowskiEngine.utils.{name}": _UTILS for name in ("quantization", "collation", "init")},

@@ -8,9 +8,10 @@ Rules: MinkowskiEngine 0.5.4, coordinate_map_manager.cpp, kernel_region.hpp, Min
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class RegionType(IntEnum):
 
 def _traced(value: Any) -> bool:
     return issubclass(type(value), Proxy)
+
+
+def _no_features(coordinates: Tensor) -> Tensor:
+    return coordinates.new_empty((len(coordinates), 0), dtype=torch.float32)
 
 
 def _turned(coordinates: Tensor) -> Tensor:
@@ -108,34 +113,37 @@ def _origin(x: ops.SparseTensor, values: Tensor) -> ops.SparseTensor:
 
 
 class KernelGenerator:
-    """A region of kernel offsets with stride and dilation. offsets: in our order of axes, None for a cube."""
+    """A region of kernel offsets with stride and dilation. offsets: in our order of axes, None for a cube. Whether to
+    transpose or expand is the layer's; axis_types are ignored."""
 
     def __init__(
         self,
         kernel_size: Any = -1,
         stride: Any = 1,
         dilation: Any = 1,
-        is_transpose: bool = False,
+        is_transpose: bool = False,  # noqa: ARG002
         region_type: Any = RegionType.HYPER_CUBE,
         region_offsets: Any = None,
-        expand_coordinates: bool = False,
-        axis_types: Any = None,
+        expand_coordinates: bool = False,  # noqa: ARG002
+        axis_types: Any = None,  # noqa: ARG002
         dimension: int = -1,
     ) -> None:
         if dimension < 1:
             raise OptionError(f"dimension is the number of spatial axes, found {dimension}")
-        self.region_type, self.region_offsets, self.axis_types = RegionType(region_type), region_offsets, axis_types
-        self.kernel_size = [*as_axes(kernel_size, dimension, "kernel_size", -1)]
-        self.kernel_stride = [*as_axes(stride, dimension, "stride", 1)]
-        self.steps = tuple(self.kernel_stride)
-        self.kernel_dilation = [*as_axes(dilation, dimension, "dilation", 1)]
-        self.dimension, self.expand_coordinates, self.is_transpose = dimension, expand_coordinates, is_transpose
+        self.dimension, self.region_type, self.region_offsets = dimension, RegionType(region_type), region_offsets
+        self.kernel_size = as_axes(kernel_size, dimension, "kernel_size", -1)
+        self.kernel_stride = as_axes(stride, dimension, "stride", 1)
+        self.kernel_dilation = as_axes(dilation, dimension, "dilation", 1)
         self.offsets = self._offsets()
         if self.offsets is None and min(self.kernel_size) < 1:
             raise OptionError(f"kernel_size takes integers of at least 1, found {kernel_size}")
-        self.window = tuple(self.kernel_size[::-1]) if self.offsets is None else (len(self.offsets),)
+        self.window = self.kernel_size[::-1] if self.offsets is None else (len(self.offsets),)
         self.kernel_volume = torch.Size(self.window).numel()
         self.requires_strided_coordinates = set(self.kernel_stride) == {1}
+
+    def __str__(self) -> str:
+        size, stride, dilation = ([*each] for each in (self.kernel_size, self.kernel_stride, self.kernel_dilation))
+        return f"kernel_size={size}, stride={stride}, dilation={dilation}, region={self.region_type.name}"
 
     def _offsets(self) -> list[list[int]] | None:
         if self.region_type == RegionType.HYPER_CUBE:
@@ -145,7 +153,7 @@ class KernelGenerator:
         if self.region_type != RegionType.HYPER_CROSS or any(k % 2 == 0 for k in self.kernel_size):
             raise OptionError(
                 "regions are HYPER_CUBE, HYPER_CROSS of odd sizes, and CUSTOM with region_offsets; found "
-                f"{self.region_type.name} of size {self.kernel_size}, offsets {self.region_offsets}"
+                f"{self.region_type.name} of size {[*self.kernel_size]}, offsets {self.region_offsets}"
             )
         found = [[0] * self.dimension]
         for axis, size in enumerate(self.kernel_size):
@@ -155,10 +163,10 @@ class KernelGenerator:
 
     def options(self, pool: bool = False) -> dict[str, Any]:
         """Stride, padding, dilation, offsets of ours. pool: windows of the length of the stride begin at the output."""
-        stride = tuple(self.kernel_stride[::-1])
+        stride = self.kernel_stride[::-1]
         if pool and self.kernel_size == self.kernel_stride:
-            return {"stride": stride, "padding": (0,) * self.dimension}
-        options = {"stride": stride, "dilation": tuple(self.kernel_dilation[::-1])}
+            return {"stride": stride, "padding": 0}
+        options: dict[str, Any] = {"stride": stride, "dilation": self.kernel_dilation[::-1]}
         return options if self.offsets is None else options | {"offsets": self.offsets}
 
     def relation(self, policy: str | None, pool: bool = False) -> Relation:
@@ -168,53 +176,21 @@ class KernelGenerator:
         return Relation.of(self.dimension, self.kernel_size[::-1], policy=policy, **options).shared()
 
 
+@dataclass(frozen=True)
 class CoordinateMapKey:
-    """The name of coordinates in a manager: tensor stride and a string. From an int, their columns: not yet set."""
+    """The name of coordinates in a manager: tensor stride and a string."""
 
-    def __init__(self, tensor_stride: Sequence[int] | int, string_id: str = "") -> None:
-        self.size = tensor_stride if isinstance(tensor_stride, int) else len(tensor_stride) + 1
-        self.stride = () if isinstance(tensor_stride, int) else tuple(map(int, tensor_stride))
-        self.name = string_id
-        self._hash = hash((self.stride, string_id))
+    stride: Sequence[int]
+    name: str = ""
 
-    def is_key_set(self) -> bool:
-        return bool(self.stride)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stride", tuple(map(int, self.stride)))
 
     def get_key(self) -> tuple[list[int], str]:
         return [*self.stride], self.name
 
     def get_tensor_stride(self) -> list[int]:
         return [*self.stride]
-
-    def get_coordinate_size(self) -> int:
-        return self.size
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, CoordinateMapKey) and (self.stride, self.name) == (other.stride, other.name)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Hashes of strings differ between processes.
-        return CoordinateMapKey, (self.stride or self.size, self.name)
-
-    def __repr__(self) -> str:
-        return f"CoordinateMapKey({[*self.stride]}, {self.name!r})"
-
-
-@lru_cache(maxsize=1024)
-def _scaled(key: CoordinateMapKey, stride: tuple[int, ...]) -> CoordinateMapKey:
-    return CoordinateMapKey([t * s for t, s in zip(key.stride, stride, strict=True)], key.name)
-
-
-@lru_cache(maxsize=1024)
-def _divided(key: CoordinateMapKey, stride: tuple[int, ...]) -> CoordinateMapKey:
-    if any(t % s for t, s in zip(key.stride, stride, strict=True)):
-        raise OptionError(f"a stride divides the tensor stride, found {[*stride]} for {[*key.stride]}")
-    return CoordinateMapKey([t // s for t, s in zip(key.stride, stride, strict=True)])
 
 
 Choice = tuple[CoordinateMapKey, tuple[Any, ...]]
@@ -226,7 +202,7 @@ class CoordinateManager:
 
     levels: a Geometry by key; while pumice.compile traces, the newest tensor there, a proxy. given: keys of coordinates
     from users. sources: (key of in, stride) of those that are floor(in / stride). fields, inverses: points, and their
-    voxels by (field, key).
+    voxels by (field, key). voxelised: the key of a field's own voxels by (field, tensor stride).
     """
 
     def __init__(self, D: int = 0, *_: Any, **__: Any) -> None:
@@ -236,6 +212,7 @@ class CoordinateManager:
         self.sources: dict[CoordinateMapKey, tuple[CoordinateMapKey, tuple[int, ...]]] = {}
         self.fields: dict[CoordinateMapKey, Tensor] = {}
         self.inverses: dict[tuple[CoordinateMapKey, CoordinateMapKey], Tensor] = {}
+        self.voxelised: dict[tuple[CoordinateMapKey, tuple[int, ...]], CoordinateMapKey] = {}
 
     def keep(self, key: CoordinateMapKey, sparse: Any) -> None:
         """Register the coordinates of a tensor under a key, unless there are some."""
@@ -264,14 +241,17 @@ class CoordinateManager:
         """floor(in / stride)."""
         if max(stride) == 1:
             return key, ()
-        found, source = _scaled(key, stride), (key, stride)
+        found = CoordinateMapKey([t * s for t, s in zip(key.stride, stride, strict=True)], key.name)
+        source = key, stride
         if found not in self.levels:
             self.sources[found] = source
         return found, () if self.sources.get(found) == source else (self.levels[found],)
 
     def finer(self, key: CoordinateMapKey, stride: tuple[int, ...], expand: bool) -> Choice:
         """Known coordinates of tensor stride / stride if there are some, unless `expand`; else new ones."""
-        found = _divided(key, stride)
+        if any(t % s for t, s in zip(key.stride, stride, strict=True)):
+            raise OptionError(f"a stride divides the tensor stride, found {[*stride]} for {[*key.stride]}")
+        found = CoordinateMapKey([t // s for t, s in zip(key.stride, stride, strict=True)])
         known = found in self.levels and not expand
         return (found, (self.levels[found],)) if known else (self.free_key(found.stride), ())
 
@@ -285,7 +265,7 @@ class CoordinateManager:
                 key = self.free_key(key.stride, key.name)
                 self.keep(key, target)
         else:
-            key, target = self.insert(coordinates.new_empty(len(coordinates), 0).float(), coordinates, stride)
+            key, target = self.insert(_no_features(coordinates), coordinates, stride)
         if key.stride != tuple(stride):
             raise GeometryError(f"these outputs have tensor stride {[*stride]}, found coordinates of {[*key.stride]}")
         return key, (target,)
@@ -309,7 +289,7 @@ class CoordinateManager:
         key = CoordinateMapKey((0,) * self.D)
         return SparseTensor.of(self.tensor(values, key) if key in self.levels else _origin(x, values), key, self)
 
-    # What users ask
+    # For users
 
     def _get_coordinate_map_key(self, key_or_stride: Any) -> CoordinateMapKey:
         if isinstance(key_or_stride, CoordinateMapKey):
@@ -322,7 +302,7 @@ class CoordinateManager:
     ) -> tuple[CoordinateMapKey, tuple[Tensor, Tensor]]:
         """(key, (rows of the distinct coordinates, voxel of each row))."""
         stride = as_axes(tensor_stride, self.D, "tensor_stride", 1)
-        key, x = self.insert(coordinates.new_empty(len(coordinates), 0).float(), coordinates, stride, name=string_id)
+        key, x = self.insert(_no_features(coordinates), coordinates, stride, name=string_id)
         return key, (first_rows(_inverse_of(x), len(x)), _inverse_of(x))
 
     def insert_field(self, coordinates: Tensor, tensor_stride: Any = 1, string_id: str = "") -> CoordinateMapKey:
@@ -381,10 +361,12 @@ class _Shared:
     mode: Any = SparseTensorOperationMode(0)
     manager: CoordinateManager | None = None
 
-    def manager_for(self, dim: int) -> CoordinateManager:
-        if self.mode == SparseTensorOperationMode(0):
-            return CoordinateManager(dim)
-        self.manager = self.manager or CoordinateManager(dim)
+    def manager_for(self, coordinates: Tensor) -> CoordinateManager:
+        if coordinates.ndim != 2 or coordinates.shape[1] < 2:
+            raise ShapeError(f"coordinates are [N, 1+D] = (batch, axes...), found {[*coordinates.shape]}")
+        if self.mode == SparseTensorOperationMode.SEPARATE_COORDINATE_MANAGER:
+            return CoordinateManager(coordinates.shape[1] - 1)
+        self.manager = self.manager or CoordinateManager(coordinates.shape[1] - 1)
         return self.manager
 
 
@@ -407,16 +389,17 @@ def _inverse_of(x: Any) -> Tensor:
         return torch.arange(len(x.feats), device=x.device)
 
 
+def _operator(function: Callable[..., Any]) -> Any:
+    return lambda self, other: self._binary(function, other)
+
+
 class FeatureTensor:
     """What sparse tensors and tensor fields have in common. _F: the features."""
 
     _F: Any
     C: Any
     coordinate_manager: CoordinateManager
-
-    def with_features(self, feats: Any) -> Any:
-        """These coordinates with other features."""
-        raise NotImplementedError
+    with_features: Any
 
     F = features = feats = property(lambda self: self._F)
     coordinates = coords = property(lambda self: self.C)
@@ -456,44 +439,42 @@ class FeatureTensor:
 
     _batchwise_row_indices = decomposition_permutations
 
-    @property
-    def decomposed_coordinates_and_features(self) -> tuple[list[Tensor], list[Tensor]]:
-        rows = self.decomposition_permutations
-        return [self.C[each, 1:] for each in rows], [self._F[each] for each in rows]
-
-    decomposed_coordinates = property(lambda self: self.decomposed_coordinates_and_features[0])
-    decomposed_features = property(lambda self: self.decomposed_coordinates_and_features[1])
-
-    def coordinates_and_features_at(self, batch_index: int) -> tuple[Tensor, Tensor]:
-        here = self.C[:, 0] == batch_index
-        return self.C[here, 1:], self._F[here]
+    decomposed_coordinates = property(lambda self: [self.C[rows, 1:] for rows in self.decomposition_permutations])
+    decomposed_features = property(lambda self: [self._F[rows] for rows in self.decomposition_permutations])
+    decomposed_coordinates_and_features = property(lambda self: (self.decomposed_coordinates, self.decomposed_features))
 
     def coordinates_at(self, batch_index: int) -> Tensor:
-        return self.coordinates_and_features_at(batch_index)[0]
+        return self.C[self.C[:, 0] == batch_index, 1:]
 
     def features_at(self, batch_index: int) -> Tensor:
-        return self.coordinates_and_features_at(batch_index)[1]
+        return self._F[self.C[:, 0] == batch_index]
 
     def _binary(self, function: Callable[..., Any], other: Any) -> Any:
         return self.with_features(function(self._F, other._F if isinstance(other, FeatureTensor) else other))
 
-    def _operate(self, function: Callable[..., Any], other: Any) -> Any:
-        return self._binary(function, other)
-
-    __add__ = partialmethod(_operate, operator.add)
-    __sub__ = partialmethod(_operate, operator.sub)
-    __mul__ = partialmethod(_operate, operator.mul)
-    __truediv__ = partialmethod(_operate, operator.truediv)
-    __pow__ = partialmethod(_operate, operator.pow)
+    __add__ = _operator(operator.add)
+    __sub__ = _operator(operator.sub)
+    __mul__ = _operator(operator.mul)
+    __truediv__ = _operator(operator.truediv)
+    __pow__ = _operator(operator.pow)
 
 
-_OLD_NAMES = {
-    "feats": "features",
-    "coords": "coordinates",
-    "coords_key": "coordinate_map_key",
-    "coords_manager": "coordinate_manager",
+_OLD_NAMES: Mapping[str, str] = {
+    "features": "feats",
+    "coordinates": "coords",
+    "coordinate_map_key": "coords_key",
+    "coordinate_manager": "coords_manager",
 }
 _IGNORED = {"allocator_type", "minkowski_algorithm", "force_creation", "allow_duplicate_coords", "D"}
+
+
+def _check_names(given: Mapping[str, Any], known: set[str]) -> None:
+    if unknown := given.keys() - known - _IGNORED:
+        raise OptionError(f"a tensor takes {', '.join(_OLD_NAMES)}; found {', '.join(sorted(unknown))}")
+
+
+def _on_device(device: Any, *tensors: Any) -> list[Any]:
+    return [each if device is None or each is None else each.to(device) for each in tensors]
 
 
 class SparseTensor(FeatureTensor, Wrapped):
@@ -515,28 +496,24 @@ class SparseTensor(FeatureTensor, Wrapped):
         *_: Any,
         requires_grad: bool | None = None,
         device: Any = None,
-        **more: Any,
+        **old: Any,
     ) -> None:
-        given: dict[str, Any] = {"features": features, "coordinates": coordinates}
-        given |= {"coordinate_map_key": coordinate_map_key, "coordinate_manager": coordinate_manager}
-        if unknown := more.keys() - _IGNORED - _OLD_NAMES.keys():
-            raise OptionError(f"a SparseTensor takes {', '.join((*given, *_OLD_NAMES))}; found {', '.join(unknown)}")
-        given.update({_OLD_NAMES[name]: more[name] for name in more.keys() & _OLD_NAMES.keys()})
-        features, coordinates, key, manager = given.values()
-        if device is not None and features is not None:
-            features, coordinates = features.to(device), None if coordinates is None else coordinates.to(device)
+        _check_names(old, {*_OLD_NAMES.values()})
+        given = features, coordinates, coordinate_map_key, coordinate_manager
+        features, coordinates, key, manager = (old.get(*each) for each in zip(_OLD_NAMES.values(), given, strict=True))
+        features, coordinates = _on_device(device, features, coordinates)
         if features is None or (coordinates is None and (key is None or manager is None)):
             raise OptionError("give features and either coordinates, or coordinate_map_key and coordinate_manager")
         if coordinates is None:
             sparse = manager.tensor(features, key)
         else:
-            manager = manager or _SHARED.manager_for(coordinates.shape[1] - 1)
+            manager = manager or _SHARED.manager_for(coordinates)
             stride = as_axes(tensor_stride, manager.D, "tensor_stride", 1)
             key, sparse = manager.insert(features, coordinates, stride, quantization_mode)
-        if requires_grad is not None:
-            sparse.requires_grad_(requires_grad)
         self.sparse, self.coordinate_map_key, self.coordinate_manager = sparse, key, manager
         self.quantization_mode = quantization_mode
+        if requires_grad is not None:
+            self.requires_grad_(requires_grad)
 
     @classmethod
     def of(cls, sparse: Any, key: CoordinateMapKey, manager: CoordinateManager) -> SparseTensor:
@@ -551,13 +528,10 @@ class SparseTensor(FeatureTensor, Wrapped):
         tensors = {key: self.sparse}
         # Besides, coordinates that layers may go back to; others they make again.
         for other, level in manager.levels.items():
-            if other != key and (
-                other in manager.given or all(o <= t for o, t in zip(other.stride, key.stride, strict=True))
-            ):
-                empty = (
-                    None if _traced(level) else ops.SparseTensor(level.coords.new_empty(len(level), 0).float(), level)
-                )
-                tensors[other] = coordinates_of(level) if empty is None else empty
+            finer = all(o <= t for o, t in zip(other.stride, key.stride, strict=True))
+            if other != key and (finer or other in manager.given):
+                level = level if _traced(level) else ops.SparseTensor(_no_features(level.coords), level)
+                tensors[other] = coordinates_of(level)
         return [*tensors.values()], (manager.D, (*tensors,))
 
     @classmethod
@@ -616,17 +590,20 @@ class SparseTensor(FeatureTensor, Wrapped):
     def features_at_coordinates(self, query_coordinates: Tensor) -> Tensor:
         """[P, C]: multilinear interpolation at (batch, axes...) in finest units. The place of a voxel is its
         coordinate; absent voxels count as 0."""
+        places = query_coordinates if query_coordinates.is_floating_point() else query_coordinates.float()
         # Ours have their places at centres.
-        shift = query_coordinates.new_tensor([0, *(s / 2 for s in self.coordinate_map_key.stride)])
-        return ops.interpolate(self.sparse, _turned(query_coordinates + shift), normalize=False)
+        shift = places.new_tensor([0, *(s / 2 for s in self.coordinate_map_key.stride)])
+        return ops.interpolate(self.sparse, _turned(places + shift), normalize=False)
 
     def interpolate(self, X: TensorField) -> TensorField:
-        return X.with_features(self.features_at_coordinates(X.C.to(self.dtype)))
+        return X.with_features(self.features_at_coordinates(X.C))
 
     def slice(self, X: Any) -> TensorField:
         """The features at the points of X, a TensorField or the SparseTensor made of them."""
         if isinstance(X, TensorField):
             return X.with_features(ops.gather(self._F, X.inverse_mapping(self.coordinate_map_key), dim=0))
+        if X.coordinate_map_key != self.coordinate_map_key:
+            raise GeometryError(f"slice takes a tensor of {self.coordinate_map_key}, found {X.coordinate_map_key}")
         rows = X.inverse_mapping
         return TensorField(self._F[rows], self.C[rows], coordinate_manager=self.coordinate_manager)
 
@@ -638,12 +615,16 @@ class SparseTensor(FeatureTensor, Wrapped):
     def dense(self, shape: Any = None, min_coordinate: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """(dense [B, C, axes...], least coordinate, tensor stride). Index 0 is min_coordinate, by default 0."""
         stride = self.sparse.coords.new_tensor(self.tensor_stride)
-        least = self.C[:, 1:].amin(0, keepdim=True) if min_coordinate is None else torch.as_tensor(min_coordinate)
+        if not len(self):
+            if shape is None:
+                raise ShapeError("a tensor without voxels takes a shape, found None")
+            return self._F.new_zeros([*shape]), torch.zeros_like(stride), stride.cpu()
+        places = self.sparse.coords[:, 1:].flip(1)
+        least = places.amin(0, keepdim=True) * stride if min_coordinate is None else torch.as_tensor(min_coordinate)
         first = (torch.zeros_like(stride) if min_coordinate is None else least.reshape(-1).to(stride)) // stride
-        low = self.sparse.coords[:, 1:].amin(0).flip(0) - first
-        if bool((low < 0).any()):
+        if bool((places < first).any()):
             raise CoordinateError(f"min_coordinate is at most the coordinates', found {(first * stride).tolist()}")
-        extent = shape[2:] if shape is not None else (self.sparse.coords[:, 1:].amax(0).flip(0) - first + 1).tolist()
+        extent = (places.amax(0) - first + 1).tolist() if shape is None else shape[2:]
         found = ops.to_dense(self.sparse, extent[::-1], first.flip(0).tolist())
         found = found.permute(0, 1, *range(self.D + 1, 1, -1))
         if shape is not None and shape[0] > len(found):
@@ -675,19 +656,19 @@ class TensorField(FeatureTensor):
         *_: Any,
         requires_grad: bool | None = None,
         device: Any = None,
-        **__: Any,
+        **old: Any,
     ) -> None:
+        _check_names(old, set())
         if quantization_mode not in (FIRST, *_REDUCE):
             raise OptionError(f"a TensorField has the mode FIRST, MEAN, SUM or MAX, found {quantization_mode!r}")
         if coordinates is None and (coordinate_field_map_key is None or coordinate_manager is None):
             raise OptionError("give either coordinates, or coordinate_field_map_key and coordinate_manager")
-        self._F = features.to(device) if device else features
+        self._F, coordinates = _on_device(device, features, coordinates)
         if coordinates is not None:
-            coordinates = coordinates.to(device) if device else coordinates
-            coordinate_manager = coordinate_manager or _SHARED.manager_for(coordinates.shape[1] - 1)
+            coordinate_manager = coordinate_manager or _SHARED.manager_for(coordinates)
             coordinate_field_map_key = coordinate_manager.insert_field(coordinates, tensor_stride)
         if requires_grad is not None:
-            self._F.requires_grad_(requires_grad)
+            self.requires_grad_(requires_grad)
         self.coordinate_manager: Any = coordinate_manager
         self.coordinate_field_map_key, self.quantization_mode = coordinate_field_map_key, quantization_mode
 
@@ -712,10 +693,10 @@ class TensorField(FeatureTensor):
             return SparseTensor.of(manager.tensor(feats, key), key, manager)
         stride = as_axes(tensor_stride, self.D, "tensor_stride", 1)
         found = voxels(self._F, self.C, stride, mode, True)
-        key = next((key for own, key in manager.inverses if own == field and key.stride == stride), None)
+        key = manager.voxelised.get((field, stride))
         if key is not None:
             return SparseTensor.of(manager.tensor(found.feats, key), key, manager)
-        key = manager.free_key(stride)
+        key = manager.voxelised[field, stride] = manager.free_key(stride)
         manager.inverses[field, key] = found.inverse
         manager.give(key, found)
         return SparseTensor.of(found, key, manager)

@@ -74,10 +74,7 @@ def avg_pool(
 ) -> SparseTensor:
     """y[o, c] = mean of x[i, c] over the inputs present in the window of o. Arguments as in max_pool()."""
     found, outputs = _window(x, (kernel_size, stride, padding, dilation, offsets), out)
-    # Divide before rounding to x's dtype: the sum may overflow half precision where the mean does not.
-    wide = arithmetic_feats(x).to(torch.promote_types(x.dtype, torch.float32))
-    means = _sums(wide, found, outputs) / found.counts().clamp(min=1)[:, None].to(x.device)
-    return SparseTensor(means.to(x.dtype), outputs)
+    return SparseTensor(_means(arithmetic_feats(x), found, outputs), outputs)
 
 
 @one_node
@@ -98,19 +95,16 @@ def unpool(
 
     target: the finer coordinates, a SparseTensor or Geometry; None: all that are reached. Arguments otherwise as in
     max_pool(). With windows that do not overlap (kernel_size = stride, padding 0) every voxel takes the features of its
-    coarser voxel: nearest up-sampling. Raises OptionError for another `reduce` than "sum" and "mean", and as
-    conv_inverse() does, but takes any target whose stride times `stride` is that of x.
+    coarser voxel: upsample_nearest() is then faster. Raises OptionError for another `reduce` than "sum" and "mean", and
+    as conv_inverse() does, but takes any target whose stride times `stride` is that of x.
     """
     if reduce not in ("sum", "mean"):
         raise OptionError(f"reduce is 'sum' or 'mean', found {reduce!r}")
     policy = "transposed_support" if target is None else "given_inverse"
     relation = _relation(x.spatial_dim, kernel_size, stride, padding, dilation, offsets, policy)
     found, outputs = kernel_map(x.geometry, relation, target_of(target)[1])
-    wide = arithmetic_feats(x).to(torch.promote_types(x.dtype, torch.float32))
-    y = _sums(wide, found, outputs)
-    if reduce == "mean":
-        y = y / found.counts().clamp(min=1)[:, None].to(x.device)
-    return SparseTensor(y.to(x.dtype), outputs)
+    run = _means if reduce == "mean" else _sums
+    return SparseTensor(run(arithmetic_feats(x), found, outputs), outputs)
 
 
 @one_node
@@ -234,6 +228,12 @@ def _sums(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:
     """Sums over windows, as a depthwise convolution with weights of one."""
     ones = x.new_ones((x.shape[1], found.volume, 1))
     return conv_features(x, ones, found, outputs.coords.shape[0], groups=x.shape[1])
+
+
+def _means(x: Tensor, found: KernelMap, outputs: Geometry) -> Tensor:
+    # Divide before rounding to x's dtype: the sum may overflow half precision where the mean does not.
+    sums = _sums(x.to(torch.promote_types(x.dtype, torch.float32)), found, outputs)
+    return (sums / found.counts().clamp(min=1)[:, None].to(x.device)).to(x.dtype)
 
 
 def maximum(x: Tensor, inputs: Tensor, outputs: Tensor, rows: int) -> Tensor:
