@@ -25,23 +25,27 @@ LIBRARIES: Mapping[str, str] = {
     "flash_attn": "pumice.compat.flash_attn",
 }
 """By import name, the module that stands in. Its MODULES holds the names of each importable module of the library, by
-dotted name: {"spconv.pytorch": {"SubMConv3d": ..., ...}, ...}; a function `installing(mode)`, if there, is called first
-and may choose among versions."""
+dotted name: {"spconv.pytorch": {"SubMConv3d": ..., ...}, ...}; of a library with versions, modules_of(mode) gives these.
+A function `installing`, if there, is called first."""
 
 
 def install(*libraries: str, mode: str | None = None) -> None:
     """Put pumice under the import names of these libraries (all of LIBRARIES if none are given), for this process.
 
     mode: which version's behaviour, for a library that has several: "1.4" or "2.1" of torchsparse (2.1 by default).
-    Logs once, as a warning, what was replaced. Raises OptionError for names that are not in LIBRARIES.
+    Logs once, as a warning, what was replaced. Raises OptionError for names that are not in LIBRARIES, and for
+    modes that a library does not have.
     """
     for name in libraries or LIBRARIES:
         if name not in LIBRARIES:
             raise OptionError(f"install takes names of {', '.join(LIBRARIES)}; found {name!r}")
         stand_in = importlib.import_module(LIBRARIES[name])
+        versions = getattr(stand_in, "modules_of", None)
+        if versions is None and mode is not None:
+            raise OptionError(f"{name} has one mode, found {mode!r}")
         if hasattr(stand_in, "installing"):
-            stand_in.installing(mode)
-        _replace(name, stand_in.MODULES)
+            stand_in.installing()
+        _replace(name, stand_in.MODULES if versions is None else versions(mode))
 
 
 def uninstall(*libraries: str) -> None:

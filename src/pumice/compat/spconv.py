@@ -909,9 +909,7 @@ conv = modules = core = functional = pool = ops = SimpleNamespace(**_NAMES)
 constants = SimpleNamespace(**_CONSTANTS)
 
 
-def installing(mode: str | None) -> None:
-    """Before installation: registries of mmcv and mmdet3d. Raises OptionError for a mode: there is none."""
-    if mode is not None:
-        raise OptionError(f"spconv has one mode, found {mode!r}")
+def installing() -> None:
+    """Register the layers with mmcv and mmdet3d, where these are imported."""
     starts = ("SubMConv", "Sparse")
     utils.register({name: value for name, value in _NAMES.items() if name.startswith(starts)})

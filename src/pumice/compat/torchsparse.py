@@ -304,18 +304,13 @@ def _add_settings(found: dict[str, dict[str, Any]]) -> None:
 
 VERSIONS: Mapping[str, dict[str, dict[str, Any]]] = {V14: _modules(V14), V21: _modules(V21)}
 
-MODULES: dict[str, dict[str, Any]] = {}
-"""The modules that pumice.compat.install puts under their import names; `installing` fills it."""
+
+def modules_of(mode: str | None) -> Mapping[str, Mapping[str, Any]]:
+    """MODULES of other stand-ins, of version "1.4" or "2.1" (the default). Raises OptionError for others."""
+    return {f"torchsparse.{path}".removesuffix("."): names for path, names in _named(mode or V21).items()}
 
 
-def installing(mode: str | None) -> None:
-    """Choose the version that MODULES has: "1.4" or "2.1", which is the default. Raises OptionError for others."""
-    modules = _modules_of(V21 if mode is None else mode)
-    MODULES.clear()
-    MODULES.update({f"torchsparse.{path}".removesuffix("."): names for path, names in modules.items()})
-
-
-def _modules_of(mode: str) -> dict[str, dict[str, Any]]:
+def _named(mode: str) -> dict[str, dict[str, Any]]:
     if mode not in VERSIONS:
         raise OptionError(f"mode is one of {', '.join(VERSIONS)}, found {mode!r}")
     return VERSIONS[mode]
@@ -323,12 +318,11 @@ def _modules_of(mode: str) -> dict[str, dict[str, Any]]:
 
 def version(mode: str) -> SimpleNamespace:
     """The names of a version, "1.4" or "2.1", as torchsparse has them: `version("1.4").nn.Conv3d`."""
-    made = {path: SimpleNamespace(**names) for path, names in _modules_of(mode).items()}
+    made = {path: SimpleNamespace(**names) for path, names in _named(mode).items()}
     for path in sorted(made)[1:]:
         parent, _, child = path.rpartition(".")
         setattr(made[parent], child, made[path])
     return made[""]
 
 
-installing(None)
 nn, utils, backend, backends = (getattr(version(V21), name) for name in ("nn", "utils", "backend", "backends"))
