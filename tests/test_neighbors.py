@@ -240,3 +240,18 @@ def test_real_scan(data_folder):
     limits = points.Limits(16, torch.finfo(torch.float32).max)
     found, wanted = neighbors.nearest(held, held, limits), neighbors.nearest_torch(held, queries, limits)
     assert torch.equal(found[0][some], wanted[0]) and torch.equal(found[1][some], wanted[1])
+
+
+def test_neighbours_of_an_item_are_not_bounded_by_another_items():
+    """The first item's points are close to the queries of both, the second's are far apart."""
+    made = torch.Generator().manual_seed(0)
+    close, apart = torch.randn(40, 3, generator=made) * 0.01, torch.randn(40, 3, generator=made) * 5
+    batch = torch.arange(2).repeat_interleave(40)
+    queries = torch.randn(8, 3, generator=made) * 0.01
+    asked = torch.arange(2).repeat_interleave(4)
+    index, squared = pm.ops.knn(torch.cat([close, apart]), 5, queries, batch=batch, query_batch=asked)
+    for query, item, found, distances in zip(queries, asked.tolist(), index, squared, strict=True):
+        own = (apart if item else close) - query
+        wanted = own.square().sum(1).sort().values[:5]
+        torch.testing.assert_close(distances, wanted)
+        assert ((found >= 40) == bool(item)).all()

@@ -13,16 +13,16 @@ from pumice.coords.neighbor_search import SearchShape
 TOP = torch.finfo(torch.float32).max
 
 
-def point_sets(dim: int, lattice: bool) -> tuple[PointSet, PointSet]:
-    """Points and queries of two items."""
+def point_sets(dim: int, lattice: bool, count: int = 240) -> tuple[PointSet, PointSet]:
+    """Points and queries of two items, in many leaves; a lattice has ties."""
     made = torch.Generator().manual_seed(dim)
-    both = torch.randn(90, dim, generator=made)
+    both = torch.randn(count + 60, dim, generator=made)
     if lattice:
-        both = (both * 2).round()
-    items = torch.randint(0, 2, (90,), generator=made)
-    return PointSet(both[:60].contiguous(), items[:60].clone(), 2), PointSet(
-        both[60:].contiguous(), items[60:].clone(), 2
-    )
+        both = (both * 4).round() / 2
+    items = torch.randint(0, 2, (count + 60,), generator=made)
+    parts = slice(None, count), slice(count, None)
+    points, queries = (PointSet(both[part].contiguous(), items[part].clone(), 2) for part in parts)
+    return points, queries
 
 
 def same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
@@ -38,11 +38,12 @@ def check_nearest(dim: int, limits: Limits) -> None:
 
 def check_within(dim: int) -> None:
     points, queries = point_sets(dim, dim == 3)
-    same(neighbor_search.within(points, queries, 1.0), neighbors.within_torch(points, queries, 1.0))
+    found = neighbor_search.within(points, queries, 1.0, SearchShape(16, 8))
+    same(found, neighbors.within_torch(points, queries, 1.0))
 
 
 def check_farthest(dim: int) -> None:
-    points, _ = point_sets(dim, dim == 3)
+    points, _ = point_sets(dim, dim == 3, 90)
     starts = [int((points.items == item).nonzero()[3]) for item in range(2)]
     for counts in ([6, 0], torch.bincount(points.items).tolist()):
         found = neighbor_search.farthest(points, counts, starts)

@@ -25,7 +25,7 @@ LIBRARIES: Mapping[str, str] = {
     "flash_attn": "pumice.compat.flash_attn",
 }
 """By import name, the module that stands in. Its MODULES holds the names of each importable module of the library, by
-dotted name: {"spconv.pytorch": {"SubMConv3d": ..., ...}, ...}; of a library with versions, modules_of(mode) gives these.
+dotted name: {"spconv.pytorch": {"SubMConv3d": ..., ...}}; of a library with versions, modules_of(mode) gives these.
 A function `installing`, if there, is called first."""
 
 
