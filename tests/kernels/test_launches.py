@@ -64,7 +64,7 @@ def test_every_kernel_is_in_the_table():
 
     files = {
         name: importlib.import_module(f"pumice.coords.{name}")
-        for name in ("lookup_kernels", "tile_kernels", "pair_kernels", "chain_kernels")
+        for name in ("lookup_kernels", "tile_kernels", "pair_kernels", "chain_kernels", "neighbor_kernels")
     }
     files["row_kernels"] = importlib.import_module("pumice.lower.row_kernels")
     kernels = {
