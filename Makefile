@@ -1,5 +1,5 @@
 # make demo    environment, install, and the main job from end to end
-# make test    environment, install, lint, types, and every test of the package that needs no GPU
+# make test    environment, install, lint, types, and the tests of the package that need no GPU
 # PYTHON=...   the interpreter to build the environment with (3.11 or newer)
 
 CANDIDATES := python3.11 python3.12 python3.13 python3 python
@@ -24,12 +24,12 @@ STAMP36 := $(VENV36)/.stamp
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: help env demo docs test lint pytest test-benchmarks bench shape lint-kernels sanitize clean
+.PHONY: help env demo docs test test-all lint pytest test-benchmarks bench shape lint-kernels sanitize clean
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# //p' Makefile | head -3
-	@echo "also         make env, docs, test-benchmarks, lint, bench, shape, lint-kernels, sanitize, clean"
+	@echo "also         make env, docs, test-all, test-benchmarks, lint, bench, shape, lint-kernels, sanitize, clean"
 
 env: $(STAMP)
 
@@ -66,12 +66,15 @@ test: env
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
 pytest: env
-	@echo "test: everything that needs no GPU, by $(WORKERS) processes"
+	@echo "test: what needs no GPU, by $(WORKERS) processes; without further cases of the same (make test-all)"
+	@$(BIN)/python -m pytest -q -m "not gpu and not wide" --numprocesses=$(WORKERS) --dist=worksteal
+
+test-all: env
 	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal
 
 test-benchmarks: env
 	@echo "test: benchmarks"
-	@$(BIN)/python -m pytest -q -m "not gpu" --numprocesses=$(WORKERS) --dist=worksteal benchmarks/tests
+	@$(BIN)/python -m pytest -q -m "not gpu and not wide" --numprocesses=$(WORKERS) --dist=worksteal benchmarks/tests
 
 bench: env
 	@echo "bench: installing the peers"

@@ -111,7 +111,6 @@ def test_what_cannot_be_asked(robot_loop, capsys):
     assert "--scans must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_potential_is_learned(potential, capsys):
     """Forces of the reference are its slopes too; after some steps those of the network are better than none."""
     found = potential.main(["--steps", "60", "--channels", "4"])

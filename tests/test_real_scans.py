@@ -139,7 +139,6 @@ def test_a_mesh(data_folder):
     assert 4_000 < len(x) < 20_000 and torch.isfinite(y.feats).all()
 
 
-@pytest.mark.slow
 def test_training_reaches_an_accuracy(scan):
     """SemanticKITTI, one scan, learned by heart: point accuracy above 0.90."""
     cloud = scan("semantickitti_labelled/000000.bin")

@@ -22,7 +22,6 @@ SHOWN = {
 }
 
 
-@pytest.mark.slow
 def test_the_site_is_built_without_warnings(tmp_path):
     pytest.importorskip("sphinx", reason="the site needs the extra `docs`")
     options = ["-W", "--keep-going", "--quiet", "-d", tmp_path / "trees"]

@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
 def test_every_type_is_known(tmp_path):
     """But for stand-ins of other libraries (pumice.compat.*), which make many of their names in loops."""
     pytest.importorskip("pyright", reason="pyright is not installed")

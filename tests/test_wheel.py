@@ -71,7 +71,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, clone):
     assert {name.name for name in names if name.suffix not in (".py", ".typed")} == DATA
 
 
-@pytest.mark.slow
 def test_pip_installs_from_a_plain_clone(clone, python, tmp_path):
     command = [*PIP, "install", "-q", "--no-index", "--no-build-isolation", "--force-reinstall", "--no-deps"]
     run(python, *command, f"{clone}[cli]")

@@ -58,7 +58,7 @@ def measure(command, tmp_path):
     return measure
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(c, marks=pytest.mark.slow) for c in EXPECTED if c not in FAST)])
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(c, marks=pytest.mark.wide) for c in EXPECTED if c not in FAST)])
 def test_a_study_gives_whole_rows(measure, case):
     ran, rows = measure(case)
     assert ran.code == 0 and "FAILED" not in ran.out, ran.out + ran.err

@@ -34,7 +34,7 @@ def tiles(matrix, height=16, width=8):
     return before, int((-(-distinct // width)).sum())
 
 
-BIG = [pytest.param(name, marks=[pytest.mark.slow] if name == "amazon0505-like" else []) for name in SIZES]
+BIG = [pytest.param(name, marks=[pytest.mark.wide] if name == "amazon0505-like" else []) for name in SIZES]
 
 
 @pytest.mark.parametrize("name", BIG)

@@ -52,7 +52,7 @@ def setup_of(said, **more):
 # networks
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_all_seven_networks(suite):
     out, _ = suite("networks")
     for name, workload in WORKLOADS.items():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from wide import beyond
 
 import pumice as pm
 from pumice import nn
@@ -164,7 +165,7 @@ def test_batch_items_and_extents_do_not_bind():
     assert counter.frame_count <= 3
 
 
-@pytest.mark.parametrize("context", ["autocast", "inference_mode", "no_grad"])
+@pytest.mark.parametrize("context", beyond(1, ["autocast", "inference_mode", "no_grad"]))
 def test_contexts(context):
     model = UNet().eval()
     fast, counter = compiled(model, "aot_eager", dynamic=True)
@@ -273,7 +274,9 @@ def test_results_go_on():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=lambda o: str([*o])
+    "options",
+    beyond(1, [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]),
+    ids=lambda o: str([*o]),
 )
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_batch_norm_of_a_symbolic_number(options, training):

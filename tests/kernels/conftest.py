@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -20,6 +21,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.resolve().parents[1]
 LIMIT = 600
 """Seconds that an answer may take on a busy machine."""
+NARROW = 6
+"""One in so many jobs of a kernel is not wide."""
 CRASHES = 3
 """How many processes may end before no other is started."""
 _FORGOTTEN = ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "PYTHONWARNINGS")
@@ -88,17 +91,40 @@ class Server:
             )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests of a job follow each other, so that one worker compiles it and remembers what came out."""
+    """All tests of a job follow each other, so that one worker compiles it and remembers what came out; of each kernel
+    one in six of the jobs and of the checks is narrow."""
     places = [place for place, item in enumerate(items) if HERE in item.path.parents]
     ours = sorted((items[place] for place in places), key=lambda item: (item.path.name, _job_of(item)))
     for place, item in zip(places, ours, strict=True):
         items[place] = item
+    groups: dict[tuple[str, str], set[str]] = {}
+    for item in ours:
+        groups.setdefault(_group_of(item), set()).add(_job_of(item))
+    narrow = {group: set(sorted(names, key=_digest)[: -(-len(names) // NARROW)]) for group, names in groups.items()}
+    for item in ours:
+        if _job_of(item) not in narrow[_group_of(item)]:
+            item.add_marker(pytest.mark.wide)
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    spec = getattr(item, "callspec", None)
+    return spec.params if spec else {}
 
 
 def _job_of(item: pytest.Item) -> str:
-    spec = getattr(item, "callspec", None)
-    return spec.params["job"].name if spec and "job" in spec.params else ""
+    params = _params(item)
+    return params["job"].name if "job" in params else params.get("name", "")
+
+
+def _group_of(item: pytest.Item) -> tuple[str, str]:
+    params = _params(item)
+    return item.path.name, params["job"].kernel if "job" in params else params.get("group", "")
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 @pytest.fixture(scope="session", autouse=True)

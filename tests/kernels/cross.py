@@ -46,6 +46,10 @@ class Job:
     activation: str = "-"
 
     @property
+    def kernel(self) -> str:
+        return self.case
+
+    @property
     def name(self) -> str:
         parts = [self.case, self.target, self.dtype, *([self.precision] if self.dtype == "fp32" else [])]
         parts += [f"{axis}={size}" for axis, size in self.sizes] + ([str(self.tile)] if self.tile else [])

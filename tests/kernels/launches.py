@@ -82,6 +82,10 @@ class Launch:
     target: str
 
     @property
+    def kernel(self) -> str:
+        return self.variant.kernel
+
+    @property
     def name(self) -> str:
         v = self.variant
         constants = " ".join(f"{name}={value}" for name, value in v.constants)
