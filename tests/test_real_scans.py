@@ -13,10 +13,10 @@ import torch
 from cases import one_thread  # noqa: F401
 
 import pumice as pm
-from pumice.cli.checkpoint import Task
 from pumice.cli.evaluate import Scores, confusion, predict
 from pumice.cli.training import Recipe, train
 from pumice.data import Scan, read_scan
+from pumice.label.checkpoint import Task
 from pumice.models import MinkUNet
 
 CPU = torch.device("cpu")

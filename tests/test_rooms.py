@@ -18,7 +18,7 @@ OPS = LOWER | {"lower"}
 NN = OPS | {"ops"}
 ENGINE = NN | {"nn"}
 MODELS = ENGINE | {"engine"}
-EVERY_ROOM = MODELS | {"models", "data", "compat"}
+EVERY_ROOM = MODELS | {"models", "data", "compat", "label"}
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "models": MODELS,
     "data": MODELS,
     "compat": ROOT | {"ops", "nn", "coords"},
+    "label": MODELS | {"models", "data"},
     "testing": EVERY_ROOM | {"__init__"},
     "cli": EVERY_ROOM | {"__init__", "testing"},
     "__init__": EVERY_ROOM,

@@ -21,6 +21,7 @@ from pumice.engine import (
     exportable,
     tune,
 )
+from pumice.label import Labelled, Labeller
 from pumice.nn import prune_model
 from pumice.ops import (
     Graph,
@@ -55,6 +56,8 @@ __all__ = [
     "Geometry",
     "Graph",
     "KernelMap",
+    "Labelled",
+    "Labeller",
     "PerItemTarget",
     "Program",
     "Relation",

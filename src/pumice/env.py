@@ -16,26 +16,34 @@ class Settings:
 
     data: folder of real scans (PUMICE_DATA), None if not set.
     cache: folder for tuned tiles and plans and compiled C kernels (PUMICE_CACHE, default ~/.cache/pumice).
+    rank, world, local_rank: of this process among those of torchrun (RANK, WORLD_SIZE, LOCAL_RANK); else 0 of 1.
     spconv_layout: spconv's SPCONV_SAVED_WEIGHT_LAYOUT, the layout of weights in checkpoints: KRSC, RSKC, RSCK or "".
     """
 
     data: Path | None
     cache: Path
     spconv_layout: str = ""
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
 
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """Settings of this process; later changes of the environment have no effect.
 
-    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or a layout is unknown.
+    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, a layout is unknown, or a rank is none.
     """
+    world = _number("WORLD_SIZE", 1, None)
     data = os.environ.get("PUMICE_DATA")
     cache = os.environ.get("PUMICE_CACHE")
     return Settings(
         data=_existing_folder("PUMICE_DATA", data) if data else None,
         cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
         spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
+        rank=_number("RANK", 0, world),
+        world=max(1, world),
+        local_rank=_number("LOCAL_RANK", 0, None),
     )
 
 
@@ -58,3 +66,10 @@ def _one_of(name: str, values: tuple[str, ...]) -> str:
     if value not in values:
         raise OptionError(f"{name} takes one of {', '.join(values[1:])}, found {value!r}")
     return value
+
+
+def _number(name: str, default: int, below: int | None) -> int:
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal() or (below is not None and int(value) >= max(1, below)):
+        raise OptionError(f"{name} takes a number{'' if below is None else f' below {below}'}, found {value!r}")
+    return int(value)

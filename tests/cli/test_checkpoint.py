@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pumice.cli import checkpoint
-from pumice.cli.checkpoint import Task, example
 from pumice.data import STREET
 from pumice.errors import FileError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import Task, example
 
 CPU = torch.device("cpu")
 

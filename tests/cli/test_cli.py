@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import pumice as package
-from pumice.cli import checkpoint, evaluate, segment
+from pumice.cli import evaluate, segment
 from pumice.cli import main as cli
-from pumice.cli.checkpoint import Task
-from pumice.cli.evaluate import write_prediction
 from pumice.data import SEMANTIC_KITTI, Scan, read_scan
 from pumice.errors import OptionError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import Task
+from pumice.label.predictions import write_prediction
 
 CPU = torch.device("cpu")
 SMALL = ("--voxel", 0.5, "--width", 0.1, "--device", "cpu")

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.cli import checkpoint, evaluate, segment
+from pumice.cli import evaluate, segment
 from pumice.cli import training as train
-from pumice.cli.checkpoint import Task, example
 from pumice.cli.evaluate import Scores, confusion, trivial_scores
 from pumice.cli.segment import Job, hold_out
 from pumice.cli.training import Recipe, class_weights
 from pumice.data import STREET, Scan
 from pumice.errors import DeviceError, FileError, OptionError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import Task, example
 
 CPU = torch.device("cpu")
 

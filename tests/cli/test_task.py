@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.cli.checkpoint import Task, example, voxel_labels
 from pumice.data import STREET, Scan
 from pumice.errors import OptionError
+from pumice.label.checkpoint import Task, example, voxel_labels
 
 CPU = torch.device("cpu")
 

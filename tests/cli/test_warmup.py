@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import pumice as pm
-from pumice.cli import checkpoint, kept
-from pumice.cli.checkpoint import Task
+from pumice.cli import kept
 from pumice.errors import OptionError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import Task
 from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.runtime.compile import Background
 

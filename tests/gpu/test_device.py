@@ -637,8 +637,9 @@ def test_an_exported_network(gpu, tmp_path):
 def test_the_main_job(gpu, tmp_path):
     """Train, evaluate, time and draw on the GPU, then run the checkpoint on the CPU."""
     pytest.importorskip("plotly")
-    from pumice.cli import checkpoint, evaluate, segment
+    from pumice.cli import evaluate, segment
     from pumice.cli.training import Recipe
+    from pumice.label import checkpoint
 
     scans = [street_scene(seed, beams=16, azimuths=96) for seed in range(3)]
     for precision in ("fp32", "bf16", "fp16"):

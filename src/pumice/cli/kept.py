@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from pumice.cli.checkpoint import load
 from pumice.data import street_scene
 from pumice.engine import compile as compiled
 from pumice.errors import FileError, OptionError
+from pumice.label.checkpoint import load
 from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.ops import SparseTensor
 from pumice.runtime.compile import BACKGROUND

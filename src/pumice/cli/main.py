@@ -1,4 +1,4 @@
-"""The command line: pumice segment, predict, evaluate, demo, convert, info, tune, warmup."""
+"""The command line: pumice segment, label, evaluate, demo, convert, info, tune, warmup."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ import pumice
 from pumice.cli import convert as convert_
 from pumice.cli import info as info_
 from pumice.cli import kept as kept_
+from pumice.cli import label as label_
 from pumice.cli import segment as segment_
 from pumice.cli.segment import Job, Result, common_labels, hold_out, labelled, pick_device
 from pumice.cli.training import Recipe, TrainingProgress
 from pumice.data import READERS, Scan, find_scans, read_scan, street_scene
 from pumice.errors import OptionError, PumiceError
+from pumice.label import Labeller
 from pumice.schedule.tuned_plans import plans
 from pumice.schedule.tuned_tiles import ledger
 
@@ -131,22 +133,27 @@ def segment(
 
 
 @app.command()
-def predict(
-    checkpoint: Trained,
-    path: Scans,
+def label(
+    inputs: Annotated[list[str], typer.Argument(help="scans, folders, patterns, @LIST of paths, URLs of fsspec")],
+    checkpoint: Annotated[Path, typer.Option(help="a checkpoint of `pumice segment`")],
+    out: Annotated[Path, typer.Option(help="folder for the class of every point")],
+    kind: Annotated[str, typer.Option("--as", help="label, npz, ply, parquet, or auto: label or npz")] = "auto",
     columns: Columns = None,
     features: Features = None,
     device: Device = "auto",
     precision: Precision = "fp32",
-    out: Annotated[Path | None, typer.Option(help="folder for the class of every point")] = None,
-    predictions_as: PredictionsAs = "auto",
+    readers: Annotated[int | None, typer.Option(help="processes that read ahead [default: 1, or 8 for a GPU]")] = None,
+    ray: Annotated[str | None, typer.Option(help="address of a Ray cluster to run on; local starts one")] = None,
 ) -> None:
-    """Write a checkpoint's class of every point, one scan after the other; labels are ignored."""
-    folder = out or Path("pumice-runs") / f"{path.stem}-predictions"
-    job = _applied(checkpoint, folder, device, precision, features)
-    job = replace(job, predictions=folder, predictions_as=predictions_as)
-    for _, file in segment_.predict(_read(find_scans(path), path, False, columns), job.opened()):
-        _say(f"wrote {file}")
+    """Write a checkpoint's class of every point of many scans. Scans whose files are there are not done again.
+
+    Exit code 3: some scans could not be labelled; they are listed at the end.
+    """
+    place = None if device == "auto" else str(pick_device(device))
+    options = {"precision": precision, "features": features, "columns": columns, "readers": readers}
+    labeller = Labeller(checkpoint, out, "", kind, place, **options)
+    if label_.label(inputs, labeller, ray, Console(stderr=True, highlight=False)):
+        raise typer.Exit(label_.SOME_FAILED)
 
 
 @app.command()

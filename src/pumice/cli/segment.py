@@ -7,7 +7,7 @@ import math
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,16 +16,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from pumice.cli import checkpoint, evaluate
-from pumice.cli.checkpoint import IGNORE, Task, example
-from pumice.cli.evaluate import FORMATS, LayerTiming, Scores, Timing, write_prediction
+from pumice.cli import evaluate
+from pumice.cli.evaluate import LayerTiming, Scores, Timing
 from pumice.cli.info import distribution
 from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
-from pumice.cli.training import PRECISIONS, Recipe, TrainingProgress, autocast, train
+from pumice.cli.training import Recipe, TrainingProgress, train
 from pumice.data import Scan, align_labels
 from pumice.engine import Tuning
 from pumice.engine import tune as tune_network
 from pumice.errors import DeviceError, FileError, OptionError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import PRECISIONS, Task, autocast, example
+from pumice.label.features import FEATURES, choose_features, fit_to_task
+from pumice.label.predictions import FORMATS, write_prediction
 
 Watch = Callable[[TrainingProgress, int], None]
 
@@ -102,16 +105,6 @@ def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
         raise OptionError(f"no scan has labels of {job.checkpoint}'s classes ({', '.join(task.names)}): give --labels")
     result = Result(task, (), job.checkpoint, where=f"{len(scans)} scans" if len(scans) > 1 else "1 scan")
     return _finish(net, task, [(scan, "") for scan in scans], result, job.opened())
-
-
-def predict(scans: Iterable[Scan], job: Job) -> Iterator[tuple[Scan, Path]]:
-    """Run job.checkpoint on one scan after the other, and yield each with its prediction file."""
-    assert job.checkpoint is not None and job.predictions is not None
-    net, task = checkpoint.load(job.checkpoint, job.device)
-    for scan in scans:
-        (fitted,) = fit_to_task([scan], task, job.features)
-        classes = evaluate.predict(net, fitted, task, job.device, job.recipe.precision)
-        yield scan, write_prediction(job.predictions, fitted, classes, task, job.predictions_as)
 
 
 def tune(scans: Sequence[Scan], job: Job, budget: float) -> Tuning:
@@ -223,8 +216,6 @@ def _device_name(device: torch.device) -> str:
     return f"CPU, {torch.get_num_threads()} threads"
 
 
-FEATURES = ("intensity", "rgb", "none", "constant")
-_MEANT = {0: "none", 1: "intensity", 3: "rgb", 4: "intensity and rgb"}
 Item = TypeVar("Item")
 
 
@@ -316,49 +307,3 @@ def common_labels(scans: Sequence[Scan]) -> list[Scan]:
 def labelled(scan: Scan) -> bool:
     """True if some point of the scan has a class."""
     return scan.labels is not None and bool((scan.labels >= 0).any())
-
-
-def choose_features(scan: Scan, choice: str | None, fill: Sequence[float] = (1.0,)) -> Scan:
-    """The scan with one of FEATURES as its features ("constant": `fill`). Raises OptionError if it lacks them."""
-    if choice is None:
-        return scan
-    if choice == "constant":
-        return replace(scan, feats=np.tile(np.asarray(fill, np.float32), (len(scan), 1)))
-    own = _choices(scan.feats.shape[1])
-    if choice not in own:
-        raise OptionError(f"{scan.name}: expected {choice} at each point, found {_counted(scan.feats.shape[1])}")
-    return replace(scan, feats=scan.feats[:, own[choice]])
-
-
-def _choices(count: int) -> dict[str, slice]:
-    """The columns of FEATURES in a scan with `count` feature columns: intensity comes first, colours last."""
-    found = {"intensity": slice(0, 1)} if count not in (0, 3) else {}
-    return {**found, **({"rgb": slice(-3, None)} if count in (3, 4) else {}), "none": slice(0, 0)}
-
-
-def _counted(count: int) -> str:
-    return f"{count} features per point" + (f" ({_MEANT[count]})" if count in _MEANT else "")
-
-
-def fit_to_task(scans: Sequence[Scan], task: Task, features: str | None = None) -> list[Scan]:
-    """The scans with the chosen features, and their classes renumbered as in the task; a scan with other classes loses
-    its labels. Raises FileError if a scan differs from the task in the number of features."""
-    fill = task.mean[len(task.mean) - task.features :]
-    chosen = [choose_features(scan, features, fill) for scan in scans]
-    for scan, own in zip(chosen, scans, strict=True):
-        found, count = scan.feats.shape[1], own.feats.shape[1]
-        if found != task.features:
-            fitting = [name for name, cut in _choices(count).items() if len(range(count)[cut]) == task.features]
-            remedy = f"give --features {' or '.join([*fitting, 'constant'])} (constant: the training scans' mean)"
-            expected = f"expected {_counted(task.features)} as in training"
-            raise FileError(f"{scan.name}: {expected}, found {_counted(found)}: {remedy}")
-    return [_renumbered(scan, task) for scan in chosen]
-
-
-def _renumbered(scan: Scan, task: Task) -> Scan:
-    if scan.labels is None or scan.label_set is None or scan.label_set.names == task.names:
-        return scan
-    if not set(scan.label_set.names) <= set(task.names):
-        return replace(scan, labels=None, label_set=None)
-    table = np.array([*(task.names.index(name) for name in scan.label_set.names), IGNORE])
-    return replace(scan, labels=table[np.maximum(scan.labels, -1)], label_set=task.label_set)

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.cli.checkpoint import IGNORE, LabelledScan, Task, example
 from pumice.data import Scan
 from pumice.engine import compile
+from pumice.label.checkpoint import IGNORE, LabelledScan, Task, autocast, example
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,6 @@ class TrainingProgress:
     loss: float
     accuracy: float
     speed: float
-
-
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def train(
@@ -83,12 +80,6 @@ def _step(
     counted = sample.labels != IGNORE
     right = (logits.argmax(dim=1) == sample.labels)[counted].float().mean()
     return loss.item(), right.item()
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """The autocast context of a precision; disabled for fp32."""
-    dtype = PRECISIONS[precision]
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def class_weights(scans: Sequence[Scan], task: Task) -> Tensor:

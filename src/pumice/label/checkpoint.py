@@ -23,6 +23,7 @@ from pumice.models import MinkUNet
 from pumice.ops import SparseTensor, voxelize
 
 IGNORE = -1
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DERIVED = 2  # inputs computed from the position: height, distance
 
 
@@ -84,18 +85,24 @@ class LabelledScan:
 
 def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Generator | None = None) -> LabelledScan:
     """`scan` voxelised on `device`; with `turn`, first randomly rotated about the vertical, mirrored and scaled."""
+    inputs = network_inputs(scan, task)
+    xyz = scan.xyz if turn is None else _turned(scan.xyz, turn)
+    points = torch.from_numpy(np.ascontiguousarray(xyz)).to(device)
+    x = voxelize(points, torch.from_numpy(inputs).to(device), task.voxel, origin="min")
+    labels = None if scan.labels is None else torch.from_numpy(scan.labels).to(device)
+    return LabelledScan(x, None if labels is None else voxel_labels(x, labels, len(task.names)))
+
+
+def network_inputs(scan: Scan, task: Task) -> np.ndarray:
+    """float32 [P, task.in_channels]: the network's input at each point. Raises OptionError for a scan with another
+    number of features than the task's."""
     inputs = _inputs(scan)
     if inputs.shape[1] != len(task.mean):
         raise OptionError(
             f"{scan.name}: the network takes {task.features} features per point, the scan has {scan.feats.shape[1]}"
         )
     inputs = (inputs - np.asarray(task.mean, np.float32)) / np.asarray(task.std, np.float32)
-    inputs = np.concatenate([inputs, np.ones((len(inputs), 1), np.float32)], axis=1)
-    xyz = scan.xyz if turn is None else _turned(scan.xyz, turn)
-    points = torch.from_numpy(np.ascontiguousarray(xyz)).to(device)
-    x = voxelize(points, torch.from_numpy(inputs).to(device), task.voxel, origin="min")
-    labels = None if scan.labels is None else torch.from_numpy(scan.labels).to(device)
-    return LabelledScan(x, None if labels is None else voxel_labels(x, labels, len(task.names)))
+    return np.concatenate([inputs, np.ones((len(inputs), 1), np.float32)], axis=1)
 
 
 def voxel_labels(x: SparseTensor, labels: Tensor, classes: int) -> Tensor:
@@ -121,6 +128,12 @@ def _turned(xyz: np.ndarray, chance: np.random.Generator) -> np.ndarray:
     mirror = 1.0 if chance.random() < 0.5 else -1.0
     turn = np.array([[cosine * mirror, -sine, 0], [sine * mirror, cosine, 0], [0, 0, scale]], np.float32)
     return xyz @ turn.T
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The autocast context of a precision; disabled for fp32."""
+    dtype = PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 # Checkpoints

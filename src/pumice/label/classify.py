@@ -1,0 +1,94 @@
+"""The class of every point of a scan: on a GPU by a captured network, from points to classes; on a CPU compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pumice.data import Scan
+from pumice.engine import CapturedPoints, capture_points, compile
+from pumice.label.checkpoint import Task, autocast, network_inputs
+from pumice.ops import voxelize
+
+_MOST_POINTS = 4_000_000
+"""Largest scan that a network is captured for; larger ones are run without a graph."""
+
+
+@dataclass(frozen=True, eq=False)
+class NetworkInput:
+    """points float64 [P, 3], relative to the low corner of the scan; feats float32 [P, C]."""
+
+    points: Tensor
+    feats: Tensor
+
+    @staticmethod
+    def of(scan: Scan, task: Task) -> NetworkInput:
+        """The input of a scan. Raises OptionError for another number of features than the task's."""
+        # Differences of float32 numbers in float64 put every point into the voxel that voxelize(origin="min") does.
+        points = scan.xyz.astype(np.float64)
+        points -= points.min(axis=0)
+        return NetworkInput(torch.from_numpy(points), torch.from_numpy(network_inputs(scan, task)))
+
+    def pin_memory(self) -> NetworkInput:
+        return NetworkInput(self.points.pin_memory(), self.feats.pin_memory())
+
+
+@dataclass(frozen=True, eq=False)
+class OnTheirWay:
+    """Classes int32 [P] on the host, complete once `copied` (None: already) has happened."""
+
+    classes: Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> np.ndarray:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.classes.numpy()
+
+
+class Classifier:
+    """A network on a device; a call returns before a GPU has finished."""
+
+    def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str) -> None:
+        net = net.to(device).eval()
+        self._classes = _Captured(net, task.voxel) if device.type == "cuda" else _Compiled(net, task.voxel)
+        self._device, self._precision = device, precision
+
+    @torch.no_grad()
+    def __call__(self, given: NetworkInput) -> OnTheirWay:
+        points, feats = (t.to(self._device, non_blocking=True) for t in (given.points, given.feats))
+        with autocast(self._device, self._precision):
+            classes = self._classes(points, feats).to(torch.int32)
+        host = classes.to("cpu", non_blocking=True)
+        if self._device.type != "cuda":
+            return OnTheirWay(host, None)
+        # Sleeps while it waits: writers must not take processors from readers.
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        return OnTheirWay(host, copied)
+
+
+class _Compiled:
+    def __init__(self, net: nn.Module, voxel: float) -> None:
+        self._program, self._voxel = compile(net), voxel
+
+    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
+        x = voxelize(points, feats, self._voxel)
+        return self._program(x).feats.argmax(dim=1)[x.inverse]
+
+
+class _Captured:
+    """Captured for the first scan, and again for one of more than twice its points."""
+
+    def __init__(self, net: nn.Module, voxel: float) -> None:
+        self._net, self._voxel, self._most = net, voxel, -1
+        self._fast: CapturedPoints | None = None
+
+    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
+        if self._fast is None or self._most < len(points) <= _MOST_POINTS:
+            self._most = 2 * len(points)
+            self._fast = capture_points(self._net, points, feats, self._voxel, max_points=self._most)
+        return self._fast(points, feats).argmax(dim=1)

@@ -1,0 +1,266 @@
+"""Labelling of many scans by one network: reads ahead, runs it, writes, and continues where an earlier run stopped."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from pumice.data import Scan, read_scan
+from pumice.errors import CaptureError, FileError, OptionError, PumiceError
+from pumice.label import checkpoint
+from pumice.label.checkpoint import PRECISIONS, Task
+from pumice.label.classify import Classifier, NetworkInput, OnTheirWay
+from pumice.label.features import FEATURES, fit_to_task
+from pumice.label.predictions import FORMATS, kind_of, remove_leftovers, write_prediction
+from pumice.label.record import Record, digest
+from pumice.label.sources import Input, Sources, local_file, place
+
+_WRITERS = 2
+_UNWRITTEN = 8
+_AHEAD = 2
+"""Threads that write, scans that may wait for them, and scans that each reader is ahead."""
+_READERS = 8
+"""Most reading processes for a GPU; a scan takes a few of its milliseconds."""
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """What became of a scan. state: "labelled", "kept" (its output was there already) or "failed".
+
+    source: its path or URL. output: the path of its file, "" if it failed. points: number of its points, 0 unless it
+    was labelled. reason: why it failed."""
+
+    source: str
+    output: str
+    state: str
+    points: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Labeller:
+    """Writes the class of every point of scans, as a checkpoint of `pumice segment` predicts them:
+
+        labeller = pm.Labeller("checkpoint.safetensors", "labels")
+        for one in labeller.label(["scans/0.bin", "s3://bucket/1.bin"]):
+            print(one.state, one.output or one.reason)
+
+        output(scan)[p] = argmax over classes of net(voxels(scan))[voxel of p]
+
+    Processes read and prepare scans ahead of the network, which is captured with its voxelisation on a GPU (see
+    capture_points) and compiled on a CPU; threads write. Every file is written under another name and renamed, and a
+    scan whose file is there is not done again. A scan that cannot be labelled is told as failed, and the others go on.
+    `labels.json` in the folder keeps what its files were made by.
+
+    An object is small: it is pickled without the network, which each process loads when it labels its first scan. It is
+    a callable of batches, as of Ray Data: from columns `path` and, optionally, `name` (the output's path below `out`,
+    without suffix) it makes the columns of Labelled.
+
+    Parameters
+    ----------
+    checkpoint: of `pumice segment`. out: the folder of the outputs.
+    root: folder or URL that the names of outputs are relative to: `root/a/0.bin` becomes `out/a/0.label`. "": whole
+        paths.
+    kind: format of the files: label (uint32 per point, SemanticKITTI), npz, ply, parquet, or auto (label for
+        SemanticKITTI's classes, else npz).
+    device: None: a GPU if there is one. precision: fp32, bf16 or fp16 (autocast).
+    features: intensity, rgb, none or constant, of each point; None: all of the scan. columns: numbers per point in .bin
+        files, if the guess is wrong.
+    readers: processes that read ahead; 0: none; None: one on a CPU, up to eight for a GPU.
+
+    Raises OptionError for invalid options.
+    """
+
+    checkpoint: str | Path
+    out: str | Path
+    root: str = ""
+    kind: str = "auto"
+    device: str | None = None
+    precision: str = "fp32"
+    features: str | None = None
+    columns: int | None = None
+    readers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", FORMATS), ("precision", tuple(PRECISIONS)), ("features", (None, *FEATURES))):
+            if (found := getattr(self, name)) not in known:
+                raise OptionError(f"{name}={found!r} is unknown; there are {', '.join(map(str, known))}")
+        if (self.columns or 3) < 3 or (self.readers or 0) < 0:
+            raise OptionError(f"columns is at least 3, readers 0; found {self.columns} and {self.readers}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def label(self, scans: Iterable[str | Path | Input]) -> Iterator[Labelled]:
+        """Label scans (paths and URLs of fsspec) and yield what became of each: first those that are there already,
+        then the others in their order.
+
+        Raises FileError (no checkpoint, a damaged labels.json), OptionError (the folder holds labels by another
+        checkpoint or other options, a format that does not fit the classes), CaptureError, and OSError if an output
+        cannot be written."""
+        self.opened()
+        todo: list[Input] = []
+        for one in self._named(scans):
+            if self._path(one).exists():
+                yield Labelled(one.source, str(self._path(one)), "kept")
+            else:
+                todo.append(one)
+        if todo:
+            yield from self._all(todo)
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Label the scans of a batch, by its columns `path` and `name`; returns columns of the same length."""
+        paths = [place(path) for path in batch["path"]]
+        given = map(Input, paths, map(str, batch["name"])) if "name" in batch else paths
+        done = {one.source: one for one in self.label(given)}
+        return {field.name: np.array([getattr(done[path], field.name) for path in paths]) for field in fields(Labelled)}
+
+    def opened(self) -> Labeller:
+        """Load the checkpoint, remove what killed runs left in the folder, and write or compare labels.json. Raises as
+        label()."""
+        _ = self._net
+        return self
+
+    @cached_property
+    def _net(self) -> tuple[nn.Module, Task, str]:
+        """(the network on the CPU, its task, the format of outputs)."""
+        path, out = Path(self.checkpoint), Path(self.out)
+        net, task = checkpoint.load(path, torch.device("cpu"))
+        kind = kind_of(self.kind, task)
+        options = self.precision, self.features, self.columns, self.root
+        Record(str(path), digest(path), task.names, kind, *options).agree(out)
+        remove_leftovers(out)
+        return net, task, kind
+
+    @cached_property
+    def _classifier(self) -> Classifier:
+        net, task, _ = self._net
+        return Classifier(net, task, self._device, self.precision)
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def _named(self, scans: Iterable[str | Path | Input]) -> Iterator[Input]:
+        given = list(scans)
+        plain = dict.fromkeys(place(scan) for scan in given if not isinstance(scan, Input))
+        names = dict(zip(plain, Sources(tuple(plain), self.root).named(self.root), strict=True))
+        return (scan if isinstance(scan, Input) else names[place(scan)] for scan in given)
+
+    def _path(self, one: Input) -> Path:
+        return Path(self.out) / f"{one.name}.{self._net[2]}"
+
+    def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
+        reads = iter(self._loader(todo))
+        waiting: deque[Future[Labelled]] = deque()
+        with ThreadPoolExecutor(_WRITERS, "pumice-writer") as pool:
+            for read in reads:
+                waiting.append(self._begun(read, pool))
+                while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+    def _loader(self, todo: Sequence[Input]) -> DataLoader[Any]:
+        gpu = self._device.type == "cuda"
+        readers = self.readers
+        if readers is None:
+            readers = min(_READERS, max(1, (os.cpu_count() or 1) - 1)) if gpu else 1
+        readers = min(readers, len(todo))
+        reading = _Reading(todo, self._net[1], self.features, self.columns)
+        ahead = _AHEAD if readers else None
+        return DataLoader(
+            reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged, pin_memory=gpu
+        )
+
+    def _begun(self, read: _Read | Labelled, pool: ThreadPoolExecutor) -> Future[Labelled]:
+        """Start the network on a scan, and its writer; the result is there at once for one that failed."""
+        if isinstance(read, _Read):
+            try:
+                return pool.submit(self._written, read, self._classifier(read.given))
+            except CaptureError:
+                raise
+            except (PumiceError, torch.OutOfMemoryError) as error:
+                read = _failed(read.one, error)
+        done: Future[Labelled] = Future()
+        done.set_result(read)
+        return done
+
+    def _written(self, read: _Read, classes: OnTheirWay) -> Labelled:
+        _, task, kind = self._net
+        path = write_prediction(Path(self.out), read.scan(), classes.wait(), task, kind)
+        return Labelled(read.one.source, str(path), "labelled", len(read.given.points))
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A scan as a reader hands it over, in tensors, which processes share: the network's input, and what is needed of
+    the scan to write its file."""
+
+    one: Input
+    given: NetworkInput
+    xyz: Tensor
+    rows: Tensor | None
+    dropped: int
+    origin: tuple[float, float, float]
+
+    def scan(self) -> Scan:
+        rows = None if self.rows is None else self.rows.numpy()
+        none = np.zeros((len(self.xyz), 0), np.float32)
+        return Scan(self.xyz.numpy(), none, None, self.one.name, None, self.dropped, self.origin, rows)
+
+    def pin_memory(self) -> _Read:
+        return _Read(self.one, self.given.pin_memory(), self.xyz, self.rows, self.dropped, self.origin)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading(Dataset[Any]):
+    """The scans of inputs, read when they are asked for."""
+
+    inputs: Sequence[Input]
+    task: Task
+    features: str | None
+    columns: int | None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> _Read | Labelled:
+        one = self.inputs[index]
+        try:
+            with local_file(one.source) as path:
+                scan = self._scan(path, one)
+            (scan,) = fit_to_task([scan], self.task, self.features)
+            rows = None if scan.rows is None else torch.from_numpy(scan.rows)
+            given = NetworkInput.of(scan, self.task)
+        except (PumiceError, OSError, MemoryError) as error:
+            return _failed(one, error)
+        return _Read(one, given, torch.from_numpy(scan.xyz), rows, scan.dropped, scan.origin)
+
+    def _scan(self, path: Path, one: Input) -> Scan:
+        columns = self.columns if path.name.lower().endswith(".bin") else None
+        try:
+            return read_scan(path, False, columns=columns)
+        except PumiceError as error:
+            # The copy of a URL has a name that nobody knows.
+            raise FileError(str(error).replace(str(path), one.source)) from error
+
+
+def _failed(one: Input, error: BaseException) -> Labelled:
+    said = str(error).removeprefix(f"{one.source}: ").partition("\n")[0]
+    return Labelled(one.source, "", "failed", reason=said or type(error).__name__)
+
+
+def _unchanged(item: Any) -> Any:
+    return item
