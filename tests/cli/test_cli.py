@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import pumice as package
-from pumice.cli import evaluate, segment
 from pumice.cli import main as cli
-from pumice.data import SEMANTIC_KITTI, Scan, read_scan
+from pumice.cli import segment
+from pumice.data import SEMANTIC_KITTI, Scan
 from pumice.errors import OptionError
 from pumice.label import checkpoint
 from pumice.label.checkpoint import Task
@@ -148,26 +148,6 @@ def test_labels_can_be_ignored(write, scenes, pumice, trained, kept, tmp_path):
 
 
 # Commands that run a checkpoint
-@pytest.mark.parametrize("kind", ["auto", "npz", "ply"])
-def test_predict(write, scenes, pumice, trained, tmp_path, kind):
-    """Scans of one name are told apart by their folders; what is written can be read back."""
-    for i, scan in enumerate(scenes(2)):
-        write(f"scans/{i}/a.npz", scan, labels=bool(i))
-    out = tmp_path / "p"
-    args = ("--device", "cpu", "--out", out, "--predictions-as", kind)
-    ran = pumice("predict", trained, tmp_path / "scans", *args)
-    assert ran.code == 0, ran.err
-    net, task = checkpoint.load(trained, CPU)
-    for i, scan in enumerate(scenes(2)):
-        path = out / str(i) / f"a.{'npz' if kind == 'auto' else kind}"
-        assert f"wrote {path}" in ran.out
-        found = read_scan(path)
-        assert np.array_equal(found.xyz, scan.xyz)
-        raw = [int(name.split()[1]) for name in found.label_set.names]
-        assert np.array_equal(np.array(raw)[found.labels], evaluate.predict(net, scan, task, CPU, "fp32"))
-    assert not list(out.rglob("*.html"))
-
-
 def test_predictions_of_a_file_with_lost_points_keep_its_rows(scenes, tmp_path):
     task = Task(SEMANTIC_KITTI.names, SEMANTIC_KITTI.colors, 0.1, 1, (0.0,) * 3, (1.0,) * 3)
     xyz = np.arange(15.0).reshape(5, 3)
@@ -196,14 +176,14 @@ def test_evaluate(write, scenes, pumice, trained, tmp_path):
 def test_features_that_a_checkpoint_does_not_know(write, scenes, pumice, trained, tmp_path):
     scan = scenes(1)[0]
     paths = [write(f"{n}.npz", replace(scan, feats=np.repeat(scan.feats, n, axis=1)), labels=False) for n in (0, 3, 4)]
-    run = ("--device", "cpu", "--out", tmp_path / "run")
+    run = ("--checkpoint", trained, "--device", "cpu", "--out", tmp_path / "run", "--no-labels")
     for path, remedy in zip(paths, ("constant", "constant", "intensity or constant"), strict=True):
-        ran = pumice("predict", trained, path, *run)
+        ran = pumice("segment", path, *run)
         assert refused(ran, "expected 1 features per point (intensity)", f"give --features {remedy} ("), ran.err
         for choice in remedy.split(" or "):
-            assert pumice("predict", trained, path, *run, "--features", choice).code == 0
-    assert refused(pumice("predict", trained, paths[0], *run, "--features", "rgb"), "expected rgb", "0 features")
-    ran = pumice("predict", trained, paths[0], *run, "--features", "all")
+            assert pumice("segment", path, *run, "--features", choice).code == 0
+    assert refused(pumice("segment", paths[0], *run, "--features", "rgb"), "expected rgb", "0 features")
+    ran = pumice("segment", paths[0], *run, "--features", "all")
     assert refused(ran, "features='all'", "intensity, rgb, none, constant")
     plain = write("plain.npz", scan)
     ran = pumice("segment", plain, *SMALL, "--epochs", 1, "--features", "none", "--out", tmp_path / "none")
@@ -281,7 +261,7 @@ def test_a_demo(pumice, tmp_path, monkeypatch, scenes):
 def test_help_and_unknown_options(pumice):
     ran = pumice("--help")
     assert ran.code == 0
-    assert all(name in ran.out for name in ("segment", "predict", "evaluate", "demo", "info", "tune"))
+    assert all(name in ran.out for name in ("segment", "label", "evaluate", "demo", "info", "tune"))
     for option in ("--labels", "--checkpoint", "--epochs", "--voxel", "--device", "--precision", "--report"):
         assert option in pumice("segment", "--help").out
     assert pumice("segment").code == 2

@@ -39,8 +39,9 @@ def label_on_ray(labeller: Labeller, inputs: Sequence[Input], address: str) -> I
         context = data.DataContext.get_current()
         context.enable_progress_bars = False
         rows = [{"path": one.source, "name": one.name} for one in inputs]
+        pool = data.ActorPoolStrategy(size=workers)
         made = data.from_items(rows, override_num_blocks=math.ceil(len(rows) / size)).map_batches(
-            _Worker, fn_constructor_args=(chosen,), batch_size=size, concurrency=workers, num_gpus=1 if gpus else 0
+            _Worker, fn_constructor_args=(chosen,), batch_size=size, compute=pool, num_gpus=1 if gpus else 0
         )
         for row in made.iter_rows():
             yield Labelled(**row)

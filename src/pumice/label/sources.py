@@ -178,12 +178,12 @@ def _remote(url: str) -> tuple[list[str], str]:
 def _file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path there."""
     _known(url.partition("://")[0])
-    return extra("fsspec.core", "cloud").url_to_fs(url)
+    return extra("fsspec.core", "io").url_to_fs(url)
 
 
 def _known(protocol: str) -> None:
     """Raises OptionError if fsspec, or the package that it needs for a protocol, is missing."""
-    fsspec = extra("fsspec", "cloud")
+    fsspec = extra("fsspec", "io")
     for part in protocol.split("::"):
         try:
             fsspec.get_filesystem_class(part)
