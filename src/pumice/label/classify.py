@@ -19,7 +19,7 @@ _MOST_POINTS = 4_000_000
 
 @dataclass(frozen=True, eq=False)
 class NetworkInput:
-    """points float64 [P, 3], relative to the low corner of the scan; feats float32 [P, C]."""
+    """points float32 [P, 3], feats float32 [P, C]."""
 
     points: Tensor
     feats: Tensor
@@ -27,10 +27,7 @@ class NetworkInput:
     @staticmethod
     def of(scan: Scan, task: Task) -> NetworkInput:
         """The input of a scan. Raises OptionError for another number of features than the task's."""
-        # Differences of float32 numbers in float64 put every point into the voxel that voxelize(origin="min") does.
-        points = scan.xyz.astype(np.float64)
-        points -= points.min(axis=0)
-        return NetworkInput(torch.from_numpy(points), torch.from_numpy(network_inputs(scan, task)))
+        return NetworkInput(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task)))
 
     def pin_memory(self) -> NetworkInput:
         return NetworkInput(self.points.pin_memory(), self.feats.pin_memory())
@@ -76,7 +73,7 @@ class _Compiled:
         self._program, self._voxel = compile(net), voxel
 
     def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
-        x = voxelize(points, feats, self._voxel)
+        x = voxelize(points, feats, self._voxel, origin="min")
         return self._program(x).feats.argmax(dim=1)[x.inverse]
 
 
@@ -88,6 +85,9 @@ class _Captured:
         self._fast: CapturedPoints | None = None
 
     def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
+        # From the low corner, exactly as voxelize(origin="min") does, but without the host.
+        points = points.double()
+        points = points - points.amin(dim=0)
         if self._fast is None or self._most < len(points) <= _MOST_POINTS:
             self._most = 2 * len(points)
             self._fast = capture_points(self._net, points, feats, self._voxel, max_points=self._most)

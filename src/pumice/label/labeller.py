@@ -162,7 +162,7 @@ class Labeller:
         return Path(self.out) / f"{one.name}.{self._net[2]}"
 
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
-        reads = iter(self._loader(todo))
+        reads = _told(iter(self._loader(todo)), todo)
         waiting: deque[Future[Labelled]] = deque()
         with ThreadPoolExecutor(_WRITERS, "pumice-writer") as pool:
             for read in reads:
@@ -205,23 +205,22 @@ class Labeller:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A scan as a reader hands it over, in tensors, which processes share: the network's input, and what is needed of
-    the scan to write its file."""
+    """A scan as a reader hands it over, in tensors, which processes share: the network's input, and what else is needed
+    to write its file."""
 
     one: Input
     given: NetworkInput
-    xyz: Tensor
     rows: Tensor | None
     dropped: int
     origin: tuple[float, float, float]
 
     def scan(self) -> Scan:
         rows = None if self.rows is None else self.rows.numpy()
-        none = np.zeros((len(self.xyz), 0), np.float32)
-        return Scan(self.xyz.numpy(), none, None, self.one.name, None, self.dropped, self.origin, rows)
+        xyz = self.given.points.numpy()
+        return Scan(xyz, xyz[:, :0], None, self.one.name, None, self.dropped, self.origin, rows)
 
     def pin_memory(self) -> _Read:
-        return _Read(self.one, self.given.pin_memory(), self.xyz, self.rows, self.dropped, self.origin)
+        return _Read(self.one, self.given.pin_memory(), self.rows, self.dropped, self.origin)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +245,7 @@ class _Reading(Dataset[Any]):
             given = NetworkInput.of(scan, self.task)
         except (PumiceError, OSError, MemoryError) as error:
             return _failed(one, error)
-        return _Read(one, given, torch.from_numpy(scan.xyz), rows, scan.dropped, scan.origin)
+        return _Read(one, given, rows, scan.dropped, scan.origin)
 
     def _scan(self, path: Path, one: Input) -> Scan:
         columns = self.columns if path.name.lower().endswith(".bin") else None
@@ -255,6 +254,15 @@ class _Reading(Dataset[Any]):
         except PumiceError as error:
             # The copy of a URL has a name that nobody knows.
             raise FileError(str(error).replace(str(path), one.source)) from error
+
+
+def _told(reads: Iterator[_Read | Labelled], todo: Sequence[Input]) -> Iterator[_Read | Labelled]:
+    """The same; FileError tells where they were when a reading process was killed, as for lack of memory."""
+    for one in todo:
+        try:
+            yield next(reads)
+        except RuntimeError as error:
+            raise FileError(f"{one.source}, or a scan read ahead of it: the reading process ended ({error})") from error
 
 
 def _failed(one: Input, error: BaseException) -> Labelled:
