@@ -49,6 +49,7 @@ PredictionsAs = Annotated[
     str, typer.Option(help="label, npz, ply, or auto: label for SemanticKITTI's classes, else npz")
 ]
 Timing = Annotated[bool, typer.Option("--timing", help="time inference and its layers, too")]
+Readers = Annotated[int | None, typer.Option(help="processes that read ahead [default: 1, or up to 12 for a GPU]")]
 Scans = Annotated[Path, typer.Argument(help=f"a scan, or a folder of scans ({' '.join(READERS)})")]
 Trained = Annotated[Path, typer.Argument(help="a checkpoint of `pumice segment`")]
 
@@ -142,7 +143,7 @@ def label(
     features: Features = None,
     device: Device = "auto",
     precision: Precision = "fp32",
-    readers: Annotated[int | None, typer.Option(help="processes that read ahead [default: 1, or 8 for a GPU]")] = None,
+    readers: Readers = None,
     ray: Annotated[str | None, typer.Option(help="address of a Ray cluster to run on; local starts one")] = None,
 ) -> None:
     """Write a checkpoint's class of every point of many scans. Scans whose files are there are not done again.

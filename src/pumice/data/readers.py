@@ -18,7 +18,16 @@ from pumice.data.labels import NUSCENES, SEMANTIC_KITTI, LabelSet, generic_label
 from pumice.data.las import read_las
 from pumice.data.pcd import read_pcd
 from pumice.data.ply import read_ply
-from pumice.data.scan import PointFile, Scan, bad_file, from_columns, from_fields, optional_package, unit_scale
+from pumice.data.scan import (
+    PointFile,
+    Scan,
+    all_columns,
+    bad_file,
+    from_columns,
+    from_fields,
+    optional_package,
+    unit_scale,
+)
 from pumice.errors import FileError, OptionError, PumiceError
 
 Reader = Callable[[Path, int | None], PointFile]
@@ -357,20 +366,22 @@ def read_bin(path: Path, columns: int | None = None) -> PointFile:
     suffix = ".pcd.bin" if path.name.lower().endswith(".pcd.bin") else ".bin"
     layouts = _LAYOUTS[suffix]
     fitting = [one for one in layouts if len(data) % _row(one) == 0]
-    sane = [one for one in fitting if _sane(_rows(data, one))]
-    if not sane:
+    # Round float32 numbers read as plausible float16, hardly ever the other way.
+    for kind in dict.fromkeys(kind for _, kind in layouts):
+        if sane := [one for one in fitting if one[1] == kind and _sane(_rows(data, one))]:
+            break
+    else:
         raise bad_file(
             path,
             _sizes(layouts) + ", with finite coordinates within 10 km",
             f"{len(data)} bytes" + (" of implausible coordinates (columns= accepts any)" if fitting else ""),
         )
-    # Round float32 numbers read as plausible float16, hardly ever the other way.
-    sane = [one for one in sane if one[1] == sane[0][1]]
-    scores = {one: _roughness(data, one) for one in sane}
+    flat = _compressed(data, kind)
+    scores = {one: _roughness(flat, one[0]) for one in sane}
     best = min(scores.values())
     margin = 1.15 if len(data) > _MANY else 1.3
     chosen = next(one for one in sane if scores[one] <= margin * best)
-    _refuse_truncated(path, data, chosen, scores[chosen])
+    _refuse_truncated(path, len(data), flat, chosen, scores[chosen])
     table = _rows(data, chosen)
     table[_far(table)] = np.nan
     return from_columns(table)
@@ -401,31 +412,35 @@ def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
 
 def _sane(table: np.ndarray) -> bool:
     """True if half of the rows are finite (sensors mark lost returns as NaN), and hardly any is beyond 10 km."""
-    return bool(np.isfinite(table).all(1).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
+    return bool(all_columns(np.isfinite(table)).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
 
 
 def _far(table: np.ndarray) -> np.ndarray:
     """bool [P]: the row is finite and beyond 10 km."""
-    return np.logical_and(np.isfinite(table).all(1), (np.abs(table[:, :3]) >= _FAR).any(1))
+    return all_columns(np.isfinite(table)) & ~all_columns(np.abs(table[:, :3]) < _FAR)
 
 
-def _roughness(data: bytes, layout: Layout) -> float:
-    """Mean step between rows; a wrong column count compares x with y or z, and is rougher."""
-    flat = np.frombuffer(data, layout[1], count=min(_SAMPLE, len(data) // np.dtype(layout[1]).itemsize))
+def _compressed(data: bytes, kind: str) -> np.ndarray:
+    """The first numbers of a file, without regard to rows, so that large ones count less."""
+    flat = np.frombuffer(data, kind, count=min(_SAMPLE, len(data) // np.dtype(kind).itemsize))
     with np.errstate(all="ignore"):
-        flat = np.arcsinh(np.nan_to_num(flat.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0))
-    step = np.abs(flat[layout[0] :] - flat[: -layout[0]])
+        return np.arcsinh(np.nan_to_num(flat.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _roughness(flat: np.ndarray, columns: int) -> float:
+    """Mean step between rows; a wrong column count compares x with y or z, and is rougher."""
+    step = np.abs(flat[columns:] - flat[:-columns])
     return float(step.mean()) if step.size else 0.0
 
 
-def _refuse_truncated(path: Path, data: bytes, chosen: Layout, score: float) -> None:
+def _refuse_truncated(path: Path, size: int, flat: np.ndarray, chosen: Layout, score: float) -> None:
     """FileError for a truncated file, which may divide by a wrong row size while another fits far better."""
-    limit = score * (0.85 if len(data) > _MANY else 0.6)
+    limit = score * (0.85 if size > _MANY else 0.6)
     for columns in (3, 4, 5, 6):
-        other = (columns, chosen[1])
-        if len(data) % _row(other) and _roughness(data, other) < limit:
-            period = f"a multiple of {_row(other)} bytes, as the values repeat every {columns} numbers"
-            raise bad_file(path, period, f"{len(data)} bytes (truncated?)")
+        row = _row((columns, chosen[1]))
+        if size % row and _roughness(flat, columns) < limit:
+            period = f"a multiple of {row} bytes, as the values repeat every {columns} numbers"
+            raise bad_file(path, period, f"{size} bytes (truncated?)")
 
 
 # Readers by suffix

@@ -52,7 +52,7 @@ class Scan:
         # Overflow to infinity in float32 counts as not finite.
         with np.errstate(over="ignore", invalid="ignore"):
             feats = feats.astype(np.float32)
-            keep: np.ndarray = np.logical_and((np.abs(xyz) < 1e30).all(1), np.isfinite(feats).all(1))
+            keep: np.ndarray = all_columns(np.abs(xyz) < 1e30) & all_columns(np.isfinite(feats))
         dropped = len(keep) - int(keep.sum())
         rows = self.rows
         if dropped:
@@ -175,6 +175,15 @@ def _meaning(labels: np.ndarray | None, label_set: LabelSet | None) -> tuple[np.
             f"found {int(wrong[0])} ({len(wrong)} such labels)"
         )
     return labels, label_set
+
+
+def all_columns(rows: np.ndarray) -> np.ndarray:
+    """bool [P]: rows.all(axis=1) of bool [P, C], by columns, since a reduction over a short axis takes ten times as
+    long."""
+    found = np.ones(len(rows), bool)
+    for column in rows.T:
+        found &= column
+    return found
 
 
 # Files

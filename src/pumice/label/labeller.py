@@ -30,7 +30,7 @@ _WRITERS = 2
 _UNWRITTEN = 8
 _AHEAD = 2
 """Threads that write, scans that may wait for them, and scans that each reader is ahead."""
-_READERS = 8
+_READERS = 12
 """Most reading processes for a GPU; a scan takes a few of its milliseconds."""
 
 
@@ -77,7 +77,7 @@ class Labeller:
     device: None: a GPU if there is one. precision: fp32, bf16 or fp16 (autocast).
     features: intensity, rgb, none or constant, of each point; None: all of the scan. columns: numbers per point in .bin
         files, if the guess is wrong.
-    readers: processes that read ahead; 0: none; None: one on a CPU, up to eight for a GPU.
+    readers: processes that read ahead; 0: none; None: one on a CPU, up to twelve for a GPU.
 
     Raises OptionError for invalid options.
     """
