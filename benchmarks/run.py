@@ -38,6 +38,7 @@ from benchmarks.suites.einsum_figures import ablation, figure7, table3
 from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.first_call import compile_times
+from benchmarks.suites.fleet import fleet
 from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
 from benchmarks.suites.retrieval import retrieval
@@ -91,6 +92,7 @@ _TABLE = (
         "engine",
         {"inference": engine_passes.inference, "equal": equal, "varied": varied, "training": engine_passes.training},
     ),
+    Suite("fleet", {"label": fleet}),
     Suite("graph", {"relational": graph.relational, "segment": graph.segment}),
     Suite(
         "maps",

@@ -55,11 +55,14 @@ class Classifier:
         self._device, self._precision = device, precision
 
     @torch.no_grad()
+    def classes(self, points: Tensor, feats: Tensor) -> Tensor:
+        """Classes int32 [P] on the device, of points float32 [P, 3] and feats float32 [P, C] on the device."""
+        with autocast(self._device, self._precision):
+            return self._classes(points, feats).to(torch.int32)
+
     def __call__(self, given: NetworkInput) -> OnTheirWay:
         points, feats = (t.to(self._device, non_blocking=True) for t in (given.points, given.feats))
-        with autocast(self._device, self._precision):
-            classes = self._classes(points, feats).to(torch.int32)
-        host = classes.to("cpu", non_blocking=True)
+        host = self.classes(points, feats).to("cpu", non_blocking=True)
         if self._device.type != "cuda":
             return OnTheirWay(host, None)
         # Sleeps while it waits: writers must not take processors from readers.
