@@ -10,7 +10,7 @@ from pumice.env import settings
 
 @pytest.fixture(autouse=True)
 def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("PUMICE_DATA", "PUMICE_CACHE"):
+    for name in ("PUMICE_DATA", "PUMICE_CACHE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
     yield
@@ -28,6 +28,21 @@ def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert settings().data == tmp_path
     assert settings().cache == tmp_path / "new"
     assert not (tmp_path / "new").exists()
+
+
+def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "first")
+    assert (settings().rank, settings().world, settings().local_rank) == (0, 1, 0)
+    for size, rank in (("4", "1"), ("4", "4"), ("x", "0"), ("0", "0")):
+        settings.cache_clear()
+        monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        if (size, rank) == ("4", "1"):
+            assert (settings().rank, settings().world, settings().local_rank) == (1, 4, 1)
+            continue
+        with pytest.raises(errors.OptionError, match="RANK below WORLD_SIZE"):
+            settings()
 
 
 def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch):

@@ -4,8 +4,9 @@ network alone.
 Scans are those of PUMICE_DATA's kitti_seq00, or generated streets, turned, mirrored and thinned, each different, as
 .bin files; a few files are bad. The network is MinkUNet at half width with random weights. Metrics:
 
-    scan         ms per scan, from the first outputs to the last, of both runs; alone: the network from points on the
-                 device to classes there, captured on a GPU and compiled on a CPU, one scan after the other
+    scan         ms per scan, from the first outputs to the last, of both runs, by the wall clock, and on a CPU also by
+                 the time of the thread that runs the network; alone: the network from points on the device to classes
+                 there, captured on a GPU and compiled on a CPU, one scan after the other
     growth       MiB of the processes at the end over those after a fifth of the outputs, of the longer run
     gpu_growth   the same of the GPU's memory
 
@@ -51,9 +52,11 @@ _POLL = 0.2
 
 @dataclass(frozen=True)
 class Seen:
-    """A moment of a run: seconds, outputs, MiB of its processes and of the GPU."""
+    """A moment of a run: seconds by the wall clock and of its first thread, outputs, MiB of its processes and of the
+    GPU."""
 
     at: float
+    thread: float
     done: int
     host: float
     gpu: float
@@ -73,18 +76,19 @@ def fleet(setup: Setup) -> Iterator[Row]:
         killed = _labelled(setup, folder, net, stop=count // 2)
         first = _stamps(folder)
         resumed = _labelled(setup, folder, net, stop=None)
-        alone = Times.of([*before, *_alone(setup, folder, net)])
+        alone = [*before, *_alone(setup, folder, net)]
         _check(setup, folder, first)
         yield from _rows(setup, killed, resumed, alone)
 
 
-def _rows(setup: Setup, killed: Sequence[Seen], resumed: Sequence[Seen], alone: Times) -> Iterator[Row]:
+def _rows(setup: Setup, killed: Sequence[Seen], resumed: Sequence[Seen], alone: Sequence[Seen]) -> Iterator[Row]:
     case, steady = f"label/{_precision(setup)}", [_steady(killed), _steady(resumed)]
     scans = sum(part[-1].done - part[0].done for part in steady)
-    spent = 1e3 * sum(part[-1].at - part[0].at for part in steady) / max(1, scans)
-    share = alone.median / spent
-    setup.say(f"{case}: {spent:.3g} ms a scan, {1e3 / spent:.4g} a second; alone {alone}: {share:.2f} of its rate")
-    yield setup.row(case, spent, "wall", Peer("the network alone", alone.median), "scan")
+    for clock, of in (("wall", "at"), ("cpu", "thread"))[: 1 + (setup.device.type == "cpu")]:
+        spent = 1e3 * sum(getattr(part[-1], of) - getattr(part[0], of) for part in steady) / max(1, scans)
+        least = Times.of([1e3 * getattr(one, of) / one.done for one in alone])
+        setup.say(f"{case}, {clock}: {spent:.3g} ms a scan; alone {least}: {least.median / spent:.2f} of its rate")
+        yield setup.row(case, spent, clock, Peer("the network alone", least.median), "scan")
     longer = max(killed, resumed, key=len)
     start = next(seen for seen in longer if seen.done - longer[0].done >= (longer[-1].done - longer[0].done) / 5)
     for metric, grown in (("growth", longer[-1].host - start.host), ("gpu_growth", longer[-1].gpu - start.gpu)):
@@ -143,20 +147,20 @@ def _checkpoint(folder: Path, quick: bool) -> Path:
 
 
 # Runs
-def _alone(setup: Setup, folder: Path, path: Path) -> list[float]:
-    """Milliseconds per scan of the network alone, in each of some rounds over scans on the device."""
+def _alone(setup: Setup, folder: Path, path: Path) -> list[Seen]:
+    """What the network alone took in each of some rounds over scans on the device."""
     net, task = checkpoint.load(path, setup.device)
     classifier = Classifier(net, task, setup.device, _precision(setup))
     given = [NetworkInput.of(read_scan(file, False), task) for file in sorted(folder.glob("scans/0*.bin"))[:ALONE]]
     held = [(one.points.to(setup.device), one.feats.to(setup.device)) for one in given]
-    spent: list[float] = []
+    spent: list[Seen] = []
     for _ in range(2 + ROUNDS):
         synchronize(setup.device)
-        begin = time.perf_counter()
+        begin, thread = time.perf_counter(), time.thread_time()
         for points, feats in held:
             classifier.classes(points, feats)
         synchronize(setup.device)
-        spent.append(1e3 * (time.perf_counter() - begin) / len(held))
+        spent.append(Seen(time.perf_counter() - begin, time.thread_time() - thread, len(held), 0.0, 0.0))
     return spent[2:]
 
 
@@ -164,11 +168,12 @@ def _labelled(setup: Setup, folder: Path, net: Path, stop: int | None) -> list[S
     """Run the command, and kill it at `stop` outputs (None: wait for its end); what was seen while it wrote."""
     words = ["label", folder / "scans", "--checkpoint", net, "--out", folder / "labels", "--device", setup.device]
     line = [sys.executable, "-c", PUMICE, *map(str, words), "--precision", _precision(setup)]
-    seen = [Seen(0.0, _done(folder), 0.0, 0.0)]
+    seen = [Seen(0.0, 0.0, _done(folder), 0.0, 0.0)]
     with (folder / "said").open("w") as said, subprocess.Popen(line, stderr=said) as process:
         while process.poll() is None:
             time.sleep(_POLL)
-            seen.append(Seen(time.perf_counter(), _done(folder), _host(process.pid), _gpu(setup.device)))
+            host, gpu = _host(process.pid), _gpu(setup.device)
+            seen.append(Seen(time.perf_counter(), _thread(process.pid), _done(folder), host, gpu))
             if stop is not None and seen[-1].done >= stop:
                 process.send_signal(signal.SIGKILL)
                 break
@@ -196,6 +201,15 @@ def _host(pid: int) -> float:
     except OSError:
         return 0.0
     return sum(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
+
+
+def _thread(pid: int) -> float:
+    """Seconds that the first thread of a process has run."""
+    try:
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _gpu(device: torch.device) -> float:

@@ -34,16 +34,16 @@ def settings() -> Settings:
 
     Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, a layout is unknown, or a rank is none.
     """
-    world = _number("WORLD_SIZE", 1, None)
+    ranks = _ranks()
     data = os.environ.get("PUMICE_DATA")
     cache = os.environ.get("PUMICE_CACHE")
     return Settings(
         data=_existing_folder("PUMICE_DATA", data) if data else None,
         cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
         spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
-        rank=_number("RANK", 0, world),
-        world=max(1, world),
-        local_rank=_number("LOCAL_RANK", 0, None),
+        rank=ranks[0],
+        world=ranks[1],
+        local_rank=ranks[2],
     )
 
 
@@ -68,8 +68,12 @@ def _one_of(name: str, values: tuple[str, ...]) -> str:
     return value
 
 
-def _number(name: str, default: int, below: int | None) -> int:
-    value = os.environ.get(name, str(default))
-    if not value.isdecimal() or (below is not None and int(value) >= max(1, below)):
-        raise OptionError(f"{name} takes a number{'' if below is None else f' below {below}'}, found {value!r}")
-    return int(value)
+def _ranks() -> tuple[int, int, int]:
+    """(RANK, WORLD_SIZE, LOCAL_RANK); (0, 1, 0) without a WORLD_SIZE, whatever a RANK may mean then."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0
+    found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    rank, world, local = (int(value) if value.isdecimal() else -1 for value in found.values())
+    if not (0 <= rank < world and local >= 0):
+        raise OptionError(f"RANK and LOCAL_RANK are numbers from 0, RANK below WORLD_SIZE; found {found}")
+    return rank, world, local

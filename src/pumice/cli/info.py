@@ -72,9 +72,11 @@ PACKAGES = (
     Package("laspy", "reads .las and .laz", "pip install .[io] in a clone"),
     Package("lazrs", "reads compressed .laz", "pip install .[io] in a clone"),
     Package("pyarrow", "reads .feather and .parquet", "pip install .[io] in a clone"),
+    Package("fsspec", "labels scans at URLs", "pip install .[io] in a clone"),
     Package("plotly", "interactive report", "pip install plotly"),
     Package("safetensors", "checkpoints", "pip install safetensors"),
-    # Importing this package would load GPU libraries, so only its presence is checked.
+    # Importing these would start or load much, so only their presence is checked.
+    Package("ray", "labels scans on a cluster", "pip install .[ray] in a clone", try_import=False),
     Package("spconv", "peer of the benchmarks", "pip install .[bench] in a clone", try_import=False),
 )
 
