@@ -22,6 +22,7 @@ from pumice.data import SEMANTIC_KITTI, Scan, read_scan
 from pumice.env import settings
 from pumice.errors import FileError, OptionError
 from pumice.label import checkpoint, classify, sources
+from pumice.label import labeller as labeller_
 from pumice.label.checkpoint import Task
 from pumice.label.classify import NetworkInput
 from pumice.label.predictions import remove_leftovers, whole_file, write_prediction
@@ -236,6 +237,21 @@ def test_bad_files_are_listed_and_skipped(pumice, trained, monkeypatch):
     assert told.keys() == reasons.keys()
     assert [name for name, reason in reasons.items() if reason not in told[name]] == [], told
     assert {path.name for path in Path("out").rglob("*.*")} == {"0.label", "labels.json"}
+
+
+def test_a_killed_reader_is_told(pumice, trained, monkeypatch):
+    fleet(3)
+    read = labeller_.read_scan
+
+    def fatal(path, *args, **options):
+        if path.parent.name == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(path, *args, **options)
+
+    monkeypatch.setattr(labeller_, "read_scan", fatal)
+    ran = run(pumice, trained, "scans", more=("--readers", 1))
+    assert refused(ran, "the reading process ended") and Path("out/0/0.label").exists()
+    assert not Path("out/1/0.label").exists()
 
 
 # Sources and names

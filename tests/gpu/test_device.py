@@ -9,6 +9,7 @@ import functools
 import gc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -654,3 +655,23 @@ def test_the_main_job(gpu, tmp_path):
         net, task = checkpoint.load(tmp_path / "fp32" / "checkpoint.safetensors", device)
         classes.append(evaluate.predict(net, scans[2], task, device, "fp32"))
     assert (classes[0] == classes[1]).mean() > 0.999
+
+
+def test_labels_of_a_captured_network(gpu, tmp_path):
+    """Read ahead by two processes, captured, with a larger scan later; nearly all points as on the CPU."""
+    from pumice.label import checkpoint
+    from pumice.label.checkpoint import Task
+
+    scans = [street_scene(seed, beams=16, azimuths=width) for seed, width in enumerate((96, 96, 400, 96))]
+    task = Task.of(scans, scans[0].label_set, 0.5, 0.1)
+    path = checkpoint.save(tmp_path / "net.safetensors", task.network(), task)
+    for number, scan in enumerate(scans):
+        np.savez(tmp_path / f"{number}.npz", xyz=scan.xyz, feats=scan.feats)
+    found = {}
+    for device in ("cuda", "cpu"):
+        labeller = pm.Labeller(path, tmp_path / device, str(tmp_path), "npz", device, readers=2)
+        states = [one.state for one in labeller.label(tmp_path / f"{number}.npz" for number in range(4))]
+        assert states == ["labelled"] * 4
+        found[device] = [np.load(tmp_path / device / f"{number}.npz")["labels"] for number in range(4)]
+    for mine, other in zip(found["cuda"], found["cpu"], strict=True):
+        assert (mine == other).mean() > 0.99
