@@ -7,7 +7,7 @@ Scans are those of PUMICE_DATA's kitti_seq00, or generated streets, turned, mirr
     scan         ms per scan, from the first outputs to the last, of both runs, by the wall clock, and on a CPU also by
                  the time of the thread that runs the network; alone: the network from points on the device to classes
                  there, captured on a GPU and compiled on a CPU, one scan after the other
-    growth       MiB of the processes at the end over those after a fifth of the outputs, of the longer run
+    growth       MiB of the processes around four fifths of the outputs over those around a fifth, of the longer run
     gpu_growth   the same of the GPU's memory
 
 Fails if an output is missing or of another length than its scan, if one was written twice, or if the bad files are not
@@ -44,8 +44,9 @@ from pumice.label.classify import Classifier, NetworkInput
 PUMICE = "from pumice.cli import start; start()"
 COUNTS = {"cuda": 10_000, "cpu": 300}
 KEPT = {"cuda": (0.7, 1.0), "cpu": (0.15, 0.25)}
-"""Numbers of scans, and shares of their points, by device."""
-QUICK, ALONE, ROUNDS = 20, 24, 3
+ALONE = {"cuda": 24, "cpu": 6}
+"""By device: numbers of scans, shares of their points, and scans of which the network alone is timed."""
+QUICK, ROUNDS = 20, 3
 BAD = ("empty.bin", "nan.bin", "short.npz", "text.npy")
 _POLL = 0.2
 
@@ -90,10 +91,17 @@ def _rows(setup: Setup, killed: Sequence[Seen], resumed: Sequence[Seen], alone: 
         setup.say(f"{case}, {clock}: {spent:.3g} ms a scan; alone {least}: {least.median / spent:.2f} of its rate")
         yield setup.row(case, spent, clock, Peer("the network alone", least.median), "scan")
     longer = max(killed, resumed, key=len)
-    start = next(seen for seen in longer if seen.done - longer[0].done >= (longer[-1].done - longer[0].done) / 5)
-    for metric, grown in (("growth", longer[-1].host - start.host), ("gpu_growth", longer[-1].gpu - start.gpu)):
-        setup.say(f"{case}: {metric} {grown:.0f} MiB, of {start.host:.0f} and {start.gpu:.0f}")
-        yield setup.row(case, max(grown, 0.0), "count", Peer("none", 0.0, "goal"), metric, "MiB")
+    for metric, of in (("growth", "host"), ("gpu_growth", "gpu")):
+        start, end = (_around(longer, share, of) for share in (0.2, 0.8))
+        setup.say(f"{case}: {metric} {end - start:.0f} MiB, from {start:.0f}")
+        yield setup.row(case, max(end - start, 0.0), "count", Peer("none", 0.0, "goal"), metric, "MiB")
+
+
+def _around(run: Sequence[Seen], share: float, of: str) -> float:
+    """The median of a figure over a tenth of the outputs before and after a share of them."""
+    first, count = run[0].done, max(1, run[-1].done - run[0].done)
+    near = [getattr(seen, of) for seen in run if abs((seen.done - first) / count - share) <= 0.1]
+    return float(np.median(near)) if near else 0.0
 
 
 def _steady(run: Sequence[Seen]) -> list[Seen]:
@@ -151,7 +159,8 @@ def _alone(setup: Setup, folder: Path, path: Path) -> list[Seen]:
     """What the network alone took in each of some rounds over scans on the device."""
     net, task = checkpoint.load(path, setup.device)
     classifier = Classifier(net, task, setup.device, _precision(setup))
-    given = [NetworkInput.of(read_scan(file, False), task) for file in sorted(folder.glob("scans/0*.bin"))[:ALONE]]
+    files = sorted(folder.glob("scans/0*.bin"))[: ALONE[setup.device.type]]
+    given = [NetworkInput.of(read_scan(file, False), task) for file in files]
     held = [(one.points.to(setup.device), one.feats.to(setup.device)) for one in given]
     spent: list[Seen] = []
     for _ in range(2 + ROUNDS):
