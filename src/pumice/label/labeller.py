@@ -138,7 +138,7 @@ class Labeller:
         path, out = Path(self.checkpoint), Path(self.out)
         net, task = checkpoint.load(path, torch.device("cpu"))
         kind = kind_of(self.kind, task)
-        options = self.precision, self.features, self.columns, self.root
+        options = self.precision, self.features, self.columns, self._root
         Record(str(path), digest(path), task.names, kind, *options).agree(out)
         remove_leftovers(out)
         return net, task, kind
@@ -152,10 +152,14 @@ class Labeller:
     def _device(self) -> torch.device:
         return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
+    @property
+    def _root(self) -> str:
+        return place(self.root) if self.root else ""
+
     def _named(self, scans: Iterable[str | Path | Input]) -> Iterator[Input]:
         given = list(scans)
         plain = dict.fromkeys(place(scan) for scan in given if not isinstance(scan, Input))
-        names = dict(zip(plain, Sources(tuple(plain), self.root).named(self.root), strict=True))
+        names = dict(zip(plain, Sources(tuple(plain), self._root).named(self._root), strict=True))
         return (scan if isinstance(scan, Input) else names[place(scan)] for scan in given)
 
     def _path(self, one: Input) -> Path:

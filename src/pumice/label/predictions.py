@@ -61,8 +61,8 @@ def whole_file(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to, which becomes `path` at the end, or is removed on an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The writer is named, so that a later run can tell whether it is still at work.
-    owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    partial = path.with_name(f".{path.name}.{owner}{_PARTIAL}")
+    owner = f"{socket.gethostname()}-{os.getpid()}"
+    partial = path.with_name(f".{uuid.uuid4().hex[:12]}.{owner}{_PARTIAL}")
     try:
         yield partial
         partial.replace(path)
@@ -85,8 +85,7 @@ def _abandoned(path: Path) -> bool:
     with suppress(OSError):
         if time.time() - path.stat().st_mtime > _DAY:
             return True
-    owner = path.name.removesuffix(_PARTIAL).rpartition("-")[0]
-    host, _, pid = owner.rpartition("-")
+    host, _, pid = path.name.removesuffix(_PARTIAL).rpartition("-")
     if os.name != "posix" or not host.endswith(f".{socket.gethostname()}") or not pid.isdecimal():
         return False
     try:
