@@ -166,13 +166,21 @@ class Labeller:
         return Path(self.out) / f"{one.name}.{self._net[2]}"
 
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
-        reads = _told(iter(self._loader(todo)), todo)
         waiting: deque[Future[Labelled]] = deque()
+        reached = 0
         with ThreadPoolExecutor(_WRITERS, "pumice-writer") as pool:
-            for read in reads:
-                waiting.append(self._begun(read, pool))
-                while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
-                    yield waiting.popleft().result()
+            try:
+                for read in self._loader(todo):
+                    reached += 1
+                    waiting.append(self._begun(read, pool))
+                    while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
+                        yield waiting.popleft().result()
+            except RuntimeError as error:
+                # Raised wherever this process was when it was told.
+                if "DataLoader worker" not in str(error):
+                    raise
+                near = todo[min(reached, len(todo) - 1)].source
+                raise FileError(f"{near}, or a scan soon after it, ended the process that read it: {error}") from error
             while waiting:
                 yield waiting.popleft().result()
 
@@ -258,15 +266,6 @@ class _Reading(Dataset[Any]):
         except PumiceError as error:
             # The copy of a URL has a name that nobody knows.
             raise FileError(str(error).replace(str(path), one.source)) from error
-
-
-def _told(reads: Iterator[_Read | Labelled], todo: Sequence[Input]) -> Iterator[_Read | Labelled]:
-    """The same; FileError tells where they were when a reading process was killed, as for lack of memory."""
-    for one in todo:
-        try:
-            yield next(reads)
-        except RuntimeError as error:
-            raise FileError(f"{one.source}, or a scan read ahead of it: the reading process ended ({error})") from error
 
 
 def _failed(one: Input, error: BaseException) -> Labelled:
