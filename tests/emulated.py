@@ -540,7 +540,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         torch.Tensor.new_zeros,
     )
     keep = prepare.keep_tiles
-    trains, goes_back, shared = train_pass.Started.run, train_pass._Backward.run, norm.workspace
+    trains, goes_back, shared = train_pass.Started.run, train_pass.Backward.run, norm.workspace
 
     def emitted_too(bound, given, tile, how):
         made = emitted(bound, given, tile, how)
@@ -628,7 +628,7 @@ def emulated(folder, gpu: Gpu | None = None) -> Iterator[Gpu]:
         patch.setattr(norm, "_by_kernels", lambda x: x.dtype != torch.float64)
         patch.setattr(norm, "jitted", lambda name, room: OfNorm(gpu, name.partition(".")[2]))
         patch.setattr(train_pass.Started, "run", trains_too)
-        patch.setattr(train_pass._Backward, "run", back_too)
+        patch.setattr(train_pass.Backward, "run", back_too)
         for module in (kernels, call, norm, stretch, train_pass):
             patch.setattr(module, "workspace", shared_too)
         yield gpu

@@ -242,8 +242,8 @@ def test_tensors_are_checked_while_maps_are_built(tmp_path, monkeypatch):
 
 def test_a_product_that_has_no_kernel_is_compiled_ahead_once(tmp_path, monkeypatch):
     """Of one row: the planner takes another way than a kernel."""
-    asked, compiled = [], stretch._Run._compile
-    monkeypatch.setattr(stretch._Run, "_compile", lambda self, maps: asked.append(1) or compiled(self, maps))
+    asked, compiled = [], stretch.StretchRun._compile
+    monkeypatch.setattr(stretch.StretchRun, "_compile", lambda self, maps: asked.append(1) or compiled(self, maps))
     program = pm.compile(torch.nn.Sequential(pm.nn.Linear(128, 256), pm.nn.BatchNorm(256)).half().eval())
     with emulated(tmp_path), torch.no_grad():
         for rows in (1, 1, 1):

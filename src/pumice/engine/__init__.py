@@ -1,6 +1,7 @@
 """Compile, capture, measure, tune and export whole networks."""
 
 from pumice.engine.capture import Captured, CapturedPoints, capture, capture_points
+from pumice.engine.estimate import Estimate, PassEstimate, StepEstimate, estimate
 from pumice.engine.export import Exportable, exportable
 from pumice.engine.graph_capture import CapturedGraphNet, CapturedGraphStep
 from pumice.engine.graph_tuning import GraphTuning
@@ -19,11 +20,14 @@ __all__ = [
     "CapturedPoints",
     "CapturedStep",
     "DataflowChoice",
+    "Estimate",
     "Exportable",
     "GraphTuning",
+    "PassEstimate",
     "PassTiming",
     "PerItemTarget",
     "Program",
+    "StepEstimate",
     "Tiles",
     "Trial",
     "Tuning",
@@ -31,6 +35,7 @@ __all__ = [
     "capture_points",
     "capture_step",
     "compile",
+    "estimate",
     "exportable",
     "measure",
     "tune",

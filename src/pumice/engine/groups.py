@@ -227,12 +227,13 @@ def _works(calls: Sequence[LayerCall]) -> Iterator[LayerWork]:
         both = []
         for one in (found, found.transpose()):
             key = (call.map_key, one.flipped)
-            both.append(sides.get(key) or sides.setdefault(key, _side(one)))
+            forms = maps.tile_forms(one) if one.device.type == "cuda" else ()
+            both.append(sides.get(key) or sides.setdefault(key, map_stats(one, forms)))
         yield LayerWork(both[0], both[1], (call.layer.in_channels, call.layer.out_channels), call.layer.groups, size)
 
 
-def _side(found: KernelMap) -> MapStats:
-    forms = maps.tile_forms(found) if found.device.type == "cuda" else ()
+def map_stats(found: KernelMap, forms: Sequence[str] = ()) -> MapStats:
+    """Statistics of a map, with the entries of these forms."""
     counts, entries = maps.read_sizes(found, forms)
     return MapStats(found.num_inputs, found.num_outputs, counts, entries, maps.tile_rows_for(found.num_outputs))
 

@@ -96,6 +96,11 @@ class Program(nn.Module):
             BACKGROUND.start()
 
     @property
+    def uncompiled(self) -> nn.Module:
+        """The module that was compiled."""
+        return self._net
+
+    @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._net.training
 
@@ -124,7 +129,7 @@ class Program(nn.Module):
         except _Unseen as seen:
             # The module that may branch on it is called as it is from now on.
             refused = program.refused | {seen.within: str(seen)}
-            self._programs.keep(kind, _Traced(net, args, kwargs, refused, program.times, constants))
+            self._programs.keep(kind, Traced(net, args, kwargs, refused, program.times, constants))
             return net(*args, **kwargs)
         result = program.form
         return found if result is None else result.build(found, (*args, *kwargs.values()))
@@ -142,7 +147,7 @@ class Program(nn.Module):
 
     def _standing(
         self, kind: Hashable, constants: tuple[type, ...], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Traced:
+    ) -> Traced:
         """The trace of a key, made anew if the network has changed since."""
         program = self._programs.get(kind)
         if program is not None and program.stands():
@@ -152,7 +157,7 @@ class Program(nn.Module):
             refused = {} if program is None else program.refused
             if times >= _TIMES:
                 refused = {self._net: f"its attributes have changed {times} times, between calls"}
-            program = self._programs.keep(kind, _Traced(self._net, args, kwargs, refused, times, constants))
+            program = self._programs.keep(kind, Traced(self._net, args, kwargs, refused, times, constants))
         self.__dict__["_last"] = kind
         return program
 
@@ -232,7 +237,7 @@ class _Unseen(Exception):
         self.within = within
 
 
-class _Traced:
+class Traced:
     """The trace of a module for one kind of arguments, valid while the module's attributes are unchanged.
 
     graph: None if the module cannot be traced; why: the reason. refused: modules not to be traced, with reasons. times:
@@ -264,12 +269,12 @@ class _Traced:
             opaque = [self.graph.modules[node] for node in self.graph.reasons]
             self._watched += [(module, reason) for module in opaque if (reason := own_ways(module)) is not None]
             self._root = {"net": net}
-            self._pyramid = _pyramid_of(self.graph)
+            self.pyramid = _pyramid_of(self.graph)
             norms = [s.norm for s in self.graph.steps if isinstance(s, Product) and s.norm is not None]
             self._by_batch = any(norm.training or norm._buffers.get("running_mean") is None for norm in norms)
         self._guards = Snapshot(modules)
         self._parameters = [module._parameters for module in net.modules()]
-        self._plans: dict[Any, list[_Item]] = {}
+        self._plans: dict[Any, list[Item]] = {}
 
     def stands(self) -> bool:
         """True if the trace is still valid."""
@@ -302,9 +307,9 @@ class _Traced:
         key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _items(graph, key, self._root)
+            plan = self._plans[key] = items(graph, key, self._root)
         begun: list[Callable[[], None]] = []
-        pyramid = self._pyramid if on_gpu else None
+        pyramid = self.pyramid if on_gpu else None
         for item in plan:
             if pyramid is not None and pyramid.node in env:
                 pyramid.prepare(env, lambda: begun.append(item.begin(env)))  # noqa: B023
@@ -355,13 +360,14 @@ def _told(number: int, step: Step) -> tuple[str, str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Item:
+class Item:
     """A step, or several as a stretch. begin(env) prepares it without kernel maps and returns a function that runs it;
-    reads, makes: nodes; last: nodes that no later item reads."""
+    reads, makes: nodes; last: nodes that no later item reads. part: what it runs."""
 
     begin: Callable[[Env], Callable[[], None]]
     reads: tuple[Node, ...]
     makes: tuple[Node, ...]
+    part: Step | Stretch | TrainStretch
     last: tuple[Node, ...] = ()
 
 
@@ -370,20 +376,20 @@ def _with_maps(run: Callable[[Env], None]) -> Callable[[Env], Callable[[], None]
     return partial(partial, run)
 
 
-def _items(graph: TracedModule, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[_Item]:
+def items(graph: TracedModule, how: tuple[str, int | None], root: Mapping[str, Any]) -> list[Item]:
     """The items that run a graph. how: (INFERENCE or TRAINING, bytes of a feature on a GPU; None on a CPU)."""
-    made: list[_Item] = []
+    made: list[Item] = []
     way, size = how
     on_gpu = train_stretches(graph) if way is TRAINING else stretches(graph, size or 0)
     for each in graph.steps if size is None else on_gpu:
         if isinstance(each, Stretch | TrainStretch):
             begin = each.begin if isinstance(each, Stretch) else _with_maps(each.run)
-            made.append(_Item(begin, each.inputs, each.outputs))
+            made.append(Item(begin, each.inputs, each.outputs, each))
         elif isinstance(each, Product):
             reads = tuple(n for n in (each.x, each.target, each.residual) if n is not None)
-            made.append(_Item(_with_maps(_by_modules(each)), reads, (each.node,)))
+            made.append(Item(_with_maps(_by_modules(each)), reads, (each.node,), each))
         elif isinstance(each, CallStep):
-            made.append(_Item(_with_maps(_caller(each, root)), tuple(each.node.all_input_nodes), (each.node,)))
+            made.append(Item(_with_maps(_caller(each, root)), tuple(each.node.all_input_nodes), (each.node,), each))
     needed = {*nodes_in(graph.result)}
     for place in range(len(made) - 1, -1, -1):
         touched = dict.fromkeys((*made[place].reads, *made[place].makes))

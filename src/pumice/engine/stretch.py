@@ -259,7 +259,7 @@ class Stretch:
 
     def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]) -> None:
         """Run the products as kernels. own: the inputs, cast for autocast."""
-        going = _Run(self, own, launches, tensors)
+        going = StretchRun(self, own, launches, tensors)
         with autograd.autocast_disabled([going.like]):
             going.all()
             for node in self.outputs:
@@ -433,7 +433,7 @@ def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
     return number, None if found is None else bound_map(found).signature
 
 
-class _Run:
+class StretchRun:
     """One execution of a stretch: addresses, geometries and row counts of its values."""
 
     def __init__(
@@ -455,7 +455,7 @@ class _Run:
         self._memory: dict[Buffer, tuple[Tensor, int]] = {}
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:
-        """Compile the kernels of all products in parallel. maps: of `_maps`."""
+        """Compile the kernels of all products in parallel. maps: of `find_maps`."""
         calls, others = [*self._calls(maps)], list[Task | None]()
 
         def plan_others() -> None:
@@ -495,7 +495,7 @@ class _Run:
         if _kind_of_map(number, found) not in self._stretch.compiled:
             self._compile(maps)
 
-    def _maps(self) -> list[KernelMap | None]:
+    def find_maps(self) -> list[KernelMap | None]:
         """Kernel maps of all products, None for linear maps; fills in geometries and row counts of all values."""
         geometries, counts, maps = self._geometries, self._rows, []
         for one in self._stretch.wired:
@@ -527,10 +527,10 @@ class _Run:
     def all(self) -> None:
         """Launch all products. All maps are requested first: other streams may build those in buffers meanwhile, and
         each product waits only for its own."""
-        maps = self._maps()
+        maps = self.find_maps()
         if self.buffered and not is_capturing(self.like.device):
             self._compile(maps)
-        self._allocate([one for one in self._stretch.wired if one.starts is not None])
+        self.allocate([one for one in self._stretch.wired if one.starts is not None])
         at, geometries, counts = self._addresses, self._geometries, self._rows
         call: BoundCall | None
         # Kernels of one stream run in order, so they share a workspace.
@@ -563,7 +563,11 @@ class _Run:
             relation, target = layer.map_request(self._geometries[one.target])
         return (layer_map if target is None and layer.dataflow is None else kernel_map)(inputs, relation, target)
 
-    def _allocate(self, starting: Sequence[Wired]) -> None:
+    def rows(self, number: int) -> int:
+        """Rows of a value, known after `find_maps`."""
+        return self._rows[number]
+
+    def allocate(self, starting: Sequence[Wired]) -> None:
         """Allocate the buffers that these products start: separate tensors for those read outside, else one arena."""
         size, like = self.like.element_size(), self.like
         slots: dict[int, int] = {}
@@ -620,7 +624,7 @@ class _Run:
             self._memory[place.buffer] = y, 0
             return self._point([place.buffer])
         if place.buffer not in self._memory:
-            self._allocate([one])
+            self.allocate([one])
         raw_feats(self.value(one.step.node)).copy_(y)
         return None
 

@@ -336,7 +336,8 @@ class Planner:
             axes = 3 if layer.relation.custom is not None else layer.relation.dim + 2
         if weight.ndim != axes or weight.shape[-1] != self._channels[one.x] or not weight.numel():
             return False
-        cast = torch.is_autocast_enabled(like.device.type)
+        # Meta features stand for features on a GPU.
+        cast = torch.is_autocast_enabled("cuda" if like.is_meta else like.device.type)
         if weight.dtype is not like.dtype and not (cast and weight.dtype in AUTOCAST_DTYPES):
             return False
         bias, _, _, tracked, *_ = vectors

@@ -159,7 +159,7 @@ class _Stretch(torch.autograd.Function):
             if torch.is_grad_enabled():
                 return None, None, *_recorded(begun, feats, pairs, given)
             memory = Memory(kept, None, pairs, narrow, ctx.counts, outs)
-            return None, None, *_Backward(begun, ctx.layout, feats, memory).run(given)
+            return None, None, *Backward(begun, ctx.layout, feats, memory).run(given)
 
 
 _OWN = (WEIGHT, BIAS, SCALE, SHIFT)
@@ -402,7 +402,7 @@ class _Forward(_Pass):
             self._at(n, layer).add_(self.value(residual))
 
 
-class _Backward(_Pass):
+class Backward(_Pass):
     """The backward pass. grads: gradients so far, by value; own: values whose gradients may be overwritten."""
 
     def run(self, given: Mapping[int, Tensor]) -> list[Tensor | None]:

@@ -119,10 +119,27 @@ class TrainStretch:
             if facts == known:
                 return plan
         plain = autograd.are_plain_tensors([*feats, *there])
-        outputs = [self._numbers[node] for node in self.outputs]
-        plan = Planner(self._wired, (outputs, self._live), feats, tensors).plan() if plain else None
+        plan = self._new_plan(tensors, feats) if plain else None
         self._plans = [(facts, plan), *self._plans[: _PLANS - 1]]
         return plan
+
+    def _new_plan(self, tensors: Sequence[Tensor | None], feats: Sequence[Tensor]) -> TrainPlan | None:
+        outputs = [self._numbers[node] for node in self.outputs]
+        return Planner(self._wired, (outputs, self._live), feats, tensors).plan()
+
+    def begin_dry(self, env: Env, feats: Sequence[Tensor]) -> Started | None:
+        """The stretch bound to its maps, without kernels, for features that may be meta tensors; None: the modules
+        would be called."""
+        tensors = [where.get(name) for where, name in self._sources]
+        plan, rows = self._new_plan(tensors, feats), [x.shape[0] for x in feats]
+        if plan is None:
+            return None
+        calls, _ = self._found(plan, [env[node].geometry for node in self.inputs], rows, (False, False))
+        return None if calls is None else Started(plan, calls, tensors, False)
+
+    def number_of(self, node: Node) -> int:
+        """Number of the value of a node."""
+        return self._numbers[node]
 
     def _begun(
         self, plan: TrainPlan, env: Env, feats: Sequence[Tensor], tensors: Sequence[Tensor | None]

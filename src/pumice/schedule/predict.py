@@ -141,6 +141,11 @@ def flow_seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> flo
     return _MODELS[device](flow, work.dgrad() if name == DGRAD else work, name)
 
 
+def seconds_on_gpu(flow: Dataflow, work: LayerWork, name: str, rates: Device) -> float:
+    """`flow_seconds` on a GPU of other rates than those that the model was fitted on."""
+    return flow_seconds(flow, work, name, "cuda") * DEVICES["cuda"].matrix / rates.matrix
+
+
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
     """Estimated seconds to build each map layout that a pass needs. Equal keys: a layout shared by several layers."""
     side = work.dgrad_map if name == DGRAD else work.forward_map
@@ -161,6 +166,7 @@ _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
 """FLOP/s of tiled kernels, by bytes per value; float32 products are three TF32 products."""
 _ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
 _KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
+_CALL_SECONDS = 0.15e-3  # seconds of a call of the C kernels of a CPU outside them
 _PART_BYTES = 12  # memory traffic per result for each part after the first: float32 partial sums
 
 
@@ -230,14 +236,20 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
 
+def pairs_on_cpu(size: tuple[int, tuple[int, int], float, int], name: str, device: Device) -> float:
+    """Estimated seconds of a pass by the C kernels, whose chunks stay in the cache (lower.native_products). size: pairs,
+    channels on both sides, multiply-adds per pair, bytes per value. The weight gradient copies the rows of a block."""
+    pairs, channels, macs, itemsize = size
+    copies, slower = (1.5, 1.13) if name == WGRAD else (1.0, 1.0)
+    moved, flops = pairs * sum(channels) * itemsize, 2 * pairs * macs
+    return _CALL_SECONDS + copies * moved / (device.cache / 2) + slower * flops / (2.5 * device.plain)
+
+
 def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     device = DEVICES["cpu"]
     if flow.movement == PLANNED.movement:
-        # Chunks that stay in the cache, see lower.native_products.
-        moved = work.forward_map.pairs * sum(work.channels) * work.itemsize
-        return (
-            20e-6 + moved / (device.cache / 2) + 2 * work.forward_map.pairs * work.macs_per_pair / (2.5 * device.plain)
-        )
+        size = work.forward_map.pairs, work.channels, work.macs_per_pair, work.itemsize
+        return pairs_on_cpu(size, name, device)
     if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
         # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)

@@ -1,0 +1,171 @@
+"""Dry runs of fused stretches: their own plans of memory, without kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from pumice.coords import KernelMap
+from pumice.engine.dry_run import Meter
+from pumice.engine.groups import map_stats
+from pumice.engine.stretch import Env, Stretch, StretchRun
+from pumice.engine.trace import Product
+from pumice.engine.train_layers import TENSORS, Joined, Layer, Planner, TrainPlan
+from pumice.engine.train_pass import Backward, Layout, Memory, Started
+from pumice.engine.train_stretch import TrainStretch
+from pumice.lower import maps
+from pumice.nn.conv import Convolution
+from pumice.ops.tensor import raw_feats, unchecked_tensor
+from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
+from pumice.schedule.predict import LayerWork, MapStats, Work, seconds_on_gpu
+
+
+def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -> None:
+    """Allocate what an inference stretch does, and put the values of its outputs into env. dtype: of autocast."""
+    own = _narrowed(stretch.features, env, dtype)
+    going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
+    found = going.find_maps()
+    going.allocate([one for one in stretch.wired if one.starts is not None])
+    for step, over, one in zip(stretch.products, found, stretch.wired, strict=True):
+        meter.step = step.names[0]
+        place, rows = stretch.places[step.node], going.rows(one.y)
+        meter.spent.rows, meter.spent.channels = rows, place.channels
+        meter.spent.allocated += rows * place.channels * going.like.element_size()
+        _multiply(meter, step, over, (rows, going.like.element_size()), (FORWARD,))
+    for node in stretch.outputs:
+        env[node] = going.value(node)
+
+
+def _narrowed(nodes: Sequence[Node], env: Env, dtype: torch.dtype | None) -> Env:
+    """The values of env; of these nodes cast to dtype, if any."""
+    cast = {n: raw_feats(env[n]).to(dtype) for n in nodes} if dtype is not None else {}
+    return {**env, **{n: unchecked_tensor(x, env[n].geometry) for n, x in cast.items()}}
+
+
+def _multiply(
+    meter: Meter, step: Product, found: KernelMap | None, size: tuple[int, int], passes: Sequence[str]
+) -> None:
+    """Add the time of passes of a convolution or linear map. size: rows of the result, bytes per value."""
+    layer, (rows, itemsize) = step.layer, size
+    outer, inner = layer.weight.shape[0], layer.weight.shape[-1]
+    if not isinstance(layer, Convolution) or found is None:
+        moved = itemsize * (rows * (inner + outer) + inner * outer)
+        meter.work(Work(2 * rows * inner * outer * len(passes), moved * len(passes), 0, len(passes), itemsize < 4))
+        return
+    maps.planner_operands(found, torch.is_grad_enabled() or FORWARD not in passes)
+    side = _stats(found)
+    turned = _stats(found.transpose()) if DGRAD in passes else side
+    work = LayerWork(side, turned, (inner * layer.groups, outer), layer.groups, itemsize)
+    meter.spent.pairs = side.pairs
+    meter.time(sum(seconds_on_gpu(PLANNED, work, name, meter.machine.rates) for name in passes))
+
+
+def _stats(found: KernelMap) -> MapStats:
+    """Statistics of a map with the entries of its default tiles."""
+    name = maps.preferred_form(found, "compacted")
+    stats = map_stats(found, (name,))
+    return replace(stats, entries={"compacted": stats.entries[name]})
+
+
+# Training
+
+
+def train(stretch: TrainStretch, env: Env, meter: Meter, dtype: torch.dtype | None) -> bool:
+    """Run a training stretch: an autograd node that keeps and allocates what the real one does. dtype: of autocast.
+    False: kernels do not support its tensors, the modules run instead."""
+    feats = [raw_feats(env[node]) for node in stretch.features]
+    feats = [x if dtype is None else x.to(dtype) for x in feats]
+    begun = stretch.begin_dry(env, feats)
+    if begun is None:
+        return False
+    trained = [begun.tensors[place] for place in begun.plan.trained]
+    outs = _DryStretch.apply(begun, meter, len(feats), *feats, *trained)
+    for node, y in zip(stretch.outputs, outs, strict=True):
+        env[node] = unchecked_tensor(y, begun.calls[stretch.number_of(node) - len(feats)].outputs)
+    return True
+
+
+class _DryStretch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Started, meter: Meter, count: int, *given: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plan, calls, _, _ = begun
+        feats, layout = given[:count], Layout.of(plan, calls)
+        memory = _allocated(plan, begun, layout, feats[0])
+        for step, call in zip(plan.steps, calls, strict=True):
+            _forward(meter, step, call)
+        ctx.begun, ctx.meter, ctx.layout, ctx.count, ctx.outs = begun, meter, layout, count, list(memory.outs)
+        kept = {step.wired.y for step in plan.steps if step.keeps}
+        read = [out if y in kept else None for y, out in memory.outs.items()]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*feats, memory.kept, memory.pairs, memory.narrow, *read)
+        return tuple(memory.outs.values())  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        saved, begun = ctx.saved_tensors, ctx.begun
+        feats, (kept, pairs, narrow, *outs) = saved[: ctx.count], saved[ctx.count :]
+        memory = Memory(kept, None, pairs, narrow, None, dict(zip(ctx.outs, outs, strict=True)))
+        given = {y: g for y, g in zip(ctx.outs, grads, strict=True) if g is not None and y in begun.plan.needs}
+        return None, None, None, *_DryBackward(begun, ctx.layout, feats, memory, ctx.meter).run(given)
+
+
+def _allocated(plan: TrainPlan, begun: Started, layout: Layout, like: Tensor) -> Memory:
+    """The buffers of a forward pass."""
+    outs: Mapping[int, Tensor] = {
+        step.wired.y: like.new_empty((call.rows, step.channels))
+        for step, call in zip(plan.steps, begun.calls, strict=True)
+        if step.wired.y in plan.outputs
+    }
+    narrow = like.new_empty(plan.weights) if any(one.narrow for one in plan.layers) else None
+    pairs = like.new_empty(plan.vectors, dtype=torch.float32)
+    return Memory(like.new_empty(layout.kept), like.new_empty(layout.spare), pairs, narrow, None, outs)
+
+
+def _forward(meter: Meter, step: Layer | Joined, call: Any) -> None:
+    """Add the time of a step's forward pass."""
+    size = call.rows * step.channels
+    meter.step = step.wired.step.names[0]
+    meter.spent.rows, meter.spent.channels = call.rows, step.channels
+    if isinstance(step, Joined):
+        return meter.work(Work(memory=4 * size))
+    itemsize, product = step.dtype.itemsize, step.wired.step
+    assert isinstance(product, Product)
+    meter.spent.allocated += size * itemsize * (1 + (step.norm is not None) + step.smooth)
+    _multiply(meter, product, call.found, (call.rows, itemsize), (FORWARD,))
+    if step.norm is not None:
+        # Moments read the product; the norm reads it and the residual, and writes the result.
+        meter.work(Work(memory=size * itemsize * (3 + (product.residual is not None)), launches=2))
+    return None
+
+
+class _DryBackward(Backward):
+    """A backward pass that allocates gradients, and computes none."""
+
+    def __init__(self, begun: Started, layout: Layout, feats: Sequence[Tensor], memory: Memory, meter: Meter) -> None:
+        super().__init__(begun, layout, feats, memory)
+        self.meter = meter
+
+    def _through_norm(self, n: int, layer: Layer, grad: Tensor) -> Tensor | None:
+        self.meter.step = layer.wired.step.names[0]
+        adds = layer.wired.residual >= 0 and layer.relu
+        moved = self.calls[n].rows * layer.channels * layer.dtype.itemsize
+        # Two sums and a gradient: each reads the result's gradient, the product and, before a ReLU, the result.
+        self.meter.work(Work(memory=moved * (5 + 3 * adds), launches=2))
+        return self.like.new_empty((self.calls[n].rows, layer.channels)) if adds else None
+
+    def _bias(self, n: int, layer: Layer) -> Tensor:
+        return self.like.new_empty(layer.channels, dtype=torch.float32)
+
+    def _product(self, n: int, layer: Layer, dh: Tensor, calls: Any) -> None:
+        step, call = layer.wired.step, self.calls[n]
+        assert isinstance(step, Product)
+        self.meter.step = step.names[0]
+        passes = [name for name, wanted in ((DGRAD, layer.wants.x), (WGRAD, layer.wants.weight)) if wanted]
+        _multiply(self.meter, step, call.found, (call.rows, layer.dtype.itemsize), passes)
+        if layer.wants.x:
+            self._add(layer.wired.x, self.like.new_empty((call.inputs, layer.shape[2])))

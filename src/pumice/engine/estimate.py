@@ -1,0 +1,283 @@
+"""pumice.estimate: memory and time of a network on a scene, without running it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.node import map_arg
+
+from pumice.coords import Geometry, kernel_map
+from pumice.engine import dry_stretch
+from pumice.engine.dry_run import Machine, Meter, Spent, bytes_held, without_contents
+from pumice.engine.program import INFERENCE, TRAINING, Item, Program, Traced, items
+from pumice.engine.rates import rates_of
+from pumice.engine.stretch import Stretch
+from pumice.engine.subject import Loss, bare, fresh, sum_of_squares_loss
+from pumice.engine.trace import CONSTANTS, CallStep, Step
+from pumice.engine.train_stretch import TrainStretch
+from pumice.errors import DeviceError, DtypeError, OptionError
+from pumice.lower import maps
+from pumice.ops import SparseTensor, autograd
+from pumice.ops.tensor import raw_feats
+
+_BACKWARD = "other gradients"
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Of a step: the voxels and channels of its result, pairs of its kernel map (0 without one), bytes that it allocates
+    (in training with its gradients), seconds (in training of both passes)."""
+
+    name: str
+    voxels: int
+    channels: int
+    pairs: int
+    memory: int
+    time: float
+
+
+@dataclass(frozen=True)
+class PassEstimate:
+    """Of a pass: bytes at its peak, seconds. parts: what the peak consists of; steps: in order."""
+
+    memory: int
+    time: float
+    parts: Mapping[str, int] = field(default_factory=dict)
+    steps: tuple[StepEstimate, ...] = ()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory and time of inference and of a training step. training: None without parameters to train. device: whose
+    rates were used. unknown: steps that the figures leave out, with reasons."""
+
+    inference: PassEstimate
+    training: PassEstimate | None
+    device: str
+    unknown: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """A table of passes, then of steps, and what is unknown."""
+        passes = {"inference": self.inference} | ({} if self.training is None else {"training": self.training})
+        rows = [("pass", "memory", "time", "of which"), *(_told(name, one) for name, one in passes.items())]
+        longest = list(passes.values())[-1]
+        steps = [("step", "voxels", "channels", "pairs", "memory", "time"), *map(_told_step, longest.steps)]
+        left_out = [f"not known: {name}" for name in self.unknown]
+        return "\n".join([f"on {self.device}", *_table(rows), "", *_table(steps), *left_out])
+
+
+def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Estimate:
+    """Memory and time of inference and of a training step of pumice.compile(net) on x, without running it.
+
+        memory = parameters + x + kernel maps + peak of features and gradients
+        time = kernel maps + sum over steps of the cost model (on a GPU: of kernels, not of the host)
+
+    The kernel maps of the scene are built, on x's device, as all sizes follow from them; features are not computed. The
+    network's steps run on tensors without contents, whose allocations are counted, gradients included, and stretches
+    that are fused on a GPU by their own plans of memory. Times are those of pumice.engine.measure: wall-clock time on a
+    CPU, kernel time on a GPU. The device's rates are measured at the first call (some 50 ms) and kept.
+
+    net: any torch.nn.Module that takes x, or a program of one; unchanged. x: features may require gradients. loss:
+    scalar function of the result; default: the mean squares of every tensor in it. On a GPU autocast is the caller's.
+    Optimizer states are not counted, nor what torch's allocator keeps beyond the tensors.
+
+    Steps whose results depend on the features' values, such as pruning or control flow within a module that is called
+    as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
+
+    Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices, OptionError
+    for a module wrapped by torch.compile and for buffers of a captured network; errors of net for such an x are told in
+    `unknown`.
+    """
+    net = _checked(net, x)
+    x.geometry.settle()
+    trains = any(p.requires_grad for p in net.parameters())
+    inference = _DryRun(net, x, False).run(None)
+    training = _DryRun(net, x, True).run(loss or sum_of_squares_loss) if trains else None
+    found = [inference] if training is None else [inference, training]
+    unknown = dict.fromkeys(name for one in found for name in one[1])
+    device = rates_of(x.device).name
+    return Estimate(inference[0], None if training is None else training[0], device, tuple(unknown))
+
+
+def _checked(net: Any, x: Any) -> nn.Module:
+    if not isinstance(net, nn.Module):
+        raise DtypeError(f"estimate takes a torch.nn.Module, found {type(net).__name__}")
+    if not isinstance(x, SparseTensor):
+        raise DtypeError(f"estimate takes a SparseTensor, found {type(x).__name__}")
+    if x.geometry.buffered is not None:
+        raise OptionError("estimate takes a scene, found buffers of a captured network, whose sizes are not known")
+    net = bare(net)
+    homes = {str(t.device) for t in (*net.parameters(), *net.buffers())} - {str(x.device)}
+    if homes:
+        raise DeviceError(f"x is on {x.device}, the network on {', '.join(sorted(homes))}")
+    return net.uncompiled if isinstance(net, Program) else net
+
+
+class _DryRun:
+    """A pass of a network over a new geometry on the coordinates of x."""
+
+    def __init__(self, net: nn.Module, x: SparseTensor, training: bool) -> None:
+        self.training = training
+        self.net = without_contents(net)
+        if training != self.net.training:
+            # A network in training mode may have frozen layers: they stay so.
+            self.net.train(training)
+        x = fresh(x)
+        feats = torch.empty_like(raw_feats(x), device="meta").requires_grad_(x.requires_grad)
+        self.given, self.x = x, SparseTensor(feats, x.geometry)
+        self.machine = Machine(rates_of(x.device), autograd.uses_gpu(raw_feats(x)))
+        own = *self.net.parameters(), *self.net.buffers()
+        self.meter = Meter(self.machine, (*own, feats))
+        self.unknown: list[str] = []
+
+    def run(self, loss: Loss | None) -> tuple[PassEstimate, list[str]]:
+        """(estimate, what is unknown)"""
+        with torch.set_grad_enabled(self.training), self.meter:
+            result = self._forward()
+            if loss is not None:
+                self.meter.step = _BACKWARD
+                self._backward(result, loss)
+        del result
+        return self._told(), self.unknown
+
+    def _forward(self) -> list[Any]:
+        """Known results, and values that unknown steps read."""
+        traced = Traced(self.net, (self.x,), {}, {}, 0, CONSTANTS)
+        if traced.graph is None:
+            self.meter.step = type(self.net).__name__
+            try:
+                return [self.net(self.x)]
+            except Exception as error:
+                self.unknown.append(f"{self.meter.step}: {_reason(error)}")
+                return []
+        graph = traced.graph
+        env: dict[Any, Any] = {graph.placeholders[0]: self.x}
+        way = TRAINING if self.training else INFERENCE
+        size = self.dtype.itemsize if self.machine.on_gpu else None
+        if self.machine.on_gpu and traced.pyramid is not None and traced.pyramid.node in env:
+            traced.pyramid.prepare(env, lambda: None)
+        ends: list[Any] = []
+        for item in items(graph, (way, size), {"net": self.net}):
+            ends += self._run(item, env)
+            for node in item.last:
+                env.pop(node, None)
+        known: list[Any] = []
+        map_arg(graph.result, lambda node: known.append(env[node]) if node in env else None)
+        return [*known, *ends]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of products."""
+        return self._autocast or self.x.dtype
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        kind = self.given.device.type
+        return torch.get_autocast_dtype(kind) if kind == "cuda" and torch.is_autocast_enabled(kind) else None
+
+    def _run(self, item: Item, env: dict[Any, Any]) -> list[Any]:
+        """Run an item in env. Returns nothing if it is known, else the values that it reads."""
+        self.meter.step = _name(item.part)
+        missing = [node for node in item.reads if node not in env]
+        try:
+            if missing:
+                raise LookupError("it reads what is not known")
+            self._run_part(item, env)
+        except Exception as error:  # of whatever the network calls
+            self.unknown.append(f"{self.meter.step}: {_reason(error)}")
+            return [env[node] for node in item.reads if node in env]
+        made = [env[node] for node in item.makes]
+        feats = [raw_feats(y) if isinstance(y, SparseTensor) else y for y in made]
+        self.meter.mark([y for y in feats if isinstance(y, Tensor)])
+        if len(feats) == 1 and isinstance(feats[0], Tensor) and not isinstance(item.part, Stretch | TrainStretch):
+            self.meter.spent.rows, self.meter.spent.channels = len(feats[0]), feats[0].shape[-1]
+        return []
+
+    def _run_part(self, item: Item, env: dict[Any, Any]) -> None:
+        part = item.part
+        if isinstance(part, Stretch):
+            dry_stretch.infer(part, env, self.meter, self._autocast)
+        elif isinstance(part, TrainStretch):
+            if not dry_stretch.train(part, env, self.meter, self._autocast):
+                raise OptionError("no kernels for such tensors")
+        else:
+            item.begin(env)()
+
+    def _backward(self, result: Sequence[Any], loss: Loss) -> None:
+        if any(isinstance(value, Tensor | SparseTensor) for value in result):
+            loss(result[0] if len(result) == 1 else result).backward()
+
+    def _told(self) -> PassEstimate:
+        own = sum(t.nbytes for t in (*self.net.parameters(), *self.net.buffers()))
+        given = raw_feats(self.given).nbytes + self.given.coords.nbytes
+        held = bytes_held(self.given.geometry) - self.given.coords.nbytes
+        parts = {"parameters": own, "input": given, "maps": held, "features": self.meter.peak}
+        steps = [_step(name, one) for name, one in self.meter.steps.items() if one.allocated or one.time]
+        building = StepEstimate("kernel maps", len(self.given), 0, 0, held, self._building())
+        every = building, *steps
+        return PassEstimate(sum(parts.values()), sum(one.time for one in every), parts, every)
+
+    def _building(self) -> float:
+        """Seconds to build the kernel maps: measured on a CPU, where they were built anyway."""
+        x = fresh(self.given)
+        begin = time.perf_counter()
+        _build(self.given.geometry, x.geometry, self.training)
+        return time.perf_counter() - begin
+
+
+def _build(known: Geometry, geometry: Geometry, training: bool) -> None:
+    """Build the maps of one geometry for another one on the same coordinates."""
+    for (relation, target), (_, below) in [*known.maps.items()]:
+        if target is None:
+            found, outputs = kernel_map(geometry, relation)
+            maps.planner_operands(found, training)
+            if below is not None and outputs is not geometry:
+                _build(below, outputs, training)
+
+
+def _step(name: str, one: Spent) -> StepEstimate:
+    return StepEstimate(name, one.rows, one.channels, one.pairs, one.allocated, one.time)
+
+
+def _name(part: Step | Stretch | TrainStretch) -> str:
+    if isinstance(part, Stretch | TrainStretch):
+        return part.steps[0].names[0]
+    called = isinstance(part, CallStep) and part.module is None
+    return str(part.node) if called else part.names[0]
+
+
+def _reason(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+# Text
+
+
+def _told(name: str, one: PassEstimate) -> tuple[str, str, str, str]:
+    parts = ", ".join(f"{part} {_bytes(size)}" for part, size in one.parts.items())
+    return name, _bytes(one.memory), _milliseconds(one.time), parts
+
+
+def _told_step(one: StepEstimate) -> tuple[str, ...]:
+    return one.name, str(one.voxels), str(one.channels), str(one.pairs), _bytes(one.memory), _milliseconds(one.time)
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _milliseconds(spent: float) -> str:
+    return f"{1e3 * spent:.2f} ms"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Lines of a table, the first column aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
+        yield "  ".join(cells).rstrip()
