@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -64,14 +64,13 @@ class Meter(TorchDispatchMode):
         self.live = self.peak = 0
         self.steps: dict[str, Spent] = {}
         self.step = ""
-        self._given = [*given]
-        self._seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in self._given}
+        self._seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in given}
         self._copies = set[Any]()
         self._marked = set[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if node is not None:
             self.step = node.metadata.get(_STEP, self.step)
         read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -108,7 +107,7 @@ class Meter(TorchDispatchMode):
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Ascribe the autograd nodes of these results that have no step yet to the current one."""
-        todo = [t.grad_fn for t in tensors]
+        todo: list[Any] = [t.grad_fn for t in tensors]
         while todo:
             node = todo.pop()
             if node is not None and node not in self._marked:
@@ -133,7 +132,7 @@ class Meter(TorchDispatchMode):
         self._seen.pop(key, None)
 
     def _products(self, read: Sequence[Tensor], made: Tensor) -> None:
-        """An einsum over index arrays, such as a convolution or a gradient of one, by the C kernels of a CPU."""
+        """An einsum over index arrays, such as a convolution or a gradient of one."""
         arrays = [t for t in read if not t.is_meta]
         values = [t for t in read if t.is_meta]
         pairs = max([t.numel() for t in arrays], default=0)
@@ -143,9 +142,11 @@ class Meter(TorchDispatchMode):
             return self.work(Work(cache=moved, memory=made.nbytes))
         macs, ends = weight.numel() // weight.shape[-2], [t for t in (*values, made) if t is not weight]
         name = WGRAD if weight is made else FORWARD
-        widths = [t.numel() // max(1, len(t)) for t in ends]
-        size = pairs, (widths[0], widths[-1]), macs, made.element_size()
-        self.time(pairs_on_cpu(size, name, self.machine.rates))
+        widths, size = [t.numel() // max(1, len(t)) for t in ends], made.element_size()
+        if self.machine.on_gpu:
+            moved = pairs * sum(widths) * size
+            return self.work(Work(2 * pairs * macs, made.nbytes, moved, matrix=True))
+        self.time(pairs_on_cpu((pairs, (widths[0], widths[-1]), macs, size), name, self.machine.rates))
         self._scratch(name, values[0] if name == WGRAD else weight, made, arrays)
         if name == FORWARD:
             self.spent.pairs = max(self.spent.pairs, pairs)
@@ -155,7 +156,7 @@ class Meter(TorchDispatchMode):
         """Memory that the C kernels take besides their result: copies with whole vectors; packed weights and, for the
         transposed map, lists of pairs stay."""
         found = native_products.kernels(torch.float32)
-        if found is None or self.machine.on_gpu:
+        if found is None:
             return
         if name == WGRAD:
             return self.room(operand.nbytes + made.nbytes)

@@ -15,19 +15,28 @@ from pumice.engine.dry_run import Meter
 from pumice.engine.groups import map_stats
 from pumice.engine.stretch import Env, Stretch, StretchRun
 from pumice.engine.trace import Product
-from pumice.engine.train_layers import TENSORS, Joined, Layer, Planner, TrainPlan
+from pumice.engine.train_layers import Joined, Layer, TrainPlan
 from pumice.engine.train_pass import Backward, Layout, Memory, Started
 from pumice.engine.train_stretch import TrainStretch
 from pumice.lower import maps
+from pumice.lower.maps import NoMap
 from pumice.nn.conv import Convolution
 from pumice.ops.tensor import raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
-from pumice.schedule.predict import LayerWork, MapStats, Work, seconds_on_gpu
+from pumice.schedule.predict import LayerWork, MapStats, Work, norm_seconds, seconds_on_gpu
+
+_FORWARD_SHARE = 0.4  # of the time of a norm in training
+_SHARED = "shared buffers"
+"""Step to which the buffers of a stretch are ascribed."""
 
 
 def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -> None:
     """Allocate what an inference stretch does, and put the values of its outputs into env. dtype: of autocast."""
+    meter.step = _SHARED
     own = _narrowed(stretch.features, env, dtype)
+    if dtype is not None:
+        # Narrow copies of weights stay for later calls.
+        meter.keep(sum(step.layer.weight.numel() * dtype.itemsize for step in stretch.products))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])
@@ -48,14 +57,14 @@ def _narrowed(nodes: Sequence[Node], env: Env, dtype: torch.dtype | None) -> Env
 
 
 def _multiply(
-    meter: Meter, step: Product, found: KernelMap | None, size: tuple[int, int], passes: Sequence[str]
+    meter: Meter, step: Product, found: KernelMap | NoMap | None, size: tuple[int, int], passes: Sequence[str]
 ) -> None:
     """Add the time of passes of a convolution or linear map. size: rows of the result, bytes per value."""
     layer, (rows, itemsize) = step.layer, size
     outer, inner = layer.weight.shape[0], layer.weight.shape[-1]
-    if not isinstance(layer, Convolution) or found is None:
+    if not isinstance(layer, Convolution) or not isinstance(found, KernelMap):
         moved = itemsize * (rows * (inner + outer) + inner * outer)
-        meter.work(Work(2 * rows * inner * outer * len(passes), moved * len(passes), 0, len(passes), itemsize < 4))
+        meter.work(Work(2 * rows * inner * outer * len(passes), moved * len(passes), 0, 0, itemsize < 4))
         return
     maps.planner_operands(found, torch.is_grad_enabled() or FORWARD not in passes)
     side = _stats(found)
@@ -95,6 +104,7 @@ class _DryStretch(torch.autograd.Function):
     def forward(ctx: Any, begun: Started, meter: Meter, count: int, *given: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, calls, _, _ = begun
         feats, layout = given[:count], Layout.of(plan, calls)
+        meter.step = _SHARED
         memory = _allocated(plan, begun, layout, feats[0])
         for step, call in zip(plan.steps, calls, strict=True):
             _forward(meter, step, call)
@@ -132,15 +142,13 @@ def _forward(meter: Meter, step: Layer | Joined, call: Any) -> None:
     meter.step = step.wired.step.names[0]
     meter.spent.rows, meter.spent.channels = call.rows, step.channels
     if isinstance(step, Joined):
-        return meter.work(Work(memory=4 * size))
+        return
     itemsize, product = step.dtype.itemsize, step.wired.step
     assert isinstance(product, Product)
     meter.spent.allocated += size * itemsize * (1 + (step.norm is not None) + step.smooth)
     _multiply(meter, product, call.found, (call.rows, itemsize), (FORWARD,))
     if step.norm is not None:
-        # Moments read the product; the norm reads it and the residual, and writes the result.
-        meter.work(Work(memory=size * itemsize * (3 + (product.residual is not None)), launches=2))
-    return None
+        meter.time(_FORWARD_SHARE * norm_seconds(size * itemsize, meter.machine.rates))
 
 
 class _DryBackward(Backward):
@@ -153,9 +161,8 @@ class _DryBackward(Backward):
     def _through_norm(self, n: int, layer: Layer, grad: Tensor) -> Tensor | None:
         self.meter.step = layer.wired.step.names[0]
         adds = layer.wired.residual >= 0 and layer.relu
-        moved = self.calls[n].rows * layer.channels * layer.dtype.itemsize
-        # Two sums and a gradient: each reads the result's gradient, the product and, before a ReLU, the result.
-        self.meter.work(Work(memory=moved * (5 + 3 * adds), launches=2))
+        size = self.calls[n].rows * layer.channels * layer.dtype.itemsize
+        self.meter.time((1 - _FORWARD_SHARE) * norm_seconds(size, self.meter.machine.rates))
         return self.like.new_empty((self.calls[n].rows, layer.channels)) if adds else None
 
     def _bias(self, n: int, layer: Layer) -> Tensor:

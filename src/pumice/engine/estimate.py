@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx.node import map_arg
 from pumice.coords import Geometry, kernel_map
 from pumice.engine import dry_stretch
 from pumice.engine.dry_run import Machine, Meter, Spent, bytes_held, without_contents
+from pumice.engine.groups import maps_below
 from pumice.engine.program import INFERENCE, TRAINING, Item, Program, Traced, items
 from pumice.engine.rates import rates_of
 from pumice.engine.stretch import Stretch
@@ -24,14 +26,15 @@ from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.lower import maps
 from pumice.ops import SparseTensor, autograd
 from pumice.ops.tensor import raw_feats
+from pumice.schedule.predict import map_seconds
 
 _BACKWARD = "other gradients"
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """Of a step: the voxels and channels of its result, pairs of its kernel map (0 without one), bytes that it allocates
-    (in training with its gradients), seconds (in training of both passes)."""
+    """Of a step: voxels and channels of its result, pairs of its kernel map (0 without one), bytes that it allocates
+    and seconds, in training with those of its gradients."""
 
     name: str
     voxels: int
@@ -80,7 +83,7 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
     The kernel maps of the scene are built, on x's device, as all sizes follow from them; features are not computed. The
     network's steps run on tensors without contents, whose allocations are counted, gradients included, and stretches
     that are fused on a GPU by their own plans of memory. Times are those of pumice.engine.measure: wall-clock time on a
-    CPU, kernel time on a GPU. The device's rates are measured at the first call (some 50 ms) and kept.
+    CPU, kernel time on a GPU. The device's rates are measured at the first call (some 0.1 s) and kept.
 
     net: any torch.nn.Module that takes x, or a program of one; unchanged. x: features may require gradients. loss:
     scalar function of the result; default: the mean squares of every tensor in it. On a GPU autocast is the caller's.
@@ -89,9 +92,9 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
     Steps whose results depend on the features' values, such as pruning or control flow within a module that is called
     as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
 
-    Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices, OptionError
-    for a module wrapped by torch.compile and for buffers of a captured network; errors of net for such an x are told in
-    `unknown`.
+    Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices,
+    OptionError for a module wrapped by torch.compile and for buffers of a captured network. Errors of net for such an x
+    are told in `unknown`.
     """
     net = _checked(net, x)
     x.geometry.settle()
@@ -216,14 +219,22 @@ class _DryRun:
         own = sum(t.nbytes for t in (*self.net.parameters(), *self.net.buffers()))
         given = raw_feats(self.given).nbytes + self.given.coords.nbytes
         held = bytes_held(self.given.geometry) - self.given.coords.nbytes
-        parts = {"parameters": own, "input": given, "maps": held, "features": self.meter.peak}
+        parts = {
+            "parameters": own,
+            "input": given,
+            "maps": held,
+            "features" + " and gradients" * self.training: self.meter.peak,
+        }
         steps = [_step(name, one) for name, one in self.meter.steps.items() if one.allocated or one.time]
         building = StepEstimate("kernel maps", len(self.given), 0, 0, held, self._building())
         every = building, *steps
-        return PassEstimate(sum(parts.values()), sum(one.time for one in every), parts, every)
+        return PassEstimate(sum(parts.values()), sum(one.time for one in every), MappingProxyType(parts), every)
 
     def _building(self) -> float:
-        """Seconds to build the kernel maps: measured on a CPU, where they were built anyway."""
+        """Seconds to build the kernel maps: on a CPU measured, since they are built anyway."""
+        if self.machine.on_gpu:
+            found = {id(one.table): one for one in maps_below(self.given.geometry, set())}
+            return sum(map_seconds(max(one.num_inputs, one.num_outputs)) for one in found.values())
         x = fresh(self.given)
         begin = time.perf_counter()
         _build(self.given.geometry, x.geometry, self.training)

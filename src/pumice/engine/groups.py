@@ -256,7 +256,7 @@ def _axes(values: Sequence[Any]) -> str:
 def _unread(geometry: Geometry, calls: Sequence[LayerCall]) -> Iterator[str]:
     """Note on kernel maps that no convolution layer reads."""
     read = {call.map_key for call in calls}
-    others = [found for found in _below(geometry, set()) if id(found.table) not in read]
+    others = [found for found in maps_below(geometry, set()) if id(found.table) not in read]
     if others:
         names = ", ".join(sorted({f"k{_axes(found.relation.kernel)}" for found in others}))
         yield (
@@ -265,13 +265,13 @@ def _unread(geometry: Geometry, calls: Sequence[LayerCall]) -> Iterator[str]:
         )
 
 
-def _below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
+def maps_below(geometry: Geometry, seen: set[Geometry]) -> Iterator[KernelMap]:
     """All maps reachable from a geometry."""
     seen.add(geometry)
     for found, outputs in geometry.maps.values():
         yield found
         if outputs is not None and outputs not in seen:
-            yield from _below(outputs, seen)
+            yield from maps_below(outputs, seen)
 
 
 def _idle(model: nn.Module, scenes: Sequence[Sequence[LayerCall]], left: set[str]) -> Iterator[str]:

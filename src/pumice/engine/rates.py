@@ -13,12 +13,15 @@ from pumice.coords import Geometry, KernelMap, Relation, kernel_map
 from pumice.lower import native_products
 from pumice.schedule.predict import DEVICES, Device
 
-_SIDE, _NARROW, _WIDE, _REPEATS = 20, 16, 64, 5
+_SIDE, _NARROW, _WIDE, _REPEATS = 20, 16, 64, 9
+_KERNEL = 2e-6  # seconds of a small kernel on a GPU, without the host
 
 
 def rates_of(device: torch.device) -> Device:
-    """The rates of a device, of a CPU for torch's number of threads. Measured at the first call, in some 50 ms, and kept
-    for the process: a device does not change, and each estimate would otherwise wait for it."""
+    """The rates of a device, of a CPU for torch's number of threads.
+
+    Measured at the first call, in some 0.1 s, and kept for the process: a device does not change, and each estimate
+    would otherwise wait for it."""
     return _on_gpu(device) if device.type == "cuda" else _on_cpu(torch.get_num_threads())
 
 
@@ -62,12 +65,13 @@ def _window() -> KernelMap:
 
 
 def _least(call: Callable[[], object]) -> float:
-    """The least seconds of a few calls."""
+    """The least seconds of a few calls; of one thread its own time, which other programs do not add to."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     spent = []
     for _ in range(_REPEATS):
-        begin = time.perf_counter()
+        begin = clock()
         call()
-        spent.append(time.perf_counter() - begin)
+        spent.append(clock() - begin)
     return min(spent)
 
 
@@ -78,7 +82,8 @@ def _on_gpu(device: torch.device) -> Device:
     x, values = torch.ones(size, size, dtype=torch.float16, device=device), torch.empty(1 << 26, device=device)
     memory = 2 * values.nbytes / _least_on_gpu(values.clone, device)
     matrix = 2 * size**3 / _least_on_gpu(lambda: x @ x, device)
-    return replace(usual, name=torch.cuda.get_device_name(device), memory=memory, matrix=matrix)
+    name = torch.cuda.get_device_name(device)
+    return replace(usual, name=name, memory=memory, matrix=matrix, launch=_KERNEL)
 
 
 def _least_on_gpu(call: Callable[[], object], device: torch.device) -> float:

@@ -142,8 +142,30 @@ def flow_seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> flo
 
 
 def seconds_on_gpu(flow: Dataflow, work: LayerWork, name: str, rates: Device) -> float:
-    """`flow_seconds` on a GPU of other rates than those that the model was fitted on."""
-    return flow_seconds(flow, work, name, "cuda") * DEVICES["cuda"].matrix / rates.matrix
+    """`flow_seconds` in a whole network, on a GPU of these rates."""
+    slower = _IN_NETWORKS.get(work.itemsize, 1.0) * DEVICES["cuda"].matrix / rates.matrix
+    return slower * flow_seconds(flow, work, name, "cuda")
+
+
+def norm_seconds(size: int, rates: Device) -> float:
+    """Estimated seconds of both passes of a batch norm on a GPU, with the activation behind it. size: bytes of its
+    result."""
+    fixed, each = _NORM_SECONDS
+    return fixed + each * size * DEVICES["cuda"].memory / rates.memory
+
+
+def map_seconds(rows: int) -> float:
+    """Estimated seconds to build a kernel map and its layouts on a GPU. rows: of its finer side."""
+    fixed, each = _MAP_SECONDS
+    return fixed + each * rows
+
+
+_IN_NETWORKS = {4: 2.0}
+"""Factors on the time of tiled kernels in whole networks by bytes per value: many narrow layers, default tiles."""
+_NORM_SECONDS = 13e-6, 4.3e-12
+_MAP_SECONDS = 17e-6, 0.73e-9
+"""Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
+`workloads` on an H200: float16 inference and training and float32 inference within 12 %."""
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
@@ -237,8 +259,9 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
 
 
 def pairs_on_cpu(size: tuple[int, tuple[int, int], float, int], name: str, device: Device) -> float:
-    """Estimated seconds of a pass by the C kernels, whose chunks stay in the cache (lower.native_products). size: pairs,
-    channels on both sides, multiply-adds per pair, bytes per value. The weight gradient copies the rows of a block."""
+    """Estimated seconds of a pass by the C kernels, whose chunks stay in the cache (lower.native_products).
+
+    size: pairs, channels on both sides, multiply-adds per pair, bytes per value. The weight gradient copies rows."""
     pairs, channels, macs, itemsize = size
     copies, slower = (1.5, 1.13) if name == WGRAD else (1.0, 1.0)
     moved, flops = pairs * sum(channels) * itemsize, 2 * pairs * macs
