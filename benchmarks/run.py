@@ -37,6 +37,7 @@ from benchmarks.suites.einsum_conv import conv
 from benchmarks.suites.einsum_figures import ablation, figure7, table3
 from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
+from benchmarks.suites.estimates import estimates
 from benchmarks.suites.first_call import compile_times
 from benchmarks.suites.fleet import fleet
 from benchmarks.suites.host import first_call, host
@@ -141,6 +142,7 @@ _TABLE = (
         "workloads",
         {
             "networks": workloads.networks,
+            "estimates": estimates,
             "shells": shells,
             "spconv-net": partial(workloads.networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
         },

@@ -49,6 +49,18 @@ def setup_of(said, **more):
     return Setup(torch.device("cpu"), True, said.append, suite="workloads", **more)
 
 
+# estimates
+
+
+def test_estimates_stand_beside_what_is_measured(suite):
+    case = "tiny/estimates/centerpoint-nuscenes-10f/fp32/inference"
+    out, rows = suite("estimates", "--only", "centerpoint-nuscenes-10f/fp32/inference")
+    memory, time = rows
+    assert (memory["metric"], time["metric"]) == ("estimated memory", "estimated time")
+    assert {row["case"] for row in rows} == {case} and {row["peer"] for row in rows} == {"measured"}
+    assert memory["value"] == pytest.approx(memory["peer_value"], rel=0.15) and f"{case} memory: " in out
+
+
 # networks
 
 

@@ -166,7 +166,8 @@ class Meter(TorchDispatchMode):
         key = operand.untyped_storage()._cdata, turned
         if key not in self._copies:
             self._copies.add(key)
-            self.keep(operand.nbytes)
+            # Whole vectors of output channels.
+            self.keep(operand.nbytes // made.shape[-1] * (made.shape[-1] + -made.shape[-1] % found.lanes))
         lists = tuple(t.data_ptr() for t in arrays)
         if turned and lists not in self._copies:
             self._copies.add(lists)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from pumice.engine import dry_stretch
 from pumice.engine.dry_run import Machine, Meter, Spent, bytes_held, without_contents
 from pumice.engine.groups import maps_below
 from pumice.engine.program import INFERENCE, TRAINING, Item, Program, Traced, items
-from pumice.engine.rates import rates_of
+from pumice.engine.rates import clock, rates_of
 from pumice.engine.stretch import Stretch
 from pumice.engine.subject import Loss, bare, fresh, sum_of_squares_loss
 from pumice.engine.trace import CONSTANTS, CallStep, Step
@@ -205,15 +204,18 @@ class _DryRun:
         part = item.part
         if isinstance(part, Stretch):
             dry_stretch.infer(part, env, self.meter, self._autocast)
-        elif isinstance(part, TrainStretch):
-            if not dry_stretch.train(part, env, self.meter, self._autocast):
-                raise OptionError("no kernels for such tensors")
-        else:
+        elif not isinstance(part, TrainStretch) or not dry_stretch.train(part, env, self.meter, self._autocast):
             item.begin(env)()
 
     def _backward(self, result: Sequence[Any], loss: Loss) -> None:
-        if any(isinstance(value, Tensor | SparseTensor) for value in result):
-            loss(result[0] if len(result) == 1 else result).backward()
+        """The backward pass, of what is known if some steps are not."""
+        if not self.unknown:
+            return loss(result[0] if len(result) == 1 else result).backward()
+        feats = [raw_feats(y) if isinstance(y, SparseTensor) else y for y in result]
+        known = [y for y in feats if isinstance(y, Tensor) and y.requires_grad]
+        if known:
+            sum_of_squares_loss(known).backward()
+        return None
 
     def _told(self) -> PassEstimate:
         own = sum(t.nbytes for t in (*self.net.parameters(), *self.net.buffers()))
@@ -236,9 +238,10 @@ class _DryRun:
             found = {id(one.table): one for one in maps_below(self.given.geometry, set())}
             return sum(map_seconds(max(one.num_inputs, one.num_outputs)) for one in found.values())
         x = fresh(self.given)
-        begin = time.perf_counter()
+        now = clock()
+        begin = now()
         _build(self.given.geometry, x.geometry, self.training)
-        return time.perf_counter() - begin
+        return now() - begin
 
 
 def _build(known: Geometry, geometry: Geometry, training: bool) -> None:

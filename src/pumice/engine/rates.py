@@ -65,14 +65,18 @@ def _window() -> KernelMap:
 
 
 def _least(call: Callable[[], object]) -> float:
-    """The least seconds of a few calls; of one thread its own time, which other programs do not add to."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    spent = []
+    """The least seconds of a few calls."""
+    spent, now = [], clock()
     for _ in range(_REPEATS):
-        begin = clock()
+        begin = now()
         call()
-        spent.append(clock() - begin)
+        spent.append(now() - begin)
     return min(spent)
+
+
+def clock() -> Callable[[], float]:
+    """A clock in seconds: of one thread its own time, which other programs do not add to."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 @lru_cache(maxsize=8)
