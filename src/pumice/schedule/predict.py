@@ -1,10 +1,11 @@
-"""Cost model of dataflows, from statistics of a kernel map and its layers; it orders candidates for tuning.
+"""Cost model of dataflows, from statistics of a kernel map and its layers.
 
     time of a layer = time of its kernels (padded products, data movement) + time to build the map's layout
 
 Layers over one map share its layouts. Rates are those of an H200 and of two cores with AVX-512. Tiled kernels and
 layouts are fitted to the benchmarks conv-forward and maps, within about a third; the others count data movement.
-Estimates only select and order the dataflows to measure.
+For tuning, estimates only select and order the dataflows to measure; pumice.engine.estimate sums them over a network,
+with the rates of the device at hand.
 """
 
 from __future__ import annotations
