@@ -2,7 +2,7 @@
 
 memory  on a GPU torch.cuda.max_memory_allocated() of a second pass, on a CPU the allocations of a pass as torch's
         profiler tells them; parameters, scene and kernel maps included
-time    pumice.engine.measure: kernel time on a GPU, wall-clock time on a CPU
+time    pumice.engine.measure on a GPU: kernel time; on a CPU that of one thread
 
 Rows have the estimate as value and the measurement as peer; the goals are 15 % of memory and 25 % of time.
 """
@@ -21,6 +21,7 @@ from torch import nn
 import pumice as pm
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import DTYPES, Setup
+from benchmarks.harness.timing import cpu_clock, on_cpu, on_threads
 from benchmarks.scenes.workloads import WORKLOADS, Sample, Workload, fresh, narrow, samples, stand_in
 from pumice.engine import measure
 from pumice.engine.estimate import PassEstimate
@@ -55,7 +56,8 @@ def estimates(setup: Setup) -> Iterator[Row]:
         for mode in (Mode(dtype, training) for dtype in dtypes for training in (False, True)):
             case = f"{'tiny/' * setup.quick}estimates/{workload.name}/{mode.name}"
             if setup.wants(case):
-                yield from _case(setup, case, workload, mode)
+                with on_threads(1) if setup.device.type == "cpu" else nullcontext():
+                    yield from _case(setup, case, workload, mode)
 
 
 def _case(setup: Setup, case: str, workload: Workload, mode: Mode) -> Iterator[Row]:
@@ -71,10 +73,16 @@ def _case(setup: Setup, case: str, workload: Workload, mode: Mode) -> Iterator[R
         found = pm.estimate(net, fresh(sample))
         told = found.training if mode.training else found.inference
         assert told is not None
-        memory = _on_gpu(net, sample, mode, begin) if setup.device.type == "cuda" else _on_cpu(net, sample, mode)
-        timing = measure(net, [fresh(sample)], "training" if mode.training else "inference")
-    yield from _rows(setup, case, mode, told, (memory, timing.total))
-    setup.say(f"{case}: {len(sample)} voxels, {timing}{', unknown: ' + found.unknown[0] if found.unknown else ''}")
+        if setup.device.type == "cuda":
+            memory = _on_gpu(net, sample, mode, begin)
+            timing = measure(net, [fresh(sample)], "training" if mode.training else "inference")
+            setup.say(f"{case}: {timing}")
+            spent = timing.total
+        else:
+            memory = _on_cpu(net, sample, mode)
+            spent = 1e-3 * on_cpu([_pass(pm.compile(net), sample, mode)], 3, warm=1)[0].p20
+    setup.say(f"{case}: {len(sample)} voxels{', unknown: ' + found.unknown[0] if found.unknown else ''}")
+    yield from _rows(setup, case, mode, told, (memory, spent))
 
 
 def _sample(setup: Setup, workload: Workload, mode: Mode) -> tuple[Workload, Sample]:
@@ -95,8 +103,12 @@ def _rows(setup: Setup, case: str, mode: Mode, told: PassEstimate, measured: tup
         ratio = estimated / real
         mark = "" if abs(ratio - 1) <= GOALS[what] else f", beyond {GOALS[what]:.0%}"
         setup.say(f"{case} {what}: {scale * estimated:.4g} {unit} of {scale * real:.4g}, ratio {ratio:.2f}{mark}")
-        peer, clock = Peer("measured", scale * real), setup.clock if what == "time" else ""
+        peer, clock = Peer("measured", scale * real), _clock(setup) if what == "time" else ""
         yield setup.row(case, scale * estimated, clock, peer, f"estimated {what}", unit, mode.dtype)
+
+
+def _clock(setup: Setup) -> str:
+    return setup.clock if setup.device.type == "cuda" else cpu_clock()
 
 
 def _pass(program: nn.Module, sample: Sample, mode: Mode) -> Callable[[], object]:

@@ -189,7 +189,7 @@ _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
 """FLOP/s of tiled kernels, by bytes per value; float32 products are three TF32 products."""
 _ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
 _KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
-_CALL_SECONDS = 0.15e-3  # seconds of a call of the C kernels of a CPU outside them
+_CALL_SECONDS = 0.3e-3  # seconds of a call of the C kernels of a CPU outside them
 _PART_BYTES = 12  # memory traffic per result for each part after the first: float32 partial sums
 
 
