@@ -60,10 +60,11 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, machine: Machine, given: Iterable[Tensor]) -> None:
         super().__init__()
-        self.machine = machine
-        self.live = self.peak = 0
+        self.machine: Machine = machine
+        self.live: int = 0
+        self.peak: int = 0
         self.steps: dict[str, Spent] = {}
-        self.step = ""
+        self.step: str = ""
         self._seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in given}
         self._copies = set[Any]()
         self._marked = set[Any]()

@@ -23,6 +23,7 @@ from pumice.engine.trace import (
     SPARSE,
     CallStep,
     Product,
+    ResultForm,
     Snapshot,
     Step,
     TracedModule,
@@ -243,6 +244,13 @@ class Traced:
     graph: None if the module cannot be traced; why: the reason. refused: modules not to be traced, with reasons. times:
     number of retraces in a row.
     """
+
+    refused: dict[nn.Module, str]
+    times: int
+    graph: TracedModule | None
+    why: str
+    form: ResultForm | None
+    pyramid: _Pyramid | None
 
     def __init__(
         self,

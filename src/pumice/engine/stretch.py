@@ -450,8 +450,8 @@ class StretchRun:
             feats = raw_feats(x)
             self._geometries[number], self._addresses[number] = x.geometry, feats.data_ptr()
             self._rows[number] = feats.shape[0]
-        self.like = raw_feats(env[stretch.features[0]])
-        self.buffered = self._geometries[0].buffered is not None
+        self.like: Tensor = raw_feats(env[stretch.features[0]])
+        self.buffered: bool = self._geometries[0].buffered is not None
         self._memory: dict[Buffer, tuple[Tensor, int]] = {}
 
     def _compile(self, maps: Sequence[KernelMap | None]) -> None:

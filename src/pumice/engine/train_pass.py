@@ -204,6 +204,22 @@ def _like(weight: Tensor, whole: Tensor, layer: Layer) -> Tensor:
 class _Pass:
     """Base class of both passes: addresses of all values, and tensors that view them."""
 
+    plan: TrainPlan
+    calls: list[StepCall]
+    tensors: Sequence[Tensor | None]
+    padded: bool
+    layout: Layout
+    feats: Sequence[Tensor]
+    memory: Memory
+    like: Tensor
+    index: int
+    at: list[int]
+    products: list[int]
+    smooth: list[int]
+    addresses: list[int]
+    pairs: int
+    counts: int
+
     def __init__(self, begun: Started, layout: Layout, feats: Sequence[Tensor], memory: Memory) -> None:
         self.plan, self.calls, self.tensors, self.padded = begun
         self.layout, self.feats, self.memory, self.like = layout, feats, memory, feats[0]
@@ -405,10 +421,18 @@ class _Forward(_Pass):
 class Backward(_Pass):
     """The backward pass. grads: gradients so far, by value; own: values whose gradients may be overwritten."""
 
+    grads: dict[int, Tensor]
+    own: set[int]
+    shared: Workspace | None
+    dweights: Tensor
+    sums: Tensor
+    room: Tensor
+    apart: dict[int, Tensor]
+
     def run(self, given: Mapping[int, Tensor]) -> list[Tensor | None]:
         """Gradients of the input features and of the plan's trained tensors. given: gradients of results, by value."""
         plan, like = self.plan, self.like
-        self.grads, self.own = dict(given), set[int]()
+        self.grads, self.own = dict(given), set()
         calls = [None if c.calls is None or c.found is None else c.calls.gradients(c.found) for c in self.calls]
         self.shared = self._workspace([one for both in calls if both is not None for one in both])
         self.dweights = like.new_zeros(plan.weights, dtype=torch.float32)
@@ -418,7 +442,7 @@ class Backward(_Pass):
         self.room = like.new_empty(most)
         if self.padded:
             _poison(self.calls[0].outputs, (self.room,))
-        self.apart: dict[int, Tensor] = {}
+        self.apart = {}
         reached = set[int]()
         for n in range(len(plan.steps) - 1, -1, -1):
             step = plan.steps[n]
