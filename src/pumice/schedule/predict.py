@@ -166,7 +166,7 @@ _IN_NETWORKS = {4: 2.0}
 _NORM_SECONDS = 13e-6, 4.3e-12
 _MAP_SECONDS = 17e-6, 0.73e-9
 """Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
-`workloads` on an H200: float16 inference and training and float32 inference within 12 %."""
+`workloads` on an H200: float16 inference and training and float32 inference within 16 %."""
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
