@@ -7,7 +7,9 @@ from pumice.engine.graph_capture import CapturedGraphNet, CapturedGraphStep
 from pumice.engine.graph_tuning import GraphTuning
 from pumice.engine.measure import PassTiming, measure
 from pumice.engine.program import Program, compile
+from pumice.engine.receptive import ReceptiveField, receptive_field
 from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
+from pumice.engine.tiled import Tile, TilePlan, plan_tiles, tiled
 from pumice.engine.train_program import PerItemTarget
 from pumice.engine.train_step import CapturedStep, capture_step
 from pumice.engine.tuning import BINDINGS, tune
@@ -28,6 +30,9 @@ __all__ = [
     "PerItemTarget",
     "Program",
     "StepEstimate",
+    "ReceptiveField",
+    "Tile",
+    "TilePlan",
     "Tiles",
     "Trial",
     "Tuning",
@@ -38,5 +43,8 @@ __all__ = [
     "estimate",
     "exportable",
     "measure",
+    "plan_tiles",
+    "receptive_field",
+    "tiled",
     "tune",
 ]

@@ -46,9 +46,21 @@ def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> Spars
 
     def product(feats: Tensor) -> Tensor:
         y = differentiable_features(feats, weight, bias) if own else None
-        return functional.linear(feats, weight, bias) if y is None else y
+        return _by_torch(feats, weight, bias) if y is None else y
 
     return row_by_row(x, product)
+
+
+_FEW = 16
+"""Rows for each thread below which libraries of a CPU multiply by other kernels, with other roundings."""
+
+
+def _by_torch(feats: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's linear map. On a CPU few rows are padded: the bits of a row do not depend on how many others there are."""
+    missing = _FEW * torch.get_num_threads() - feats.shape[0]
+    if feats.device.type != "cpu" or torch.compiler.is_compiling() or missing <= 0 or not feats.shape[0]:
+        return functional.linear(feats, weight, bias)
+    return functional.linear(functional.pad(feats, (0, 0, 0, missing)), weight, bias)[: feats.shape[0]]
 
 
 def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
