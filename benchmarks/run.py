@@ -28,6 +28,7 @@ from benchmarks.suites import (
     sparse_loops,
     spmm,
     structures,
+    tiled,
     tuner_layers,
     tuner_passes,
     tuner_ways,
@@ -107,6 +108,7 @@ _TABLE = (
             "ablation": maps.ablation,
         },
     ),
+    Suite("tiled", {"memory": tiled.memory}),
     Suite("points", {"knn": points.knn, "ball": points.ball, "fps": points.fps, "attention": points.attention}),
     Suite(
         "tuner",

@@ -143,7 +143,8 @@ class Reads:
         for o in range(int(self.stride[axis] / scale)):
             boxes = self.boxes(((o, o),) * len(self.stride))
             at = o * scale
-            found.append([(math.ceil(at - box[axis][0]), math.ceil(box[axis][1] - at)) for box in boxes])
+            if all(low <= high for box in boxes for low, high in box):
+                found.append([(math.ceil(at - box[axis][0]), math.ceil(box[axis][1] - at)) for box in boxes])
         return tuple(tuple(map(max, zip(*each, strict=True))) for each in zip(*found, strict=True))  # pyright: ignore
 
     def halo(self, tile: Sequence[int]) -> tuple[Box, Box]:
@@ -167,7 +168,7 @@ class Reads:
                         key = edge.source, edge.values
                         needs[key] = far if key not in needs else hull(needs[key], far)
         found = [needs[key] for key in ((self.source, True), (self.source, False)) if key in needs]
-        return hull(*found)
+        return hull(*found) if found else ((0, -1),) * len(outputs)
 
 
 def hull(*boxes: Box) -> Box:
@@ -183,10 +184,10 @@ def reads_of_network(net: nn.Module, x: SparseTensor) -> Reads:
     graph = trace(net, (x,), {}, {})
     if isinstance(graph, str):
         raise OptionError(f"the receptive field of {type(net).__name__} is not known: {graph}")
+    rules = tuple(_Rules(net, graph, x.spatial_dim).all())
     result = graph.result
     if not isinstance(result, Node) or result.meta["kind"] != SPARSE:
         raise OptionError(f"the result of {type(net).__name__} is not one SparseTensor, whose receptive field this is")
-    rules = tuple(_Rules(net, graph, x.spatial_dim).all())
     (source,) = graph.placeholders
     scales, levels = _scales(rules, source, x.spatial_dim), graph.levels
     return Reads(rules, source, result, scales, levels[source] == levels[result])
