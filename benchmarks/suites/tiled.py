@@ -50,7 +50,7 @@ def memory(setup: Setup) -> Iterator[Row]:
         path = Path(folder)
         x = scene(count, setup.quick)
         torch.save((x.feats, x.coords), path / "scene.pt")
-        tile = largest_tile(x)
+        tile = largest_tile(x, 0.6 if setup.quick else SHARE)
         setup.say(f"{len(x):,} voxels; {pm.plan_tiles(network(setup.device), x, tile)}")
         whole = _apart(path, setup.device, 0, 0.0)
         limit = LIMIT * whole.memory if setup.device.type == "cuda" and not whole.failed else 0.0
@@ -98,12 +98,12 @@ def network(device: torch.device) -> torch.nn.Module:
     return pm.models.MinkUNet(4, width=0.5 if device.type == "cuda" else 0.125).eval().to(device)
 
 
-def largest_tile(x: pm.SparseTensor) -> int:
-    """The largest power of two of which every tile, with its halo, has at most SHARE of the voxels; at least 16."""
+def largest_tile(x: pm.SparseTensor, share: float) -> int:
+    """The largest power of two of which every tile, with its halo, has at most `share` of the voxels; at least 128."""
     net = network(torch.device("cpu"))
-    sizes = (2**power for power in range(14, 4, -1))
-    fits = (size for size in sizes if pm.plan_tiles(net, x, size).largest <= SHARE * len(x))
-    return next(fits, 16)
+    sizes = (2**power for power in range(14, 6, -1))
+    fits = (size for size in sizes if pm.plan_tiles(net, x, size).largest <= share * len(x))
+    return next(fits, 128)
 
 
 def _apart(path: Path, device: torch.device, tile: int, limit: float) -> Ran:

@@ -35,8 +35,11 @@ class Way:
     def boxes(self) -> tuple[Box, Box]:
         """Boxes around a tile at the origin: of the voxels that its outputs depend on, and by which they exist."""
         if self.margin is not None:
-            around = tuple((-m, t + m - 1) for t, m in zip(self.tile, self.margin, strict=True))
-            return around, around if self.reads is None else self.reads.halo(self.tile)[1]
+            axes = tuple(zip(self.tile, self.margin, strict=True))
+            around = tuple((-m, t + m - 1) for t, m in axes)
+            # Of an unknown network, outputs exist by voxels of the next tiles at most.
+            near = tuple((-min(m, t), t + min(m, t) - 1) for t, m in axes)
+            return around, near if self.reads is None else self.reads.halo(self.tile)[1]
         assert self.reads is not None
         return self.reads.halo(self.tile)
 
