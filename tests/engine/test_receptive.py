@@ -150,4 +150,4 @@ def test_unknown_fields(net, said):
 
 def test_takes_sparse_tensors():
     with pytest.raises(DtypeError, match="Tensor"):
-        pm.receptive_field(OneLevel(), torch.zeros(3, 4))
+        pm.receptive_field(OneLevel(), torch.zeros(3, 4))  # pyright: ignore[reportArgumentType]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from nets import OneLevel, stirred
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 import pumice as pm
 from pumice.data import read_scan
@@ -174,7 +175,7 @@ def test_a_field_that_covers_the_scene_is_told():
 def test_errors():
     net, x = OneLevel().eval(), cloud(20)
     with pytest.raises(DtypeError, match="takes a SparseTensor, found Tensor"):
-        pm.tiled(net, x.feats, 8)
+        pm.tiled(net, x.feats, 8)  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="tile takes integers of at least 1, found 0"):
         pm.tiled(net, x, 0)
     with pytest.raises(OptionError, match="halo is 'exact' or a number of voxels, found 'all'"):
@@ -226,4 +227,4 @@ def one_rank(rank, file, ranks):
 
 
 def test_ranks_are_one_process(tmp_path):
-    torch.multiprocessing.spawn(one_rank, (tmp_path / "meeting", 4), 4)
+    spawn(one_rank, (tmp_path / "meeting", 4), 4)

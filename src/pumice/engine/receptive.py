@@ -162,7 +162,9 @@ class Reads:
         for rule in reversed(self.rules):
             for which in (True, False):
                 box = needs.get((rule.node, which))
-                for edge in () if box is None else (*rule.values, *rule.places) if which else rule.places:
+                if box is None:
+                    continue
+                for edge in (*rule.values, *rule.places) if which else rule.places:
                     far = box if edge.move is None else edge.move.box(box)
                     if far is not None:
                         key = edge.source, edge.values

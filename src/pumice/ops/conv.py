@@ -568,8 +568,8 @@ def _call_over_arrays(
 
 
 def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
-    """Force "triton" for padded buffers on a GPU, where only kernels skip padding entries; on a CPU prefer "gathered", so
-    that an output has the same bits however many others there are; else "", automatic."""
+    """Force "triton" for padded buffers on a GPU, where only kernels skip padding entries. On a CPU prefer "gathered":
+    the bits of an output do not depend on how many there are. Else "", automatic."""
     if operands[0].device.type == "cpu":
         return f"gathered{plan.PREFERRED}"
     return "triton" if found.buffered is not None and operands[0].is_cuda else ""

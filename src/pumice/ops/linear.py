@@ -56,7 +56,7 @@ _FEW = 16
 
 
 def _by_torch(feats: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """torch's linear map. On a CPU few rows are padded: the bits of a row do not depend on how many others there are."""
+    """torch's linear map. On a CPU few rows are padded: the bits of a row do not depend on their number."""
     missing = _FEW * torch.get_num_threads() - feats.shape[0]
     if feats.device.type != "cpu" or torch.compiler.is_compiling() or missing <= 0 or not feats.shape[0]:
         return functional.linear(feats, weight, bias)
