@@ -1,5 +1,6 @@
 """Networks in tiles against the same networks on the whole scene, bit for bit; over ranks of gloo too."""
 
+import multiprocessing
 import os
 import warnings
 from pathlib import Path
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from nets import OneLevel, stirred
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
+from wide import beyond
 
 import pumice as pm
 from pumice.data import read_scan
@@ -79,7 +81,6 @@ def agree(got, want):
 
 CASES = {
     "unet": (OneLevel, cloud, 33),
-    "unet, bounded": (OneLevel, lambda: cloud(shape=(50, 64, 33)), (20, 64, 16)),
     "by hand": (ByHand, cloud, 30),
     "by hand, 2-D": (lambda: ByHand(2), lambda: cloud(dim=2, side=60), (50, 31)),
     "minkunet, 2-D": (
@@ -92,11 +93,12 @@ CASES = {
     "grown": (Grown, lambda: cloud(200), 40),
     "compiled": (lambda: pm.compile(stirred(OneLevel())), cloud, 50),
     "empty": (OneLevel, lambda: cloud(0), 8),
+    "unet, bounded": (OneLevel, lambda: cloud(shape=(50, 64, 33)), (20, 64, 16)),
     "empty encoder": (encoder, lambda: cloud(0), 8),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", beyond(7, CASES))
 def test_tiles_are_the_whole(case):
     make, scene, tile = CASES[case]
     torch.manual_seed(0)
@@ -227,4 +229,6 @@ def one_rank(rank, file, ranks):
 
 
 def test_ranks_are_one_process(tmp_path):
-    spawn(one_rank, (tmp_path / "meeting", 4), 4)
+    # One process imports torch, the ranks are forks of it.
+    multiprocessing.set_forkserver_preload(["pumice", "pytest"])
+    start_processes(one_rank, (tmp_path / "meeting", 4), 4, start_method="forkserver")
