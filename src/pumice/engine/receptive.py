@@ -148,7 +148,7 @@ class Reads:
         return tuple(tuple(map(max, zip(*each, strict=True))) for each in zip(*found, strict=True))  # pyright: ignore
 
     def halo(self, tile: Sequence[int]) -> tuple[Box, Box]:
-        """Boxes of the inputs that decide (values, existence) of the outputs in [0, tile); tile: multiples of stride"""
+        """Boxes of the inputs that decide (values, existence) of the outputs in [0, tile), multiples of the stride."""
         sizes = [int(t / c) for t, c in zip(tile, self.scales[self.result], strict=True)]
         return self.boxes(tuple((0, size - 1) for size in sizes))
 
