@@ -82,13 +82,14 @@ def agree(got, want):
 CASES = {
     "unet": (OneLevel, cloud, 33),
     "by hand": (ByHand, cloud, 30),
-    "by hand, 2-D": (lambda: ByHand(2), lambda: cloud(dim=2, side=60), (50, 31)),
+    # Full enough that the farthest voxels of halos count.
+    "by hand, 2-D": (lambda: ByHand(2), lambda: cloud(12_000, dim=2, side=50, items=1), (30, 24)),
     "minkunet, 2-D": (
         lambda: pm.models.MinkUNet(width=0.125, dim=2),
         lambda: cloud(700, dim=2, side=350, items=1),
         300,
     ),
-    "encoder": (encoder, cloud, 48),
+    "encoder": (encoder, lambda: cloud(12_000, side=15, items=1), 12),
     "encoder, bounded": (encoder, lambda: cloud(shape=(40, 50, 45)), 30),
     "grown": (Grown, lambda: cloud(200), 40),
     "compiled": (lambda: pm.compile(stirred(OneLevel())), cloud, 50),
