@@ -742,7 +742,7 @@ def test_sync_batch_norm():
     net = nn.Sequential(ME.MinkowskiBatchNorm(3), nn.Sequential(ME.MinkowskiBatchNorm(2), ME.MinkowskiReLU()))
     made = ME.MinkowskiSyncBatchNorm.convert_sync_batchnorm(net)
     assert [*made.state_dict()] == [*nn.Sequential(ME.MinkowskiBatchNorm(3), net[1]).state_dict()]
-    assert isinstance(made[0], ME.MinkowskiSyncBatchNorm) and isinstance(made[1][0].bn, nn.SyncBatchNorm)
+    assert isinstance(made[0], ME.MinkowskiSyncBatchNorm) and isinstance(made[1][0].bn, pm.nn.SyncBatchNorm)
 
 
 @pytest.mark.parametrize("kind", ["BasicBlock", "Bottleneck"])

@@ -314,8 +314,14 @@ class MinkowskiBatchNorm(MinkowskiModuleBase):
         return input.with_features(self.of_rows(self.bn, input.F))
 
 
+def _synced_rows(norm: ours.SyncBatchNorm, feats: Tensor) -> Tensor:
+    """The norm of plain rows, as voxels on a line."""
+    places = torch.arange(len(feats), dtype=torch.int32, device=feats.device)
+    return norm(ops.SparseTensor(feats, torch.stack([torch.zeros_like(places), places], 1), batch_size=1)).feats
+
+
 class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
-    norm, of_rows = ours.SyncBatchNorm, staticmethod(nn.SyncBatchNorm.forward)
+    norm, of_rows = ours.SyncBatchNorm, staticmethod(_synced_rows)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:

@@ -618,7 +618,10 @@ def _norm(step: Product, link: _Link, graph: TracedModule) -> Product | None:
         return None
     # A norm of torch.nn takes features, one of pumice.nn a SparseTensor.
     kind = layers.BatchNorm if link.result is link.operation else nn.BatchNorm1d
-    return replace(step, norm=module) if layer_type(module) is kind else None
+    own = layer_type(module)
+    # In evaluation a synchronised norm reads running statistics, as any other.
+    own = layers.BatchNorm if own is layers.SyncBatchNorm and not module.training else own
+    return replace(step, norm=module) if own is kind else None
 
 
 def _residual(step: Product, link: _Link, graph: TracedModule) -> Product | None:

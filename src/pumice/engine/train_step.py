@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -35,6 +36,7 @@ from pumice.engine.train_program import (
     values_of,
 )
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.nn import SyncBatchNorm
 from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode, record_graph
 
@@ -121,7 +123,7 @@ def capture_step(
 
     A new graph, or new numbers of rows, are recorded in that step; it takes no other option.
 
-    Raises OptionError (SyncBatchNorm, invalid options, a loss that is no scalar), DtypeError,
+    Raises OptionError (SyncBatchNorm, FSDP2, invalid options, a loss that is no scalar), DtypeError,
     ShapeError and DeviceError (mismatched arguments), CaptureError (loss or gradients differ from the eager step on the
     example, or the model reads sizes on the host), GeometryError (operations with value-dependent row counts).
     """
@@ -401,6 +403,15 @@ def _alike(*found: Mapping[str, Tensor]) -> list[list[Tensor]]:
     return [[each[name] for name in found[0]] for each in found]
 
 
+def _of_several_processes(module: nn.Module) -> bool:
+    """True if a pass of the module communicates with other processes."""
+    # Its import takes two seconds; a network sharded by it has imported it.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else (fsdp.FSDPModule,)
+    kinds = DataParallel, DistributedDataParallel, nn.SyncBatchNorm, SyncBatchNorm, *sharded
+    return isinstance(module, kinds)
+
+
 def _check(model: nn.Module, loss: Loss, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"capture_step takes a torch.nn.Module, found {type(model).__name__}")
@@ -410,9 +421,10 @@ def _check(model: nn.Module, loss: Loss, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise OptionError(f"the optimizer must be a torch.optim.Optimizer whose step needs no closure, found {kind}")
     for name, module in (*model.named_modules(), *(loss.named_modules() if isinstance(loss, nn.Module) else ())):
-        if isinstance(module, DataParallel | DistributedDataParallel | nn.SyncBatchNorm):
+        if _of_several_processes(module):
             raise OptionError(
-                f"passes of a captured step run in one process: {name or 'it'} is {type(module).__name__}"
+                f"passes of a captured step run in one process: {name or 'it'} is {type(module).__name__}; capture the "
+                "DistributedDataParallel model itself, with BatchNorm, or train with pumice.compile"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise OptionError("no parameter of the model requires gradients")

@@ -222,11 +222,17 @@ def moments(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
 
 def moments_torch(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tensor:
     """Twin of moments in plain torch."""
-    count, several, alive = rows.count.clamp(min=1), rows.count > 1, rows.valid_mask()[:, None]
+    count, alive = rows.count.clamp(min=1), rows.valid_mask()[:, None]
     wide = torch.where(alive, x.to(torch.promote_types(x.dtype, torch.float32)), 0)
     mean = wide.sum(0) / count
     variance = torch.where(alive, wide - mean, 0).square().sum(0) / count
-    known = statistics.running or (torch.zeros_like(mean), torch.ones_like(mean))
+    return pair_of(mean, variance, rows.count, statistics)
+
+
+def pair_of(mean: Tensor, variance: Tensor, count: Tensor, statistics: Statistics) -> Tensor:
+    """Mean and 1 / sqrt(variance + eps), [2, C], from the biased variance of `count` [1] rows, in plain torch; updates
+    running statistics."""
+    several, known = count > 1, statistics.running or (torch.zeros_like(mean), torch.ones_like(mean))
     offset = 0 if statistics.offset is None else statistics.offset.detach().to(mean.dtype)
     if statistics.update_running_stats and statistics.running is not None:
         factor: float | Tensor = statistics.momentum or 0.0
@@ -235,7 +241,7 @@ def moments_torch(x: Tensor, rows: CoordBuffer, statistics: Statistics) -> Tenso
             if statistics.momentum is None:
                 factor = 1.0 / statistics.tracked.clamp(min=1).to(mean.dtype)
         share = several.to(mean.dtype) * factor
-        unbiased = variance * count / (count - 1).clamp(min=1)
+        unbiased = variance * count.clamp(min=1) / (count - 1).clamp(min=1)
         for own, found in zip(known, (mean + offset, unbiased), strict=True):
             own.add_(share * (found.detach() - own))
     mean = torch.where(several, mean, known[0] - offset)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pumice.coords import Geometry, Relation
@@ -66,11 +67,46 @@ class BatchNorm(CompiledTogether, _Featurewise, nn.BatchNorm1d):
         return batch_norm(x, self)
 
 
-class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm over all voxels of all processes."""
+class SyncBatchNorm(BatchNorm):
+    """BatchNorm over the voxels of all processes of torch.distributed in training, each voxel once.
+
+        y[n, c] = (x[n, c] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]
+
+    as one process would compute it from all their voxels, on GPUs and CPUs, for any numbers of voxels; running
+    statistics are equal on all processes. Gradients of weight and bias are those of the own voxels, which
+    DistributedDataParallel and FSDP2 average. In evaluation, and in a single process, it is a BatchNorm.
+
+    process_group: of torch.distributed; None: all processes. Every one of them has to run the layer in each step.
+    Differentiable once. torch.nn.SyncBatchNorm.convert_sync_batchnorm makes layers of torch, which take no
+    SparseTensor: use the method of this class.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return batch_norm(x, self, self._processes())
+
+    def _processes(self) -> dist.ProcessGroup | None:
+        """The group to synchronise; None: a single process."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.process_group or dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace batch norms of pumice and torch in `module` by SyncBatchNorms, keeping parameters and statistics."""
         if isinstance(module, BatchNorm):
             return _as_sync(module, process_group)
@@ -81,7 +117,7 @@ class SyncBatchNorm(_Featurewise, nn.SyncBatchNorm):
         return module
 
 
-def _as_sync(module: BatchNorm, process_group: Any) -> SyncBatchNorm:
+def _as_sync(module: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
     sync = SyncBatchNorm(
         module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats, process_group
     )

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pumice.coords import CoordBuffer
 from pumice.coords.box import UNKNOWN
 from pumice.errors import ShapeError
 from pumice.lower import norm as lowered
+from pumice.lower.synced_norm import synced_batch_norm
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of
 from pumice.ops.pool import broadcast, item_sums
@@ -20,7 +22,7 @@ from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, one_node
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
+def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d, group: ProcessGroup | None = None) -> SparseTensor:
     """Batch norm over all voxels, with the parameters, statistics and mode of a torch.nn.BatchNorm1d.
 
         y[n, c] = (x[n, c] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]
@@ -28,6 +30,10 @@ def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
     mean and (biased) var are those of the voxels in training mode or without running statistics, else the running ones.
     Running statistics are updated as in torch. Fewer than two voxels are normalised by the running statistics, which
     stay unchanged, or without them by mean 0 and variance 1.
+
+    group: in training mode, statistics are those of the voxels of all its processes, with one collective forward and
+    one backward; every process has to call it. It is differentiable once then.
+
     Raises DtypeError if x is not a SparseTensor, ShapeError for another number of channels.
     """
     if not isinstance(x, SparseTensor):
@@ -36,6 +42,8 @@ def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d) -> SparseTensor:
     if feats.shape[1] != norm.num_features:
         raise ShapeError(f"{type(norm).__name__} takes {norm.num_features} channels, x has {feats.shape[1]}")
     own = norm.training or vectors[0] is None
+    if group is not None and norm.training:
+        return _over_processes(x, norm, vectors, group)
     if not geometry.trains and (y := _in_evaluation(feats, norm, vectors)) is not None:
         return unchecked_tensor(y, geometry)
     if own and (geometry.trains or _by_kernels(feats, vectors)):
@@ -99,6 +107,13 @@ def _by_kernels(feats: Tensor, vectors: Vectors) -> bool:
 def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) -> SparseTensor:
     """Batch norm over valid rows, also in a captured training step."""
     found = lowered.batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm))
+    return from_raw_feats(found, x.geometry)
+
+
+@torch.compiler.disable
+def _over_processes(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors, group: ProcessGroup) -> SparseTensor:
+    """Batch norm over the valid rows of all processes of a group."""
+    found = synced_batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm), group)
     return from_raw_feats(found, x.geometry)
 
 
