@@ -1,15 +1,14 @@
 """Two processes (gloo) train one net by DistributedDataParallel, by captured steps of it, and by FSDP2: gradients are
 those of both halves."""
 
-import os
 import warnings
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from emulated import emulated
+from processes import spawn
 from programs import Residual, Unit
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -57,7 +56,7 @@ def by_ddp_that_looks_for_unused(model):
 
 
 def by_ddp_of_a_program(model):
-    return DistributedDataParallel(pm.compile(model), find_unused_parameters=True)
+    return DistributedDataParallel(pm.compile(model))
 
 
 def by_fsdp2(model):
@@ -67,26 +66,11 @@ def by_fsdp2(model):
     return model
 
 
-def begin(rank, file):
-    torch.set_num_threads(1)
-    # Who waits for the other process in vain fails.
-    patience = timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=patience)
-
-
-def end():
-    """The end of a process, at once: the last reference to a group joins threads of gloo while it holds Python's lock,
-    which these may wait for (torch 2.13)."""
-    dist.barrier()
-    os._exit(0)
-
-
-def rank_of_two(rank, file):
-    begin(rank, file)
+def rank_of_two(rank, _, folder):
     want = wanted()
     ways = by_ddp, by_ddp_that_looks_for_unused, by_ddp_of_a_program, by_fsdp2
     for way, on_gpu in (*((way, False) for way in ways), (by_ddp_of_a_program, True)):
-        with emulated(file.parent / f"{rank}") if on_gpu else nullcontext():
+        with emulated(folder / f"{rank}") if on_gpu else nullcontext():
             model = way(net())
             # The kernels of the second step are known.
             for _ in range(1 + on_gpu):
@@ -95,7 +79,6 @@ def rank_of_two(rank, file):
         for p, grad in zip(model.parameters(), want, strict=True):
             found = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             torch.testing.assert_close(found, grad, msg=lambda told, way=way: f"{way.__name__}: {told}")
-    end()
 
 
 def trainable():
@@ -128,9 +111,8 @@ def ways_of_steps():
     return ({}, plain), ({"clip": 0.05}, plain), (scaler, [1.0, 1e37, 1.0, 1.0, 1e37, 1.0])
 
 
-def steps_of_two(rank, file):
+def steps_of_two(rank, _, folder):
     """Captured steps of DistributedDataParallel are its own, whether the scenes of the processes find graphs or not."""
-    begin(rank, file)
     for options, factors in ways_of_steps():
         models = [DistributedDataParallel(trainable()) for _ in range(2)]
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models]
@@ -161,7 +143,6 @@ def steps_of_two(rank, file):
         assert {k: v for k, v in step.fallbacks.items() if k in ("room", "voxels")} == fallbacks, step.fallbacks
         assert step.replays == 6 - sum(step.fallbacks.values()) > 2
     refuses_what_it_does_not_do(models[0], example, one)
-    end()
 
 
 def refuses_what_it_does_not_do(model, example, one):
@@ -176,7 +157,7 @@ def refuses_what_it_does_not_do(model, example, one):
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("each", [rank_of_two, steps_of_two])
 def test_two_processes(each, tmp_path):
-    torch.multiprocessing.spawn(each, (tmp_path / "store",), RANKS)
+    spawn(each, RANKS, tmp_path)
 
 
 def normed_net():
@@ -232,8 +213,7 @@ def trained_twice(model, rank):
     return found + [b.clone() for b in model.buffers()]
 
 
-def sharded_rank_of_two(rank, file):
-    begin(rank, file)
+def sharded_rank_of_two(rank, _, folder):
     mesh = init_device_mesh("cpu", (RANKS,))
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # torch's batch norm takes no half parameters beside running statistics in float32.
@@ -241,19 +221,18 @@ def sharded_rank_of_two(rank, file):
         options = {"mesh": mesh, "mp_policy": policy}
         want = trained_twice(plain_shards(made(), **options), rank)
         for way, on_gpu in ((way, on_gpu) for way in SHARDED for on_gpu in (False, True)):
-            with emulated(file.parent / f"{rank}") if on_gpu else nullcontext() as gpu:
+            with emulated(folder / f"{rank}") if on_gpu else nullcontext() as gpu:
                 found = trained_twice(way(made(), **options), rank)
             for one, other in zip(found, want, strict=True):
                 assert one.dtype == other.dtype
                 assert (one - other).double().norm() <= most * max(1, other.double().norm()), way.__name__
             assert gpu is None or made is net or sorted(gpu.passes) == sorted(gpu.back) == sorted(2 * SHARDED[way])
-    end()
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 def test_programs_over_two_processes(tmp_path):
     """Evaluation and training of programs of sharded networks, and of sharded programs: those of the network."""
-    torch.multiprocessing.spawn(sharded_rank_of_two, (tmp_path / "store",), RANKS)
+    spawn(sharded_rank_of_two, RANKS, tmp_path)
 
 
 def test_a_sparse_tensor_is_a_pytree_node():
