@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pumice.errors import OptionError
 
-__all__ = ["Settings", "settings"]
+__all__ = ["Launch", "Settings", "launch", "settings"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,29 @@ def settings() -> Settings:
         world=ranks[1],
         local_rank=ranks[2],
     )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a process. rank: among `ranks` processes; local_rank: among those of its host."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+
+
+@lru_cache(maxsize=1)
+def launch() -> Launch | None:
+    """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); None if it was started by itself.
+
+    Raises OptionError for values that are no numbers."""
+    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    if None in told:
+        return None
+    try:
+        return Launch(*map(int, filter(None, told)))
+    except (TypeError, ValueError):
+        raise OptionError(f"RANK, WORLD_SIZE and LOCAL_RANK should be numbers, found {told}") from None
 
 
 def _existing_folder(name: str, value: str) -> Path:

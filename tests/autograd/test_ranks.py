@@ -1,6 +1,9 @@
 """Two and four processes (gloo) train as one process does with all their scenes: DistributedDataParallel and FSDP2 of
 networks and programs, batch norms over all processes, accumulation, half precision, checkpoints."""
 
+import json
+import os
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -14,7 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pumice as pm
-from pumice.errors import OptionError
+from pumice.env import settings
+from pumice.errors import DeviceError, OptionError
+from pumice.schedule.tuned_plans import plans
+from pumice.schedule.tuned_tiles import ledger
 from pumice.testing import random_cloud
 
 STEPS, SCENES = 50, 2
@@ -106,7 +112,7 @@ def as_one_process(rank, ranks, _):
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
         assert want[-1] < want[0] / 2
     if ranks == 2:
-        for more in (norms, accumulates, resumes, in_half, refuses):
+        for more in (norms, accumulates, resumes, in_half, refuses, tunes):
             more(rank, ranks, _)
 
 
@@ -118,7 +124,9 @@ def norms(rank, ranks, _):
             found, want = norm_of_all(rank, counts, dtype)
             for number, (one, other) in enumerate(zip(found, want, strict=True)):
                 told = f"{counts}, {dtype}, {number}"
-                torch.testing.assert_close(one.double(), other, rtol=most, atol=most, msg=lambda m, at=told: f"{at}: {m}")
+                torch.testing.assert_close(
+                    one.double(), other, rtol=most, atol=most, msg=lambda m, at=told: f"{at}: {m}"
+                )
     norm, own = pm.nn.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)
     z = pm.SparseTensor(torch.randn(5, 4), random_cloud(5, 3), batch_size=1)
     torch.testing.assert_close(norm.eval()(z).feats, z.map(own.eval()).feats)
@@ -210,10 +218,11 @@ def in_half(rank, ranks, _):
     for program in (False, True):
         model = sharded(net().float(), mp_policy=half)
         model = pm.compile(model) if program else model
-        torch.testing.assert_close(trained(model, optimizer_of(model), scenes, range(4), ranks), want, rtol=0.05, atol=0.1)
+        found = trained(model, optimizer_of(model), scenes, range(4), ranks).float()
+        torch.testing.assert_close(found, want, rtol=0.05, atol=0.1)
         model = (ddp_of_a_program if program else ddp)(net().float())
         with torch.autocast("cpu", torch.bfloat16):
-            found = trained(model, optimizer_of(model), scenes, range(4), ranks)
+            found = trained(model, optimizer_of(model), scenes, range(4), ranks).float()
         torch.testing.assert_close(found, want, rtol=0.05, atol=0.1)
 
 
@@ -224,6 +233,34 @@ def refuses(rank, *_):
     for each in (model, ddp(net())):
         with pytest.raises(OptionError, match="run in one process.*capture the DistributedDataParallel"):
             pm.capture_step(each, lambda y: y.feats.sum(), torch.optim.SGD(each.parameters()), one)
+
+
+def tunes(rank, _, folder):
+    """Process 0 tunes, with its folder of plans; all get its result, or its error."""
+    os.environ["PUMICE_CACHE"] = str(folder / f"cache{rank}")
+    for each in (settings, plans, ledger):
+        each.cache_clear()
+    layers = pm.nn.Sequential(pm.nn.Conv3d(3, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2))
+    for mode in ("inference", "training"):
+        found = pm.tune(layers, [scene(0, 0, torch.float32)] if rank == 0 else [], mode, budget=0.5, progress=False)
+        told = json.dumps(found.to_json(), sort_keys=True)
+        every = [None, None]
+        dist.all_gather_object(every, (told, [str(layer.dataflow) for layer in layers], plans().export()))
+        assert every[0] == every[1] and found.before.total > 0 and len(found.choices) == 2
+    with pytest.raises(OptionError, match="no scene"):
+        pm.tune(layers, [])
+    with pytest.raises(OptionError, match="DistributedDataParallel waits"):
+        pm.tune(ddp(layers), [scene(0, 0, torch.float32)], "training")
+    with pytest.raises(OptionError, match="SyncBatchNorm waits"):
+        pm.tune(net(), [scene(0, 0)], "training")
+    mark = folder / "compiled"
+    with pm.engine.first_on_each_host():
+        assert mark.exists() == (rank > 0)
+        time.sleep(0.3 * (rank == 0))
+        mark.touch()
+    refused = pytest.raises(ValueError if rank == 0 else DeviceError, match="told|process 0 has raised")
+    with refused, pm.engine.first_on_each_host():
+        raise ValueError("told")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

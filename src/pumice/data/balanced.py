@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 
 from pumice.errors import OptionError
 
+
 class BalancedBatchSampler(Sampler[list[int]]):
     """Batches of samples for each process of a group, with about as many voxels on each of them in every step.
 
@@ -37,6 +38,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
     batch_size: int
     num_replicas: int
     rank: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
     epoch: int
 
     def __init__(

@@ -7,6 +7,7 @@ from pumice.engine.graph_capture import CapturedGraphNet, CapturedGraphStep
 from pumice.engine.graph_tuning import GraphTuning
 from pumice.engine.measure import PassTiming, measure
 from pumice.engine.program import Program, compile
+from pumice.engine.ranks import first_on_each_host
 from pumice.engine.receptive import ReceptiveField, receptive_field
 from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.tiled import Tile, TilePlan, plan_tiles, tiled
@@ -42,6 +43,7 @@ __all__ = [
     "compile",
     "estimate",
     "exportable",
+    "first_on_each_host",
     "measure",
     "plan_tiles",
     "receptive_field",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from pumice.engine.subject import bare
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
+from pumice.schedule.dataflow import Dataflow, Dataflows
 
 NOT_ASKED = "skipped: out of budget"  # Reason of a group that the budget did not suffice for
 
@@ -129,6 +131,22 @@ class Tuning:
             if layer.dataflow == layer.tuned:
                 layer.dataflow = layer.tuned = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, for of_json: no code is run to read it."""
+        told = {each.name: getattr(self, each.name) for each in fields(self)}
+        choices = [{**vars(c), "flow": _flow_to_json(c.flow), "trials": [*map(vars, c.trials)]} for c in self.choices]
+        before, after = ({**vars(each), "parts": dict(each.parts)} for each in (self.before, self.after))
+        return {**told, "choices": choices, "before": before, "after": after, "tiles": [*map(vars, self.tiles)]}
+
+    @staticmethod
+    def of_json(data: Mapping[str, Any]) -> Tuning:
+        """The result that to_json told."""
+        choices = tuple(_choice_of_json(choice) for choice in data["choices"])
+        before, after = (PassTiming(**data[name]) for name in ("before", "after"))
+        tiles, notes = tuple(Tiles(**each) for each in data["tiles"]), tuple(data["notes"])
+        more = {"choices": choices, "before": before, "after": after, "tiles": tiles, "notes": notes}
+        return Tuning(**{**data, **more})
+
     def _layers(self, model: nn.Module) -> Iterator[tuple[Convolution, Flow]]:
         modules = dict(bare(model).named_modules())
         for name, flow in self.flows.items():
@@ -153,6 +171,24 @@ class Tuning:
             (c.group, str(len(c.layers)), f"{c.rows:.0f}", f"{c.pairs:.1f}", _text(c.flow), c.why) for c in self.choices
         ]
         yield from _aligned([head, *rows], (1, 2, 3))
+
+
+def _choice_of_json(data: Mapping[str, Any]) -> DataflowChoice:
+    trials = tuple(Trial(**{**each, "passes": tuple(each["passes"])}) for each in data["trials"])
+    more = {"layers": tuple(data["layers"]), "flow": _flow_of_json(data["flow"]), "trials": trials}
+    return DataflowChoice(**{**data, **more})
+
+
+def _flow_to_json(flow: Flow) -> Any:
+    if isinstance(flow, Dataflows):
+        return [_flow_to_json(one) for one in (flow.forward, flow.dgrad, flow.wgrad)]
+    return flow.to_json() if isinstance(flow, Dataflow) else flow
+
+
+def _flow_of_json(data: Any) -> Any:
+    if isinstance(data, list):
+        return Dataflows(*map(_flow_of_json, data))
+    return Dataflow.of_json(data) if isinstance(data, dict) else data
 
 
 def _text(flow: Flow) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -10,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
 from pumice.coords.capacity import CapacityPlanner, Shares
@@ -21,6 +20,7 @@ from pumice.engine.capture import captured_site, check_example, check_scene
 from pumice.engine.compare import AMPLIFIED, steps_differ
 from pumice.engine.graph_capture import Arguments, CapturedGraphStep, check_options, takes_graph
 from pumice.engine.program import compile  # noqa: A004
+from pumice.engine.ranks import waits_for_others
 from pumice.engine.static import Autocast
 from pumice.engine.train_program import (
     GradientBuffers,
@@ -36,7 +36,6 @@ from pumice.engine.train_program import (
     values_of,
 )
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, ShapeError
-from pumice.nn import SyncBatchNorm
 from pumice.ops import SparseTensor
 from pumice.runtime.launch import outside_inference_mode, record_graph
 
@@ -403,15 +402,6 @@ def _alike(*found: Mapping[str, Tensor]) -> list[list[Tensor]]:
     return [[each[name] for name in found[0]] for each in found]
 
 
-def _of_several_processes(module: nn.Module) -> bool:
-    """True if a pass of the module communicates with other processes."""
-    # Its import takes two seconds; a network sharded by it has imported it.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else (fsdp.FSDPModule,)
-    kinds = DataParallel, DistributedDataParallel, nn.SyncBatchNorm, SyncBatchNorm, *sharded
-    return isinstance(module, kinds)
-
-
 def _check(model: nn.Module, loss: Loss, optimizer: Optimizer) -> None:
     if not isinstance(model, nn.Module):
         raise OptionError(f"capture_step takes a torch.nn.Module, found {type(model).__name__}")
@@ -421,7 +411,7 @@ def _check(model: nn.Module, loss: Loss, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise OptionError(f"the optimizer must be a torch.optim.Optimizer whose step needs no closure, found {kind}")
     for name, module in (*model.named_modules(), *(loss.named_modules() if isinstance(loss, nn.Module) else ())):
-        if _of_several_processes(module):
+        if waits_for_others(module):
             raise OptionError(
                 f"passes of a captured step run in one process: {name or 'it'} is {type(module).__name__}; capture the "
                 "DistributedDataParallel model itself, with BatchNorm, or train with pumice.compile"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, overload
@@ -29,7 +30,9 @@ from pumice.engine.measure import (
     isolated_layer,
     time_tiles,
 )
+from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
+from pumice.engine.shared_tuning import tuned_by_first
 from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
@@ -79,6 +82,7 @@ def tune(
     fresh: bool = False,
     progress: Watch | bool | None = None,
     save: bool = True,
+    shared: bool = True,
 ) -> GraphTuning: ...
 @overload
 def tune(
@@ -93,6 +97,7 @@ def tune(
     fresh: bool = False,
     progress: Watch | bool | None = None,
     save: bool = True,
+    shared: bool = True,
 ) -> Tuning: ...
 def tune(
     model: nn.Module,
@@ -106,6 +111,7 @@ def tune(
     fresh: bool = False,
     progress: Watch | bool | None = None,
     save: bool = True,
+    shared: bool = True,
 ) -> Tuning | GraphTuning:
     """Choose the dataflow of every convolution layer by timing the whole network on sample scenes.
 
@@ -130,6 +136,9 @@ def tune(
         estimate within 2.5 times of the best, for each group; at most six, or four for each of two tasks.
     loss: scalar function of the model's result; default the mean of squares of every tensor in it.
     fresh: ignore saved results. save: save the result.
+    shared: in a process group of torch.distributed, process 0 tunes, on its samples, and all others wait for its
+        result, apply and save it, so that all have the same plan. They wait at the group's store, up to an hour longer
+        than the budget: no collective exceeds the group's timeout. False: this process tunes by itself.
     progress: called with every schedule.tuner.SearchProgress; None: a bar if standard error is a terminal; False: none.
 
     A network over graphs takes samples of its arguments, with a pumice.Graph among them, `pm.tune(net, [(x, graph)])`:
@@ -141,9 +150,14 @@ def tune(
     Tuning. It prints as a table of choices and reasons; `.remove(model)` resets the layers to the default, as
     torch.compile requires.
 
-    Raises OptionError (unknown mode, bind or candidate, no samples, budget not above 0, nothing to tune), DtypeError
-    (model not a Module, samples of wrong type), DeviceError (samples and model on different devices).
+    Raises OptionError (unknown mode, bind or candidate, no samples, budget not above 0, nothing to tune; shared, with
+    a network whose passes wait for other processes: tune it before it is wrapped), DtypeError (model not a Module,
+    samples of wrong type), DeviceError (samples and model on different devices).
     """
+    if shared and in_group():
+        options: Any = {"bind": bind, "candidates": candidates, "loss": loss, "progress": progress}
+        by_one = partial(tune, model, samples, mode, budget, fresh=fresh, save=save, shared=False, **options)
+        return tuned_by_first(by_one, model, mode, budget)
     if isinstance(samples, Sequence) and samples and takes_graph(samples[0]):
         _check_graph_options(budget, bind, candidates)
         with watching(progress) as watch:
