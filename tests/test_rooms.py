@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "testing": EVERY_ROOM | {"__init__"},
     "cli": EVERY_ROOM | {"__init__", "testing"},
     "__init__": EVERY_ROOM,
+    "__main__": frozenset({"cli"}),
 }
 
 # Packages of others, and the only rooms that may import them.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -23,6 +24,7 @@ from pumice.cli import convert as convert_
 from pumice.cli import info as info_
 from pumice.cli import kept as kept_
 from pumice.cli import label as label_
+from pumice.cli import ranks as ranks_
 from pumice.cli import segment as segment_
 from pumice.cli.segment import Job, Result, common_labels, hold_out, labelled, pick_device
 from pumice.cli.training import Recipe, TrainingProgress
@@ -61,8 +63,12 @@ def main() -> None:
         try:
             app()
         except (PumiceError, OSError) as error:
-            _aside("error", "bold red", str(error))
+            _aside("error", "bold red", f"{ranks_.named()}{error}")
+            ranks_.end(1)
             sys.exit(1)
+        except SystemExit as done:
+            ranks_.end(int(done.code or 0))
+            raise
 
 
 def _aside(kind: str, style: str, text: str) -> None:
@@ -70,7 +76,8 @@ def _aside(kind: str, style: str, text: str) -> None:
 
 
 def _warn(message: Warning | str, *_: object) -> None:
-    _aside("warning", "yellow", str(message))
+    if not console.quiet:
+        _aside("warning", "yellow", str(message))
 
 
 def _print_version(shown: bool) -> None:
@@ -110,24 +117,28 @@ def segment(
     """Train MinkUNet on labelled scans, evaluate and draw it; without labels, run a checkpoint.
 
     Every fifth scan of a folder is held out for evaluation; a single scan is evaluated on itself. With a --checkpoint,
-    labels beside the scans are used only if --labels names them.
+    labels beside the scans are used only if --labels names them. Started by torchrun, each process trains on its own
+    scans, on a GPU of its own, and the first evaluates and writes.
     """
     sizes: dict[str, Any] = {name: size for name, size in (("voxel", voxel), ("width", width)) if size is not None}
     if checkpoint is not None and sizes:
         raise OptionError("a --checkpoint has its own voxel and width: omit --voxel and --width")
     if no_labels and (labels is not None or checkpoint is None):
         raise OptionError("--no-labels needs a --checkpoint and excludes --labels")
+    ranks, home = _started(device)
     files = find_scans(path)
     single = len(hold_out(files)[0]) == 1
     epochs = (60 if single else 20) if epochs is None else epochs
     recipe = Recipe(epochs, augment=not single, precision=precision, seed=seed)
-    job = Job(out or Path("pumice-runs") / path.stem, pick_device(device), recipe=recipe, report=report, **sizes)
+    job = Job(out or Path("pumice-runs") / path.stem, home, recipe=recipe, report=report, ranks=ranks, **sizes)
     job = replace(job, checkpoint=checkpoint, features=features, save_every=save_every, timing=timing)
     job = replace(job, predictions=predictions, predictions_as=predictions_as).checked()
     wanted = False if no_labels else labels or (True if checkpoint is None else None)
     scans = common_labels(list(_read(files, path, wanted, columns)))
     if scans[0].labels is not None and recipe.epochs > 0:
         _print_result(_train(*hold_out(scans), job))
+        return
+    if not ranks.first:
         return
     # Running a checkpoint must not overwrite the results of its training.
     _print_result(segment_.apply(scans, job if out else replace(job, out=job.out.with_name(job.out.name + "-applied"))))
@@ -180,6 +191,13 @@ def evaluate(
     _print_result(segment_.apply(scans, job, scored=True))
 
 
+def _started(device: str) -> tuple[ranks_.Ranks, torch.device]:
+    """The processes of the run, and the device of this one. All but the first are silent."""
+    ranks, home = ranks_.Ranks.start(pick_device(device))
+    console.quiet = not ranks.first
+    return ranks, home
+
+
 def _applied(checkpoint: Path, out: Path, device: str, precision: str, features: str | None) -> Job:
     recipe = Recipe(0, precision=precision)
     return Job(out, pick_device(device), recipe=recipe, checkpoint=checkpoint, features=features).checked()
@@ -215,7 +233,8 @@ def demo(
     if scenes < 1:
         raise OptionError(f"--scenes is at least 1, found {scenes}")
     recipe = Recipe(epochs, precision=precision, seed=seed)
-    job = Job(out, pick_device(device), voxel, width, recipe, None, report, timing=timing)
+    ranks, home = _started(device)
+    job = Job(out, home, voxel, width, recipe, None, report, timing=timing, ranks=ranks)
     train_on = [street_scene(seed + i, azimuths=720) for i in range(scenes)]
     judge_on = [street_scene(seed + 1000 + i, azimuths=720) for i in range(2)]
     points = sum(map(len, train_on))
@@ -338,7 +357,7 @@ def _train(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job) -> Resu
     )
     # Without a terminal, an occasional line replaces the bar.
     shown = progress if console.is_terminal else nullcontext()
-    bar = progress.add_task("train", total=job.recipe.epochs * len(train_on))
+    bar = progress.add_task("train", total=job.steps(train_on))
     # SIGTERM of a batch system saves the checkpoint, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -19,6 +19,7 @@ from torch import nn
 from pumice.cli import evaluate
 from pumice.cli.evaluate import LayerTiming, Scores, Timing
 from pumice.cli.info import distribution
+from pumice.cli.ranks import Ranks
 from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
 from pumice.cli.training import Recipe, TrainingProgress, train
 from pumice.data import Scan, align_labels
@@ -56,7 +57,8 @@ class Result:
 def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Watch) -> Result:
     """Train on labelled scans (or continue from job.checkpoint), evaluate, time, and write the report. `watch(step,
     total)` is called after each step. Scans without a labelled point are not trained on. KeyboardInterrupt in training
-    saves the checkpoint and ends the job; later it propagates."""
+    saves the checkpoint and ends the job; later it propagates. Of several processes all train, and the first writes and
+    evaluates."""
     same = len(train_on) == len(judge_on) == 1 and train_on[0] is judge_on[0]
     train_on = [scan for scan in train_on if labelled(scan)]
     if not train_on:
@@ -64,17 +66,20 @@ def run(train_on: Sequence[Scan], judge_on: Sequence[Scan], job: Job, watch: Wat
     net, task = _network(train_on, job)
     train_on, judge_on = (fit_to_task(scans, task, job.features) for scans in (train_on, judge_on))
     steps: list[TrainingProgress] = []
-    total = job.recipe.epochs * len(train_on)
+    total, an_epoch = job.steps(train_on), -(-len(train_on) // job.ranks.count)
     path = job.opened().out / "checkpoint.safetensors"
     try:
-        for step in train(net, train_on, task, job.recipe, job.device):
+        for step in train(net, train_on, task, job.recipe, job.device, job.ranks):
             steps.append(step)
             watch(step, total)
-            if job.save_every and step.number < total and step.number % (job.save_every * len(train_on)) == 0:
+            due = job.save_every and step.number < total and step.number % (job.save_every * an_epoch) == 0
+            if due and job.ranks.first:
                 _save_early(path, net, task)
     except KeyboardInterrupt:
-        saved = checkpoint.save_or_elsewhere(path, net, task) if steps else path
+        saved = checkpoint.save_or_elsewhere(path, net, task) if steps and job.ranks.first else path
         return Result(task, tuple(steps), saved, interrupted=True)
+    if not job.ranks.first:
+        return Result(task, tuple(steps), path)
     path = checkpoint.save_or_elsewhere(path, net, task)
     if same:
         where = "the training scan itself, none held out"
@@ -226,6 +231,7 @@ class Job:
 
     features: one of FEATURES; None: those of the scan. predictions, predictions_as: their folder (default: beside the
     report) and format. timing: measure inference, too. save_every: epochs between checkpoints, 0: only the last.
+    ranks: the processes that train.
 
     Raises OptionError for invalid values.
     """
@@ -242,6 +248,7 @@ class Job:
     predictions_as: str = "auto"
     timing: bool = False
     save_every: int = 1
+    ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
         if self.recipe.precision not in PRECISIONS:
@@ -255,6 +262,10 @@ class Job:
             raise OptionError(f"predictions_as={self.predictions_as!r} is unknown; there are {', '.join(FORMATS)}")
         if not (0 < self.voxel < math.inf and 0 < self.width < math.inf):
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
+
+    def steps(self, train_on: Sequence[Scan]) -> int:
+        """Number of training steps: one scan each on every process."""
+        return self.recipe.epochs * -(-len(train_on) // self.ranks.count)
 
     def checked(self) -> Job:
         """The job; loads its checkpoint to raise errors before scans are read."""

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.data import Scan
+from pumice.cli.ranks import Ranks
+from pumice.data import BalancedBatchSampler, Scan
 from pumice.engine import compile
 from pumice.label.checkpoint import IGNORE, LabelledScan, Task, autocast, example
 
@@ -37,28 +38,47 @@ class TrainingProgress:
     speed: float
 
 
+ALONE = Ranks()
+
+
 def train(
-    net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device
+    net: nn.Module,
+    scans: Sequence[Scan],
+    task: Task,
+    recipe: Recipe,
+    device: torch.device,
+    ranks: Ranks = ALONE,
 ) -> Iterator[TrainingProgress]:
-    """Train `net` in place, one scan a step, and yield each step: `recipe.epochs * len(scans)` of them. Cross entropy
-    over labelled voxels, weighted by one over the square root of the class frequency; AdamW with a one-cycle learning
-    rate."""
-    chance = np.random.default_rng(recipe.seed)
+    """Train `net` in place, one scan a step on each process, and yield each step: `recipe.epochs` times as many as
+    there are scans for a process. Cross entropy over labelled voxels, weighted by one over the square root of the class
+    frequency; AdamW with a one-cycle learning rate. Loss and accuracy are means over the processes."""
+    with ranks.noting_signals():
+        yield from _steps(net, scans, task, recipe, device, ranks)
+
+
+def _steps(
+    net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device, ranks: Ranks
+) -> Iterator[TrainingProgress]:
+    chance = np.random.default_rng([recipe.seed, ranks.rank])
+    sampler = BalancedBatchSampler([len(scan) for scan in scans], 1, ranks.count, ranks.rank, seed=recipe.seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=recipe.rate, weight_decay=recipe.decay)
-    total = max(1, recipe.epochs * len(scans))
+    total = max(1, recipe.epochs * len(sampler))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.rate, total_steps=total, pct_start=0.2)
     scaler = torch.amp.GradScaler(device.type, enabled=recipe.precision == "fp16")
     fixed = None if recipe.augment else [example(scan, task, device) for scan in scans]
     loss_of = nn.CrossEntropyLoss(weight=class_weights(scans, task).to(device), ignore_index=IGNORE)
-    program, number = compile(net.train()), 0
-    for _ in range(recipe.epochs):
-        for index in chance.permutation(len(scans)):
+    program, number = ranks.replicate(compile(net.train())), 0
+    for epoch in range(recipe.epochs):
+        sampler.set_epoch(epoch)
+        for (index,) in sampler:
             start = time.perf_counter()
             sample = example(scans[index], task, device, chance) if fixed is None else fixed[index]
             loss, right = _step(program, sample, loss_of, optimizer, scaler, recipe.precision)
             schedule.step()
             number += 1
-            yield TrainingProgress(number, loss, right, len(sample.x) / (time.perf_counter() - start))
+            loss, right, voxels = ranks.sums((loss, right, len(sample.x)), device)
+            speed = voxels / (time.perf_counter() - start)
+            yield TrainingProgress(number, loss / ranks.count, right / ranks.count, speed)
 
 
 def _step(
