@@ -5,18 +5,24 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_IMPORTED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pumice", "pumice.models"]
+_IMPORTED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pumice", "pumice.cli.main"]
 
 
 def spawn(function: Callable[..., None], ranks: int, folder: Path) -> None:
-    """Run function(rank, ranks, folder) in each process of a group. Processes are forks of one that has imported what
-    they need: imports take longer than most tests."""
+    """Run function(rank, ranks, folder) in each process of a group."""
+    fork(_begin, ranks, (ranks, function, folder))
+
+
+def fork(function: Callable[..., None], count: int, args: tuple[Any, ...]) -> None:
+    """Run function(number, *args) in `count` processes: forks of one that has imported what they need, which takes
+    longer than most tests."""
     multiprocessing.set_forkserver_preload(_IMPORTED)
-    torch.multiprocessing.start_processes(_begin, (ranks, function, folder), ranks, start_method="forkserver")
+    torch.multiprocessing.start_processes(function, args, count, start_method="forkserver")
 
 
 def _begin(rank: int, ranks: int, function: Callable[..., None], folder: Path) -> None:
