@@ -4,12 +4,13 @@ networks and programs, batch norms over all processes, accumulation, half precis
 import json
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from emulated import emulated
 from processes import spawn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,13 +18,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pumice as pm
+from pumice.coords import CoordBuffer
+from pumice.coords.box import UNKNOWN
 from pumice.env import settings
 from pumice.errors import DeviceError, OptionError
+from pumice.lower.norm import Statistics
+from pumice.lower.synced_norm import synced_batch_norm
 from pumice.schedule.tuned_plans import plans
 from pumice.schedule.tuned_tiles import ledger
 from pumice.testing import random_cloud
 
 STEPS, SCENES = 50, 2
+KERNELS = {"moments", "normalise", "products", "gradient"}
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
@@ -116,17 +122,19 @@ def as_one_process(rank, ranks, _):
             more(rank, ranks, _)
 
 
-def norms(rank, ranks, _):
+def norms(rank, _, folder):
     """Rows far from 0, none in one process or only one: values and all gradients are those of torch's batch norm of all
     rows; in evaluation; and what is refused."""
-    for dtype, most in ((torch.float64, 1e-10), (torch.float32, 1e-3)):
+    ways = (torch.float64, 1e-10, False), (torch.float32, 1e-3, False), (torch.float32, 1e-3, True)
+    for dtype, most, on_gpu in ways:
         for counts in ((30, 17), (30, 1), (30, 0), (1, 0), (1, 1)):
-            found, want = norm_of_all(rank, counts, dtype)
+            with emulated(folder / f"{rank}") if on_gpu else nullcontext() as gpu:
+                found, want = norm_of_all(rank, counts, dtype)
+            begun = {name for name, _ in gpu.norms} if gpu is not None and counts[rank] else KERNELS
+            assert begun == KERNELS
             for number, (one, other) in enumerate(zip(found, want, strict=True)):
-                told = f"{counts}, {dtype}, {number}"
-                torch.testing.assert_close(
-                    one.double(), other, rtol=most, atol=most, msg=lambda m, at=told: f"{at}: {m}"
-                )
+                told = lambda m, at=(counts, dtype, on_gpu, number): f"{at}: {m}"  # noqa: E731
+                torch.testing.assert_close(one.double(), other, rtol=most, atol=most, msg=told)
     norm, own = pm.nn.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)
     z = pm.SparseTensor(torch.randn(5, 4), random_cloud(5, 3), batch_size=1)
     torch.testing.assert_close(norm.eval()(z).feats, z.map(own.eval()).feats)
@@ -149,12 +157,21 @@ def norm_of_all(rank, counts, dtype):
     want.pow(3).sum().backward()
     x = every[rank].to(dtype).requires_grad_()
     places = torch.stack([torch.zeros(len(x)), *[torch.arange(len(x))] * 3], 1).int()
-    y = ours(pm.SparseTensor(x, places, batch_size=1)).feats
+    y = padded(x, ours) if dtype is torch.float64 else ours(pm.SparseTensor(x, places, batch_size=1)).feats
     y.pow(3).sum().backward()
     dist.all_reduce(ours.weight.grad)
     part = slice(rank * counts[0], rank * counts[0] + counts[rank])
     found = y, x.grad, ours.weight.grad, ours.running_mean, ours.running_var
     return found, (want[part], both.grad[part], own.weight.grad, own.running_mean, own.running_var)
+
+
+def padded(x, norm):
+    """The norm, as of a buffer with rows that are no voxels."""
+    rows, count = torch.cat([x, torch.full((3, 4), torch.nan)]), torch.tensor([len(x)], dtype=torch.int32)
+    running = norm.running_mean, norm.running_var
+    statistics = Statistics(running, norm.eps, True, norm.momentum, norm.num_batches_tracked)
+    own = CoordBuffer(rows, count, UNKNOWN, count)
+    return synced_batch_norm(rows, own, (norm.weight, norm.bias), statistics, dist.group.WORLD)[: len(x)]
 
 
 @contextmanager
