@@ -43,6 +43,7 @@ from benchmarks.suites.first_call import compile_times
 from benchmarks.suites.fleet import fleet
 from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
+from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
@@ -110,6 +111,7 @@ _TABLE = (
     ),
     Suite("tiled", {"memory": tiled.memory}),
     Suite("points", {"knn": points.knn, "ball": points.ball, "fps": points.fps, "attention": points.attention}),
+    Suite("ranks", {"training": training}),
     Suite(
         "tuner",
         {
