@@ -109,7 +109,7 @@ def _wait(device: torch.device) -> None:
 def main(device_name: str, size: str) -> None:
     ranks, device = Ranks.start(pick_device(device_name))
     if ranks.count == 1:
-        store = dist.HashStore()
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     quick = size == "quick"
     every, count = scenes(quick, device), WARM + (3 if quick else 50)

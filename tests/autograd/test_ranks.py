@@ -280,6 +280,6 @@ def tunes(rank, _, folder):
         raise ValueError("told")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_processes_train_as_one(ranks, tmp_path):
     spawn(as_one_process, ranks, tmp_path)

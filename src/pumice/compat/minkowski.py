@@ -317,7 +317,7 @@ class MinkowskiBatchNorm(MinkowskiModuleBase):
 def _synced_rows(norm: ours.SyncBatchNorm, feats: Tensor) -> Tensor:
     """The norm of plain rows, as voxels on a line."""
     places = torch.arange(len(feats), dtype=torch.int32, device=feats.device)
-    return norm(ops.SparseTensor(feats, torch.stack([torch.zeros_like(places), places], 1), batch_size=1)).feats
+    return norm(ops.SparseTensor(feats, torch.stack([torch.zeros_like(places), places], 1), batch_size=1, dim=1)).feats
 
 
 class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):

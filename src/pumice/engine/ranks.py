@@ -88,13 +88,14 @@ def first_on_each_host() -> Iterator[None]:
         store.set(key, json.dumps(told))
 
 
-def _place(what: str, rank: int) -> tuple[dist.Store, str]:
+def _place(what: str, rank: int) -> tuple[Any, str]:
     """The group's store, and the key of the next work of this kind: every process counts its own calls."""
-    store = dist.PrefixStore("pumice", dist.distributed_c10d._get_default_store())
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore("pumice", c10d._get_default_store())
     return store, f"{what}/{store.add(f'{what}/calls of {rank}', 1)}"
 
 
-def _received(store: dist.Store, key: str, what: str, seconds: float) -> Any:
+def _received(store: Any, key: str, what: str, seconds: float) -> Any:
     end = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() > end:

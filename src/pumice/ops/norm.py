@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from pumice.coords import CoordBuffer
@@ -22,7 +22,7 @@ from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, one_node
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d, group: ProcessGroup | None = None) -> SparseTensor:
+def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d, group: dist.ProcessGroup | None = None) -> SparseTensor:
     """Batch norm over all voxels, with the parameters, statistics and mode of a torch.nn.BatchNorm1d.
 
         y[n, c] = (x[n, c] - mean[c]) / sqrt(var[c] + eps) * weight[c] + bias[c]
@@ -43,7 +43,7 @@ def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d, group: ProcessGroup | None
         raise ShapeError(f"{type(norm).__name__} takes {norm.num_features} channels, x has {feats.shape[1]}")
     own = norm.training or vectors[0] is None
     if group is not None and norm.training:
-        return _over_processes(x, norm, vectors, group)
+        return _over_processes(x, norm, vectors, group)  # pyright: ignore[reportCallIssue]
     if not geometry.trains and (y := _in_evaluation(feats, norm, vectors)) is not None:
         return unchecked_tensor(y, geometry)
     if own and (geometry.trains or _by_kernels(feats, vectors)):
@@ -111,7 +111,7 @@ def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) ->
 
 
 @torch.compiler.disable
-def _over_processes(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors, group: ProcessGroup) -> SparseTensor:
+def _over_processes(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors, group: dist.ProcessGroup) -> SparseTensor:
     """Batch norm over the valid rows of all processes of a group."""
     found = synced_batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm), group)
     return from_raw_feats(found, x.geometry)
