@@ -5,6 +5,7 @@ import json
 import os
 import time
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 import pumice as pm
 from pumice.coords import CoordBuffer
 from pumice.coords.box import UNKNOWN
+from pumice.engine import DataflowChoice, Tiles, Trial
 from pumice.env import settings
 from pumice.errors import DeviceError, OptionError
 from pumice.lower.norm import Statistics
 from pumice.lower.synced_norm import synced_batch_norm
+from pumice.schedule.dataflow import DATAFLOWS, Dataflows
 from pumice.schedule.tuned_plans import plans
 from pumice.schedule.tuned_tiles import ledger
 from pumice.testing import random_cloud
@@ -264,6 +267,11 @@ def tunes(rank, _, folder):
         every = [None, None]
         dist.all_gather_object(every, (told, [str(layer.dataflow) for layer in layers], plans().export()))
         assert every[0] == every[1] and found.before.total > 0 and len(found.choices) == 2
+    of_edges = pm.nn.RelationalConv(4, 4, 2)
+    graph = pm.Graph(torch.randint(5, (2, 12)), torch.randint(2, (12,)), num_nodes=5)
+    found = pm.tune(of_edges, [(torch.randn(5, 4), graph)], budget=0.2, progress=False)
+    dist.all_gather_object(every, (found.before, found.orders, of_edges.order))
+    assert every[0] == every[1]
     with pytest.raises(OptionError, match="no scene"):
         pm.tune(layers, [])
     with pytest.raises(OptionError, match="DistributedDataParallel waits"):
@@ -283,3 +291,24 @@ def tunes(rank, _, folder):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_processes_train_as_one(ranks, tmp_path):
     spawn(as_one_process, ranks, tmp_path)
+
+
+def test_a_synchronised_norm_fuses_in_evaluation():
+    model, x = net(), scene(0, 0)
+    model(x)
+    want, program = model.eval()(x).feats, pm.compile(model)
+    torch.testing.assert_close(program(x).feats, want)
+    assert "convolution + norm + relu" in program.explain()
+    program.train()(x)
+    assert "convolution + norm + relu" not in program.explain()
+
+
+def test_a_tuning_as_text():
+    own = DATAFLOWS["gather-gemm-scatter-fused-adaptive"]
+    three = Dataflows("planned", own, None)
+    flows = None, "explicit-gemm", replace(own, piece=3), three
+    trial = Trial("explicit-gemm", ("forward",), 0.5, refused="why")
+    choices = tuple(DataflowChoice("g", ("0.conv",), 5.0, 2.0, 0.1, flow, (trial,), "") for flow in flows)
+    spent = pm.engine.PassTiming(0.5, {"maps": 0.25})
+    found = pm.Tuning("training", "cpu", choices, spent, spent, (Tiles("0", 1, 2.0, 1.0, True),), ("a note",), False)
+    assert repr(pm.Tuning.of_json(json.loads(json.dumps(found.to_json())))) == repr(found)
