@@ -13,10 +13,11 @@ import torch.distributed as dist
 from commands import scene, write_scan
 from processes import fork
 
-from pumice.cli import checkpoint, main
+from pumice.cli import main
 from pumice.cli import ranks as ranks_
 from pumice.env import launch
 from pumice.errors import OptionError
+from pumice.label import checkpoint
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 OPTIONS = ("--voxel", "0.6", "--width", "0.1", "--device", "cpu", "--epochs", "2")
