@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pumice.coords import CoordBuffer
 from pumice.coords.box import UNKNOWN
-from pumice.errors import ShapeError
+from pumice.errors import OptionError, ShapeError
 from pumice.lower import norm as lowered
 from pumice.lower.synced_norm import synced_batch_norm
 from pumice.ops import autograd
@@ -43,7 +43,7 @@ def batch_norm(x: SparseTensor, norm: nn.BatchNorm1d, group: dist.ProcessGroup |
         raise ShapeError(f"{type(norm).__name__} takes {norm.num_features} channels, x has {feats.shape[1]}")
     own = norm.training or vectors[0] is None
     if group is not None and norm.training:
-        return _over_processes(x, norm, vectors, group)  # pyright: ignore[reportCallIssue]
+        return _over_processes(x, norm, vectors, group)
     if not geometry.trains and (y := _in_evaluation(feats, norm, vectors)) is not None:
         return unchecked_tensor(y, geometry)
     if own and (geometry.trains or _by_kernels(feats, vectors)):
@@ -110,9 +110,11 @@ def _over_valid_rows(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors) ->
     return from_raw_feats(found, x.geometry)
 
 
-@torch.compiler.disable
 def _over_processes(x: SparseTensor, norm: nn.BatchNorm1d, vectors: Vectors, group: dist.ProcessGroup) -> SparseTensor:
     """Batch norm over the valid rows of all processes of a group."""
+    if torch.compiler.is_compiling():
+        # torch.compile calls the layer as it is then; with fullgraph=True it tells the message.
+        raise OptionError("a norm over several processes cannot be traced")
     found = synced_batch_norm(raw_feats(x), x.geometry.cloud, vectors[2:], _statistics_of(norm), group)
     return from_raw_feats(found, x.geometry)
 
