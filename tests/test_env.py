@@ -5,16 +5,18 @@ from pathlib import Path
 import pytest
 
 from pumice import errors
-from pumice.env import settings
+from pumice.env import Launch, launch, settings
 
 
 @pytest.fixture(autouse=True)
 def fresh_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("PUMICE_DATA", "PUMICE_CACHE", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    settings.cache_clear()
+    for read in (settings, launch):
+        read.cache_clear()
     yield
-    settings.cache_clear()
+    for read in (settings, launch):
+        read.cache_clear()
 
 
 def test_defaults():
@@ -32,17 +34,17 @@ def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "first")
-    assert (settings().rank, settings().world, settings().local_rank) == (0, 1, 0)
+    assert launch() is None
     for size, rank in (("4", "1"), ("4", "4"), ("x", "0"), ("0", "0")):
-        settings.cache_clear()
+        launch.cache_clear()
         monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", "1")
         if (size, rank) == ("4", "1"):
-            assert (settings().rank, settings().world, settings().local_rank) == (1, 4, 1)
+            assert launch() == Launch(1, 4, 1)
             continue
         with pytest.raises(errors.OptionError, match="RANK below WORLD_SIZE"):
-            settings()
+            launch()
 
 
 def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch):

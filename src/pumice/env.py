@@ -16,34 +16,26 @@ class Settings:
 
     data: folder of real scans (PUMICE_DATA), None if not set.
     cache: folder for tuned tiles and plans and compiled C kernels (PUMICE_CACHE, default ~/.cache/pumice).
-    rank, world, local_rank: of this process among those of torchrun (RANK, WORLD_SIZE, LOCAL_RANK); else 0 of 1.
     spconv_layout: spconv's SPCONV_SAVED_WEIGHT_LAYOUT, the layout of weights in checkpoints: KRSC, RSKC, RSCK or "".
     """
 
     data: Path | None
     cache: Path
     spconv_layout: str = ""
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
 
 
 @lru_cache(maxsize=1)
 def settings() -> Settings:
     """Settings of this process; later changes of the environment have no effect.
 
-    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, a layout is unknown, or a rank is none.
+    Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or a layout is unknown.
     """
-    ranks = _ranks()
     data = os.environ.get("PUMICE_DATA")
     cache = os.environ.get("PUMICE_CACHE")
     return Settings(
         data=_existing_folder("PUMICE_DATA", data) if data else None,
         cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
         spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
-        rank=ranks[0],
-        world=ranks[1],
-        local_rank=ranks[2],
     )
 
 
@@ -51,23 +43,23 @@ def settings() -> Settings:
 class Launch:
     """What torchrun tells a process. rank: among `ranks` processes; local_rank: among those of its host."""
 
-    rank: int
-    ranks: int
-    local_rank: int
+    rank: int = 0
+    ranks: int = 1
+    local_rank: int = 0
 
 
 @lru_cache(maxsize=1)
 def launch() -> Launch | None:
-    """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); None if it was started by itself.
+    """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); None without a WORLD_SIZE.
 
-    Raises OptionError for values that are no numbers."""
-    told = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    if None in told:
+    Raises OptionError for other values than numbers, and ranks beyond WORLD_SIZE."""
+    if "WORLD_SIZE" not in os.environ:
         return None
-    try:
-        return Launch(*map(int, filter(None, told)))
-    except (TypeError, ValueError):
-        raise OptionError(f"RANK, WORLD_SIZE and LOCAL_RANK should be numbers, found {told}") from None
+    found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    rank, ranks, local = (int(value) if value.isdecimal() else -1 for value in found.values())
+    if not (0 <= rank < ranks and local >= 0):
+        raise OptionError(f"RANK and LOCAL_RANK are numbers from 0, RANK below WORLD_SIZE; found {found}")
+    return Launch(rank, ranks, local)
 
 
 def _existing_folder(name: str, value: str) -> Path:
@@ -89,14 +81,3 @@ def _one_of(name: str, values: tuple[str, ...]) -> str:
     if value not in values:
         raise OptionError(f"{name} takes one of {', '.join(values[1:])}, found {value!r}")
     return value
-
-
-def _ranks() -> tuple[int, int, int]:
-    """(RANK, WORLD_SIZE, LOCAL_RANK); (0, 1, 0) without a WORLD_SIZE, whatever a RANK may mean then."""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0
-    found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    rank, world, local = (int(value) if value.isdecimal() else -1 for value in found.values())
-    if not (0 <= rank < world and local >= 0):
-        raise OptionError(f"RANK and LOCAL_RANK are numbers from 0, RANK below WORLD_SIZE; found {found}")
-    return rank, world, local

@@ -19,7 +19,7 @@ import pumice as pm
 from pumice.cli import evaluate
 from pumice.cli import label as command
 from pumice.data import SEMANTIC_KITTI, Scan, read_scan
-from pumice.env import settings
+from pumice.env import launch
 from pumice.errors import FileError, OptionError
 from pumice.label import checkpoint, classify, sources
 from pumice.label import labeller as labeller_
@@ -316,13 +316,13 @@ def test_a_labeller_is_pickled_without_its_network(trained):
 def test_ranks_share_the_scans(pumice, trained, monkeypatch):
     fleet(5)
     for rank, share in ((0, 3), (1, 2)):
-        settings.cache_clear()
+        launch.cache_clear()
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         ran = run(pumice, trained, "scans")
         assert ran.code == 0 and f"[rank {rank}] {share}/{share}" in ran.err and "were there" not in ran.err
     assert refused(run(pumice, trained, "scans", more=("--ray", "local")), "torchrun")
-    settings.cache_clear()
+    launch.cache_clear()
 
 
 def test_progress_outside_a_terminal(pumice, trained, monkeypatch):

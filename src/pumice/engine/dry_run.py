@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from pumice.coords import Geometry
 from pumice.lower import native_products
@@ -178,6 +177,9 @@ class Meter(TorchDispatchMode):
 
 def _work(func: Any, given: tuple[Any, Any], read: Sequence[Tensor], made: Sequence[Tensor], found: Any) -> Work:
     """The work of an operator of torch: it reads its operands and writes its results."""
+    # Imports Triton, where there is one.
+    from torch.utils.flop_counter import flop_registry
+
     reckoned = flop_registry.get(func._overloadpacket)
     flops = 0 if reckoned is None else reckoned(*given[0], **given[1], out_val=found)
     moved = sum(t.nbytes for t in (*read, *made))
