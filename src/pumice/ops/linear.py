@@ -57,10 +57,11 @@ _FEW = 16
 
 def _by_torch(feats: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's linear map. On a CPU few rows are padded: the bits of a row do not depend on their number."""
-    missing = _FEW * torch.get_num_threads() - feats.shape[0]
-    if feats.device.type != "cpu" or torch.compiler.is_compiling() or missing <= 0 or not feats.shape[0]:
+    rows = feats.shape[0]
+    if feats.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < rows < _FEW * torch.get_num_threads():
         return functional.linear(feats, weight, bias)
-    return functional.linear(functional.pad(feats, (0, 0, 0, missing)), weight, bias)[: feats.shape[0]]
+    missing = _FEW * torch.get_num_threads() - rows
+    return functional.linear(functional.pad(feats, (0, 0, 0, missing)), weight, bias)[:rows]
 
 
 def _by_kernel(x: SparseTensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

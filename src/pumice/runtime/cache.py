@@ -102,17 +102,25 @@ def _key(value: Any) -> Hashable:
     return (weakref.ref(value), value._version) if isinstance(value, Tensor) else value
 
 
-_SEEN = 61  # Values that tell whether a tensor was written
+_SEEN = 61  # Values that tell whether a large tensor was written
+_SMALL = 1 << 14  # Values of a tensor that are all compared
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of the values that tell whether a tensor was written through `.data`: all of a small one, which
+    torch.autograd.gradcheck changes one by one."""
+    step = 1 if tensor.numel() <= _SMALL else tensor.numel() // _SEEN + 1
+    return tensor.detach().reshape(-1)[::step]
 
 
 def cached_per_values(find: Callable[Concatenate[Tensor, Given], Found]) -> Callable[Concatenate[Tensor, Given], Found]:
     """As cached_per_tensor, for what is computed of a tensor's values: writes through `.data`, which do not change its
-    version, are noticed if they change some of 61 values."""
+    version, are noticed if they change some of 61 values, or any of a small tensor."""
     kept: Any = cached_per_tensor(lambda tensor, *args, **kwargs: dict[str, Any]())
 
     def call(tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         known = kept(tensor, *args, **kwargs)
-        seen = tensor.detach().reshape(-1)[:: tensor.numel() // _SEEN + 1]
+        seen = _sample(tensor)
         if "seen" not in known or not torch.equal(known["seen"], seen):
             with outside_inference_mode(), torch.no_grad():
                 known["found"] = find(tensor, *args, **kwargs)
@@ -129,7 +137,7 @@ class KeptResult(Generic[Found]):
     def __init__(self, tensor: Tensor, find: Callable[[Tensor], Found]) -> None:
         self._tensor, self._find = tensor, find
         self._tracked = tensor.is_contiguous() and not tensor.is_inference()
-        self._sample = tensor.detach().reshape(-1)[:: tensor.numel() // _SEEN + 1]
+        self._sample = _sample(tensor)
         self._version, self._seen, self._found = -1, self._sample, None
 
     def get(self) -> Found:
