@@ -13,6 +13,7 @@ import torch
 from emulated import Gpu, emulated
 from programs import Residual, Unit
 from torch import nn
+from wide import beyond
 
 import pumice as pm
 from pumice.runtime.cache import BoundedCache
@@ -135,7 +136,7 @@ def test_on_a_cpu(way):
     assert found < OBJECTS and tensors <= 0
 
 
-@pytest.mark.parametrize("way", ["layers", "layers, training", "program", "program, training"])
+@pytest.mark.parametrize("way", beyond(1, ["program, training", "program", "layers, training", "layers"]))
 def test_on_a_gpu(way, tmp_path):
     torch.manual_seed(0)
     with emulated(tmp_path) as gpu:
