@@ -250,7 +250,7 @@ def test_a_killed_reader_is_told(pumice, trained, monkeypatch):
 
     monkeypatch.setattr(labeller_, "read_scan", fatal)
     ran = run(pumice, trained, "scans", more=("--readers", 1))
-    assert refused(ran, "soon after it, ended the process that read it", "killed by signal")
+    assert refused(ran, "soon after it, ended the process that read it", "DataLoader worker (pid")
     assert not Path("out/1/0.label").exists()
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pumice.coords import Geometry
 from pumice.lower import native_products
 from pumice.schedule.dataflow import FORWARD, WGRAD
-from pumice.schedule.predict import Device, Work, pairs_on_cpu, seconds
+from pumice.schedule.predict import CALL_SECONDS, Device, Work, pairs_on_cpu, seconds
 
 _STEP = "step of a dry run"
 """Key of a step's name in the metadata of its autograd nodes."""
@@ -146,7 +146,8 @@ class Meter(TorchDispatchMode):
         if self.machine.on_gpu:
             moved = pairs * sum(widths) * size
             return self.work(Work(2 * pairs * macs, made.nbytes, moved, matrix=True))
-        self.time(pairs_on_cpu((pairs, (widths[0], widths[-1]), macs, size), name, self.machine.rates))
+        sizes = pairs, (widths[0], widths[-1]), macs, size
+        self.time(CALL_SECONDS + pairs_on_cpu(sizes, name, self.machine.rates))
         self._scratch(name, values[0] if name == WGRAD else weight, made, arrays)
         if name == FORWARD:
             self.spent.pairs = max(self.spent.pairs, pairs)

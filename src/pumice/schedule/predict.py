@@ -189,7 +189,7 @@ _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
 """FLOP/s of tiled kernels, by bytes per value; float32 products are three TF32 products."""
 _ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
 _KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
-_CALL_SECONDS = 0.3e-3  # seconds of a call of the C kernels of a CPU outside them
+CALL_SECONDS = 0.3e-3  # seconds of a call of the C kernels of a CPU outside them
 _PART_BYTES = 12  # memory traffic per result for each part after the first: float32 partial sums
 
 
@@ -262,18 +262,19 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
 def pairs_on_cpu(size: tuple[int, tuple[int, int], float, int], name: str, device: Device) -> float:
     """Estimated seconds of a pass by the C kernels, whose chunks stay in the cache (lower.native_products).
 
-    size: pairs, channels on both sides, multiply-adds per pair, bytes per value. The weight gradient copies rows."""
+    size: pairs, channels on both sides, multiply-adds per pair, bytes per value. The weight gradient copies rows. The
+    call itself, some CALL_SECONDS, is not counted: as long a one belongs to every dataflow."""
     pairs, channels, macs, itemsize = size
     copies, slower = (1.5, 1.13) if name == WGRAD else (1.0, 1.0)
     moved, flops = pairs * sum(channels) * itemsize, 2 * pairs * macs
-    return _CALL_SECONDS + copies * moved / (device.cache / 2) + slower * flops / (2.5 * device.plain)
+    return copies * moved / (device.cache / 2) + slower * flops / (2.5 * device.plain)
 
 
 def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     device = DEVICES["cpu"]
     if flow.movement == PLANNED.movement:
         size = work.forward_map.pairs, work.channels, work.macs_per_pair, work.itemsize
-        return pairs_on_cpu(size, name, device)
+        return 20e-6 + pairs_on_cpu(size, name, device)
     if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
         # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
