@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {"cli", "compat", "coords", "data", "engine", "label", "language", "lower", "models", "nn", "ops", "runtime"}
 ROOMS |= {"schedule"}
-FILES = {"__init__.py", "env.py", "errors.py", "testing.py", "py.typed"}
+FILES = {"__init__.py", "__main__.py", "env.py", "errors.py", "testing.py", "py.typed"}
 DATA = {"report.css", "report.html", "report.js"}
 PIP = "-m", "pip", "--disable-pip-version-check", "--no-python-version-warning"
 

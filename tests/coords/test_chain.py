@@ -143,7 +143,7 @@ def test_several_windows():
     compare(random_cloud(200, 2, extent=30), request_of(2, [padded(2)], [odd, odd[:1]]))
 
 
-@pytest.mark.parametrize("name", ["nuscenes_1f_10cm", "waymo_1f_10x10x15cm"])
+@pytest.mark.parametrize("name", beyond(1, ["nuscenes_1f_10cm", "waymo_1f_10x10x15cm"]))
 def test_real_scans_have_the_very_tiles(name, data_folder):
     """Rows that lie in any order; the larger one has large tiles and sorted maps of 8 kernel offsets."""
     path = next(data_folder.glob(f"**/{name}.npz"), None)

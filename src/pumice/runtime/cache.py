@@ -103,7 +103,7 @@ def _key(value: Any) -> Hashable:
 
 
 _SEEN = 61  # Values that tell whether a large tensor was written
-_SMALL = 1 << 14  # Values of a tensor that are all compared
+_SMALL = 1 << 12  # Values of a tensor that are all compared
 
 
 def _sample(tensor: Tensor) -> Tensor:
