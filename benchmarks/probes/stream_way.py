@@ -14,7 +14,8 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from benchmarks.scenes.stream import Source, samples
 from benchmarks.scenes.stream_nets import NETS
 from benchmarks.scenes.workloads import Sample, exact_copy
 from benchmarks.suites.workloads import Side
-from pumice.compat import install
+from pumice.compat import install, uninstall
 
 Tell = Callable[[str, Any], object]
 
@@ -137,8 +138,23 @@ def measure(asked: Asked, tell: Tell) -> None:
 
     Raises ModuleNotFoundError if the way is spconv's and spconv is not installed.
     """
-    if asked.compat:
-        install("spconv")
+    with _stand_in() if asked.compat else nullcontext():
+        _measure(asked, tell)
+
+
+@contextmanager
+def _stand_in() -> Iterator[None]:
+    """pumice.compat is spconv, meanwhile."""
+    known = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "spconv"}
+    install("spconv")
+    try:
+        yield
+    finally:
+        uninstall("spconv")
+        sys.modules.update(known)
+
+
+def _measure(asked: Asked, tell: Tell) -> None:
     device = torch.device(asked.device)
     half = device.type == "cuda" and asked.mode == "infer"
     given = samples(asked.source, asked.count, device, torch.float16 if half else torch.float32)

@@ -269,7 +269,7 @@ def test_a_wrong_layer_is_not_timed(monkeypatch):
 
 
 def test_studies_that_are_known():
-    with pytest.raises(OptionError, match="case 'shell' of workloads is unknown; there are networks, shells"):
+    with pytest.raises(OptionError, match="unknown; there are networks, estimates, shells"):
         list(bench.run("workloads", print, bench.Options(case="shell", device="cpu")))
 
 
