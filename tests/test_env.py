@@ -34,7 +34,7 @@ def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "first")
-    assert launch() is None
+    assert launch() == Launch()
     for size, rank in (("4", "1"), ("4", "4"), ("x", "0"), ("0", "0")):
         launch.cache_clear()
         monkeypatch.setenv("WORLD_SIZE", size)

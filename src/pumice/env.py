@@ -49,12 +49,12 @@ class Launch:
 
 
 @lru_cache(maxsize=1)
-def launch() -> Launch | None:
-    """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); None without a WORLD_SIZE.
+def launch() -> Launch:
+    """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); without a WORLD_SIZE it is the only one.
 
     Raises OptionError for other values than numbers, and ranks beyond WORLD_SIZE."""
     if "WORLD_SIZE" not in os.environ:
-        return None
+        return Launch()
     found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     rank, ranks, local = (int(value) if value.isdecimal() else -1 for value in found.values())
     if not (0 <= rank < ranks and local >= 0):

@@ -320,7 +320,7 @@ def test_ranks_share_the_scans(pumice, trained, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         ran = run(pumice, trained, "scans")
-        assert ran.code == 0 and f"[rank {rank}] {share}/{share}" in ran.err and "were there" not in ran.err
+        assert ran.code == 0 and f"process {rank}: {share}/{share}" in ran.err and "were there" not in ran.err
     assert refused(run(pumice, trained, "scans", more=("--ray", "local")), "torchrun")
     launch.cache_clear()
 
@@ -371,6 +371,6 @@ def _workers():
                 above = int((Path("/proc") / str(above) / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if b"_Worker" in title and title.startswith(b"ray::") and above == os.getpid():
+        if b"Labeller" in title and title.startswith(b"ray::") and above == os.getpid():
             found.append(int(folder.name))
     return found

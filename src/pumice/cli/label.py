@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import distributed
 
-from pumice.env import Launch, launch
+from pumice.cli.ranks import named
+from pumice.env import launch
 from pumice.errors import OptionError
 from pumice.label import Labelled, Labeller
 from pumice.label.ray_data import label_on_ray
@@ -32,22 +33,17 @@ _PATIENCE = timedelta(days=30)
 def label(arguments: Sequence[str], labeller: Labeller, address: str | None, console: Console) -> int:
     """Label this process's share of the scans that arguments name, and tell of it on `console`. Returns the number of
     scans that failed, under torchrun of all processes."""
-    if address is not None and _launch().ranks > 1:
+    if address is not None and launch().ranks > 1:
         raise OptionError("--ray starts its own processes: omit torchrun, or --ray")
     labeller, inputs = _share(arguments, labeller)
     labels = labeller.label(inputs) if address is None else label_on_ray(labeller, inputs, address)
     tally = Tally(len(inputs))
     for one in _shown(labels, tally, console):
         tally.add(one)
-    where = f"[rank {_launch().rank}] " if _launch().ranks > 1 else ""
     for one in tally.failed:
         console.print(f"failed  {one.source}: {one.reason}", soft_wrap=True, markup=False)
-    console.print(f"label {where}{tally} into {labeller.out}", soft_wrap=True, markup=False)
+    console.print(f"label {named()}{tally} into {labeller.out}", soft_wrap=True, markup=False)
     return _over_ranks(len(tally.failed))
-
-
-def _launch() -> Launch:
-    return launch() or Launch()
 
 
 def _share(arguments: Sequence[str], labeller: Labeller) -> tuple[Labeller, list[Input]]:
@@ -56,7 +52,7 @@ def _share(arguments: Sequence[str], labeller: Labeller) -> tuple[Labeller, list
     sources, record = find_sources(arguments, out), read_record(out)
     # A part of the same scans keeps the names that they had.
     root = record.root if record is not None and sources.below(record.root) else sources.root
-    env = _launch()
+    env = launch()
     if env.ranks > 1 and labeller.device is None and torch.cuda.is_available():
         labeller = replace(labeller, device=f"cuda:{env.local_rank % torch.cuda.device_count()}")
     return replace(labeller, root=root), sources.named(root)[env.rank :: env.ranks]
@@ -104,7 +100,7 @@ def _shown(labels: Iterator[Labelled], tally: Tally, console: Console) -> Iterat
 def _over_ranks(failed: int) -> int:
     """The sum over torchrun's processes. It also keeps one that ends with an error from stopping the others, as
     torchrun would do."""
-    if _launch().ranks == 1 or not distributed.is_torchelastic_launched():
+    if launch().ranks == 1 or not distributed.is_torchelastic_launched():
         return failed
     distributed.init_process_group("gloo", timeout=_PATIENCE)
     total = torch.tensor(failed)

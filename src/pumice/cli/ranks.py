@@ -35,7 +35,7 @@ class Ranks:
     def start(device: torch.device) -> tuple[Ranks, torch.device]:
         """(the processes that torchrun started, or this one alone; the device of this process)."""
         told = launch()
-        if told is None or told.ranks == 1:
+        if told.ranks == 1:
             return Ranks(), device
         if device.type == "cuda":
             if device.index is not None:
@@ -79,7 +79,7 @@ class Ranks:
 def named() -> str:
     """ "process 3: " in front of messages, if there are several."""
     told = launch()
-    return f"process {told.rank}: " if told is not None and told.ranks > 1 else ""
+    return f"process {told.rank}: " if told.ranks > 1 else ""
 
 
 def end(code: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pumice.engine.program import Program
+from pumice.engine.program import uncompiled
 from pumice.errors import OptionError
 from pumice.ops import SparseTensor
 from pumice.ops.tensor import is_sparse
@@ -34,7 +34,7 @@ def around(net: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     if found is None:
         return net, example
     x, form = found
-    return Around(net._net if isinstance(net, Program) else net, form), x
+    return Around(uncompiled(net), form), x
 
 
 def sparse_in(net: nn.Module, value: Any) -> Any:

@@ -15,7 +15,7 @@ from pumice.coords import Geometry, kernel_map
 from pumice.engine import dry_stretch
 from pumice.engine.dry_run import Machine, Meter, Spent, bytes_held, without_contents
 from pumice.engine.groups import maps_below
-from pumice.engine.program import INFERENCE, TRAINING, Item, Program, Traced, items
+from pumice.engine.program import INFERENCE, TRAINING, Item, Traced, items, uncompiled
 from pumice.engine.rates import clock, rates_of
 from pumice.engine.stretch import Stretch
 from pumice.engine.subject import Loss, bare, fresh, sum_of_squares_loss
@@ -117,7 +117,7 @@ def _checked(net: Any, x: Any) -> nn.Module:
     homes = {str(t.device) for t in (*net.parameters(), *net.buffers())} - {str(x.device)}
     if homes:
         raise DeviceError(f"x is on {x.device}, the network on {', '.join(sorted(homes))}")
-    return net.uncompiled if isinstance(net, Program) else net
+    return uncompiled(net)
 
 
 class _DryRun:

@@ -83,6 +83,11 @@ def compile(net: nn.Module) -> Program:  # noqa: A001
     return net if isinstance(net, Program) else Program(net)
 
 
+def uncompiled(net: nn.Module) -> nn.Module:
+    """The module that a program was compiled from; other modules as they are."""
+    return net._net if isinstance(net, Program) else net
+
+
 class Program(nn.Module):
     """A compiled module; see pumice.compile."""
 
@@ -95,11 +100,6 @@ class Program(nn.Module):
         own["_programs"], own["_last"] = BoundedCache(2 * _KINDS), None
         if any(parameter.is_cuda for parameter in net.parameters()):
             BACKGROUND.start()
-
-    @property
-    def uncompiled(self) -> nn.Module:
-        """The module that was compiled."""
-        return self._net
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -73,8 +73,9 @@ def first_on_each_host() -> Iterator[None]:
         yield
         return
     started = launch()
-    first = (dist.get_rank() if started is None else started.local_rank) == 0
-    where = "this program" if started is None else socket.gethostname()
+    alone = started.ranks == 1
+    first = (dist.get_rank() if alone else started.local_rank) == 0
+    where = "this program" if alone else socket.gethostname()
     store, key = _place(f"a block on {where}", dist.get_rank())
     if not first:
         _received(store, key, "a block", _PATIENCE)

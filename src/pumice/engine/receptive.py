@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from pumice import ops
 from pumice.coords import Relation, as_axes
-from pumice.engine.program import Program
+from pumice.engine.program import uncompiled
 from pumice.engine.trace import SPARSE, CallStep, Product, Step, TracedModule, layer_type, trace
 from pumice.errors import DtypeError, OptionError
 from pumice.nn import layers
@@ -182,7 +182,7 @@ def reads_of_network(net: nn.Module, x: SparseTensor) -> Reads:
     """The rules of a network on tensors like x. Raises as receptive_field()."""
     if not isinstance(x, SparseTensor):
         raise DtypeError(f"a receptive field is one on a SparseTensor, found {type(x).__name__}")
-    net = net._net if isinstance(net, Program) else net
+    net = uncompiled(net)
     graph = trace(net, (x,), {}, {})
     if isinstance(graph, str):
         raise OptionError(f"the receptive field of {type(net).__name__} is not known: {graph}")

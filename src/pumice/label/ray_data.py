@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from pumice.label.extras import extra
 from pumice.label.labeller import Labelled, Labeller
@@ -41,20 +38,14 @@ def label_on_ray(labeller: Labeller, inputs: Sequence[Input], address: str) -> I
         rows = [{"path": one.source, "name": one.name} for one in inputs]
         pool = data.ActorPoolStrategy(size=workers)
         made = data.from_items(rows, override_num_blocks=math.ceil(len(rows) / size)).map_batches(
-            _Worker, fn_constructor_args=(chosen,), batch_size=size, compute=pool, num_gpus=1 if gpus else 0
+            Labeller,
+            fn_constructor_kwargs=chosen.__getstate__(),
+            batch_size=size,
+            compute=pool,
+            num_gpus=1 if gpus else 0,
         )
         for row in made.iter_rows():
             yield Labelled(**row)
     finally:
         if address == "local":
             ray.shutdown()
-
-
-class _Worker:
-    """What Ray makes in each process."""
-
-    def __init__(self, labeller: Labeller) -> None:
-        self._labeller = labeller
-
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return self._labeller(batch)
