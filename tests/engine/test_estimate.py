@@ -14,7 +14,7 @@ from benchmarks.scenes.workloads import WORKLOADS, fresh, narrow, samples, stand
 from benchmarks.suites.estimates import Mode, _on_cpu
 from pumice.coords import kernel_map
 from pumice.engine import dry_stretch, train_pass
-from pumice.errors import DeviceError, DtypeError, OptionError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import native_products
 from pumice.schedule.predict import DEVICES
 from pumice.testing import random_cloud
@@ -135,6 +135,8 @@ def test_wrong_arguments():
         pm.estimate(net, x.feats)
     with pytest.raises(DeviceError, match=r"x is on cpu, the network on meta"):
         pm.estimate(unit(4, 8).to("meta"), x)
+    with pytest.raises(ShapeError, match=r"takes 3 channels .*, x has 4"):
+        pm.estimate(unit(3, 8), x)
     with pytest.raises(OptionError, match=r"torch.compile"):
         net._orig_mod = net[0]
         pm.estimate(net, x)

@@ -21,13 +21,14 @@ from pumice.engine.stretch import Stretch
 from pumice.engine.subject import Loss, bare, fresh, sum_of_squares_loss
 from pumice.engine.trace import CONSTANTS, CallStep, Step
 from pumice.engine.train_stretch import TrainStretch
-from pumice.errors import DeviceError, DtypeError, OptionError
+from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps
 from pumice.ops import SparseTensor, autograd
 from pumice.ops.tensor import raw_feats
 from pumice.schedule.predict import map_seconds
 
 _BACKWARD = "other gradients"
+_WRONG = ShapeError, DtypeError  # The network itself would raise them
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
     as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
 
     Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices,
-    OptionError for a module wrapped by torch.compile and for buffers of a captured network. Errors of net for such an x
-    are told in `unknown`.
+    OptionError for a module wrapped by torch.compile and for buffers of a captured network, and the ShapeError and
+    DtypeError of net(x); other errors of net for such an x are told in `unknown`.
     """
     net = _checked(net, x)
     x.geometry.settle()
@@ -154,6 +155,8 @@ class _DryRun:
             self.meter.step = type(self.net).__name__
             try:
                 return [self.net(self.x)]
+            except _WRONG:
+                raise
             except Exception as error:
                 self.unknown.append(f"{self.meter.step}: {_reason(error)}")
                 return []
@@ -190,6 +193,8 @@ class _DryRun:
             if missing:
                 raise LookupError("it reads what is not known")
             self._run_part(item, env)
+        except _WRONG:
+            raise
         except Exception as error:  # of whatever the network calls
             self.unknown.append(f"{self.meter.step}: {_reason(error)}")
             return [env[node] for node in item.reads if node in env]
