@@ -61,6 +61,8 @@ def estimates(setup: Setup) -> Iterator[Row]:
 
 
 def _case(setup: Setup, case: str, workload: Workload, mode: Mode) -> Iterator[Row]:
+    # Programs, which refer to themselves, are freed by the garbage collector; what is freed later would count.
+    gc.collect()
     begin = torch.cuda.memory_allocated() if setup.device.type == "cuda" else 0
     try:
         workload, sample = _sample(setup, workload, mode)
@@ -133,6 +135,7 @@ def _on_gpu(net: nn.Module, sample: Sample, mode: Mode, begin: int) -> float:
     for p in net.parameters():
         p.grad = None
     torch.cuda.synchronize()
+    gc.collect()
     torch.cuda.reset_peak_memory_stats()
     run()
     peak = torch.cuda.max_memory_allocated() - begin
