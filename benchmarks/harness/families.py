@@ -138,6 +138,16 @@ def _engine(mode: str, way: str) -> Family:
     return Family("engine", f"{way} {mode}", rf"{_NETWORK}/{mode}(?:/tuned)?/{way}", rivals)
 
 
+_SHELL = r"shell_(?P<group>\d+/B\d+)/k3/(?P<series>C\d+)/(?P<precision>fp16|fp32)"
+ALGORITHMS: Mapping[str, str] = {
+    "explicit-gemm": "explicit_gemm",
+    "implicit-gemm-table": "implicit_gemm",
+    "implicit-gemm-table-split-k": "implicit_gemm_splitk",
+    "implicit-gemm-sorted": "masked_implicit_gemm",
+    "implicit-gemm-split-k": "masked_implicit_gemm_splitk",
+}
+"""FlexGEMM's algorithms by our dataflows, in the order of its article."""
+_SHELLS = {name: Rivals((name,)) for name in ("spconv", "FlexGEMM", "torchsparse")}
 _POINTS = {
     "torch_cluster": Rivals(("torch_cluster",)),
     "SciPy": Rivals(("SciPy",)),
@@ -152,6 +162,25 @@ _TIMED: tuple[Family, ...] = (
     ),
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
     Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
+    *(
+        Family("workloads", f"a layer on shells, {name}", rf"{_SHELL}/{kind}(?:/(?P<way>tuned))?", _SHELLS)
+        for kind, name in (
+            ("fwd", "forward"),
+            (r"map\+fwd", "the first, with its map"),
+            (r"fwd\+bwd", "training"),
+            (r"map\+fwd\+bwd", "the first, with its map, training"),
+        )
+    ),
+    *(
+        Family(
+            "workloads",
+            f"{flow} on shells, {name}",
+            rf"algorithms/{_SHELL}/{kind}/{flow}",
+            {**_SHELLS, "FlexGEMM by the same algorithm": Rivals((f"FlexGEMM {algorithm} (",))},
+        )
+        for flow, algorithm in ALGORITHMS.items()
+        for kind, name in (("fwd", "forward"), (r"fwd\+bwd", "training"))
+    ),
     *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),
     *(
         Family("tuner", f"tuned {mode}", rf"{_NETWORK}/{mode}/networks-tuned", _DEFAULT, (), "convolutions")

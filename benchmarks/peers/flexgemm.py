@@ -1,7 +1,7 @@
 """FlexGEMM as a peer: a submanifold layer by one of its algorithms.
 
 It is installed from source (JeffreyXiang/FlexGEMM at 6dd94a8, five commits after 1.1.0: its pyproject.toml still says
-1.0.0), so that rows name the commit.
+1.0.0), so that its name has the commit.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness.study import Way
 
-PACKAGE = "flex_gemm"
-NAME = "FlexGEMM 1.1.0-5-g6dd94a8"
+PACKAGE, VERSION = "flex_gemm", "1.1.0-5-g6dd94a8"
 DEFAULT = "masked_implicit_gemm_splitk"
 """Its default algorithm."""
 
@@ -54,8 +53,7 @@ def way(layer: Any, training: bool = False, anew: bool = False, algorithm: str =
 
         return both if training else torch.no_grad()(lambda: run(layer.feats, weight))
 
-    name = NAME if algorithm == DEFAULT else f"{NAME} {algorithm}"
-    return Way(name, make, PACKAGE, slack=2)
+    return Way(f"FlexGEMM {algorithm} ({VERSION})", make, PACKAGE, slack=2)
 
 
 def _in_box(layer: Any) -> tuple[Tensor, torch.Size]:
