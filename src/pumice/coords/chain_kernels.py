@@ -7,7 +7,7 @@ of levels (BufferedChain)."""
 import triton
 import triton.language as tl
 
-from pumice.coords.lookup_kernels import _slot, load_rows
+from pumice.coords.lookup_kernels import _slot, _load_rows
 from pumice.coords.tile_kernels import _in_order, _or, _step
 
 DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -102,7 +102,7 @@ def insert_cells(
         living = tl.load(count).to(tl.int64)
     valid = i < living
     lane = tl.arange(0, LANES)[None, :]
-    b, c0, c1, c2, c3 = load_rows(coords, i, valid, D)
+    b, c0, c1, c2, c3 = _load_rows(coords, i, valid, D)
     item = b.to(tl.int64)
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
     half = (item * 0 + 1) << (AXIS - 1)
@@ -231,7 +231,7 @@ def _key_at(
     here, offsets, stride, j, v, level, turned, valid, on, D: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
     """(keys of the neighbours on `level` of output rows j at kernel offsets v, True where one can exist)."""
-    b, c0, c1, c2, c3 = load_rows(here, j.to(tl.int64), valid, D)
+    b, c0, c1, c2, c3 = _load_rows(here, j.to(tl.int64), valid, D)
     item = b.to(tl.int64)
     key = (((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS)))[:, None] + v.to(tl.int64) * 0
     for a in tl.static_range(D):

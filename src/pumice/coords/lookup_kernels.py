@@ -84,7 +84,7 @@ def _cell(
 
 
 @triton.jit
-def load_rows(coords, r, there, D: tl.constexpr):
+def _load_rows(coords, r, there, D: tl.constexpr):
     """int32: batch index and coordinates along axes 0 to 3 of rows r [R], -1 where masked; axes from D on are not to be
     read. The 16 bytes of a row of three axes are one load."""
     if D == 3:
@@ -111,7 +111,7 @@ def _home(
     D: tl.constexpr,
 ):  # fmt: skip
     """(row-major key of row r's coordinates times the steps, True if in the keyed range less `edge` per side); r [R]"""
-    b, c0, c1, c2, c3 = load_rows(coords, r, there, D)
+    b, c0, c1, c2, c3 = _load_rows(coords, r, there, D)
     key, near = b.to(tl.int64), there & (b >= 0) & (b < batch)
     key, near = _entered(key, near, c0.to(tl.int64) * step0 - low0, size0, edge)
     if D > 1:
