@@ -45,6 +45,7 @@ from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
 from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
+from benchmarks.suites.shells import algorithms as shell_algorithms
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
 from benchmarks.suites.tensor_product import tensor_product
@@ -148,6 +149,7 @@ _TABLE = (
             "networks": workloads.networks,
             "estimates": estimates,
             "shells": shells,
+            "shell-algorithms": shell_algorithms,
             "spconv-net": partial(workloads.networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
         },
         every=False,

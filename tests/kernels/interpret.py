@@ -369,7 +369,13 @@ def map_problems(
 def flow_checks() -> Checks:
     kernels = {name: flow for name, flow in DATAFLOWS.items() if flow.grouping is None and flow.movement != "explicit"}
     found = {f"dataflow {name}": partial(check_flow, flow, 1) for name, flow in kernels.items()}
-    for name in ("fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"):
+    grouped = (
+        "fetch-on-demand-deterministic",
+        "implicit-gemm-split2",
+        "implicit-gemm-table",
+        "implicit-gemm-table-split-k",
+    )
+    for name in grouped:
         found[f"dataflow {name} in groups"] = partial(check_flow, kernels[name], 2)
     for name in ("fetch-on-demand", "fetch-on-demand-deterministic"):
         found[f"dataflow {name} over a graph"] = partial(check_graph_flow, kernels[name])

@@ -323,6 +323,7 @@ INSTRUCTIONS = {
     "min64": r"\batom\.\S*min\.s64",
     "cas64": r"\batom\.\S*cas\.b64",
     "cas32": r"\batom\.\S*cas\.b32",
+    "load16": r"\bld\.global\S*\.v4\.b32",
     "popc": r"\bpopc\.b32|\bv_bcnt_u32",
     # A count of bits in steps: every other one first.
     "halves": r"\b1431655765\b|\b0x55555555\b",

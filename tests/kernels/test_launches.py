@@ -101,6 +101,18 @@ def test_rows_are_entered_in_32_bits(built):
     assert built.instructions["cas32"] > 0 and built.instructions["cas64"] == 0
 
 
+READING = ("lookup_kernels.insert", "lookup_kernels.number_rows", "chain_kernels.insert_cells")
+"""Kernels that read coordinates."""
+
+
+@chosen(*READING, targets=NVIDIA, D=3)
+def test_the_16_bytes_of_a_row_are_one_load(built, job):
+    """By a thread for each row; a "wide" table compares rows axis by axis."""
+    constants = dict(job.variant.constants)
+    expected = constants["BLOCK"] >= 32 * job.variant.warps and constants.get("KIND") != "wide"
+    assert bool(built.instructions["load16"]) == expected
+
+
 @chosen(*COUNTING, targets=NVIDIA)
 def test_bits_are_counted_by_one_instruction(built):
     assert built.instructions["popc"] > 0 and built.instructions["halves"] == 0

@@ -35,6 +35,7 @@ LIBRARY = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None
 STATED = [name for name in DATAFLOWS if name not in LIBRARY]
 FEW = ["explicit-gemm", *(f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware"))]
 FEW += ["fetch-on-demand", "fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"]
+FEW += ["implicit-gemm-table-split-k"]
 """One of each engine."""
 
 
@@ -256,6 +257,27 @@ def test_products_of_an_output_are_added_by_tap(monkeypatch):
     of = taps[:, None].expand_as(places).flatten()[order]
     assert torch.equal(torch.stack([outputs.long(), of.long()], 1), (rows >= 0).nonzero())
     assert torch.equal(inputs.flatten()[order], rows[outputs.long(), of.long()])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 9, 27])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_split_k_of_any_number_of_parts(monkeypatch, parts, groups):
+    """Parts of as many offsets, the last filled up; their sums are kept in float32 at least."""
+    monkeypatch.setattr(lowered, "table_parts", lambda rows, columns, volume: parts)
+    made, plans = [], lowered._plans_in_parts
+    monkeypatch.setattr(lowered, "_plans_in_parts", lambda *given: made.append(plans(*given)) or made[-1])
+    x, w, found, rows = layer(channels=(4, 6))
+    x, w = x.clone().requires_grad_(), w[:, :, : 4 // groups].clone().requires_grad_()
+    y, want = (conv_features(x, w, found, rows, groups, dataflow=how) for how in ("implicit-gemm-table-split-k", None))
+    assert_close(y.detach(), want.detach())
+    grads = [torch.autograd.grad(t, (x, w), torch.ones_like(t)) for t in (y, want)]
+    for got, right in zip(*grads, strict=True):
+        assert_close(got, right)
+    shapes = [products.shape for products, _ in made]
+    assert [shape[:2] for shape in shapes] == [(rows, parts)] * 2 and {p.dtype for p, _ in made} == {torch.float64}
+    half = [t.detach().half() for t in (x, w)]
+    assert conv_features(*half, found, rows, groups, dataflow="implicit-gemm-table-split-k").dtype == torch.float16
+    assert [made[-1][number].dtype for number in (0, 1)] == [torch.float32, torch.float16]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -42,6 +42,7 @@ from pumice.lower import maps, plan, reference
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.reference import EIGHT_BITS
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, WGRAD, Chosen, Dataflow, Grouping
+from pumice.schedule.tile import table_parts
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
 GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
@@ -344,6 +345,12 @@ _PRODUCTS = {
 }
 """The product of each pair, at its rank s in the order of outputs; h: channel groups."""
 _SUMS = "O[o[p],n] = Y[p,n] ; o:sorted"
+_PARTS = {
+    FORWARD: "P[o,s,h,n] = x[met[o,s,q],h,c] * w[h,n,s,q,c]",
+    DGRAD: "P[o,s,h,c] = grad[met[o,s,q],h,n] * w[h,n,s,q,c]",
+}
+"""Split-K over the table: part s of an output, the sum over kernel offsets s * Q + q."""
+_SUM_OF_PARTS = "O[o,n] = P[o,s,n]"
 
 
 @lru_cache(maxsize=16)
@@ -371,7 +378,7 @@ def forms(map_pass: Pass) -> tuple[str, ...]:
     """The forms of the map that the statement of a pass reads; none for library products."""
     if map_pass.flow.movement == "planned":
         return maps.names_of(map_pass.found, map_pass.name != FORWARD)
-    return (_form(map_pass),) if map_pass.flow.movement in ("implicit", "on-demand") else ()
+    return (_form(map_pass),) if map_pass.flow.movement in ("implicit", "on-demand", "in-parts") else ()
 
 
 def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
@@ -453,6 +460,48 @@ def _pairs_in_order(found: KernelMap) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return taps, inputs, places.view_as(outputs), flat[order]
 
 
+def _run_in_parts(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """Partial sums over ranges of kernel offsets, in float32 at least, then their sum; wgrad by pairs."""
+    if map_pass.name == WGRAD:
+        return _run_as_einsum(map_pass, given, epilogue)
+    split, finish = _in_groups(map_pass, given), _finish(epilogue)
+    shape = _shape(map_pass, split)
+    parts = table_parts(shape[0], math.prod(shape[1:]), map_pass.found.volume)
+    split = split[0], _in_parts(split[1], -2, parts)
+    key = _key(map_pass, split, finish)
+    products, sums = map_pass.found.cached(key, lambda _: _plans_in_parts(map_pass, split, shape, finish))
+    return plan.execute_plan(sums, [plan.execute_plan(products, split).flatten(2)], epilogue)
+
+
+def _plans_in_parts(
+    map_pass: Pass, given: Two, shape: tuple[int, ...], finish: EpilogueSignature
+) -> tuple[plan.Plan, plan.Plan]:
+    (form,), lowering, parts = forms(map_pass), _lowering(given[0]), given[1].shape[-3]
+    table = _in_parts(maps.form_operands(map_pass.found, form)[1][0], 1, parts, -1)
+    names, text = (*_OPERANDS[map_pass.name], "met"), _PARTS[map_pass.name]
+    if map_pass.groups == 1:
+        text = text.replace(",h", "").replace("h,", "")
+    kept = plan.result_dtype(given, "|".join(names[:2]), text.replace("met[o,s,q]", "o"))
+    asked = plan.PlanRequest("|".join(names), text, (shape[0], parts, *shape[1:]), (1,), (0, 1), lowering)
+    asked = replace(asked, result_dtype=torch.promote_types(kept, torch.float32))
+    products = plan.bound_plan([*given, table], asked)
+    # Only the buffer's shape and dtype are used.
+    buffer = given[0].new_empty((shape[0], parts, math.prod(shape[1:])), dtype=products.dtype)
+    whole = shape[0], math.prod(shape[1:])
+    asked = plan.PlanRequest("P", _SUM_OF_PARTS, whole, (), (0,), lowering, finish, 0, finish.dtype or kept)
+    return products, plan.bound_plan([buffer], asked)
+
+
+def _in_parts(x: Tensor, axis: int, parts: int, filler: int = 0) -> Tensor:
+    """x with an axis of kernel offsets as [parts, offsets of a part], filled up at its end."""
+    volume = x.shape[axis]
+    each = -(-volume // parts)
+    if parts * each > volume:
+        ends = (0, 0) * (x.ndim - 1 - axis % x.ndim)
+        x = torch.nn.functional.pad(x, (*ends, 0, parts * each - volume), value=filler)
+    return x.unflatten(axis, (parts, each))
+
+
 def _key(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
     facts = tuple((x.shape, x.dtype, x.device) for x in given)
     return "dataflow", map_pass.name, map_pass.flow, map_pass.groups, plan.deterministic(), finish, facts
@@ -507,6 +556,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "on-demand": _run_as_einsum,
         "on-demand-in-order": _run_in_order,
         "implicit": _run_as_einsum,
+        "in-parts": _run_in_parts,
         "planned": _run_as_einsum,
     }
 )
