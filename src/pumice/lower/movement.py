@@ -4,10 +4,10 @@
 
 in two orders:
 
-by slots     each slot reads its row, or is added to it: the weight-stationary order, as slots are sorted by kernel offset
+by slots     each slot reads its row, or is added to it: the weight-stationary order, with slots sorted by offset
 stationary   each row is read once and written to all of its slots, or sums all of its slots and is written once
 
-Kernels move up to 16 bytes per access. A scalar access moves one element; only a study of what vectors gain asks for it.
+Kernels move up to 16 bytes per access, or one element if `scalar`, which only a study of what vectors gain asks for.
 Where no kernels run, rows are moved by torch: a CPU gathers by slots in both orders, to the same result.
 """
 
@@ -27,8 +27,8 @@ _BYTES = 4096
 """Bytes per program by slots, of four warps."""
 _STATIONARY_BYTES = 512
 """Bytes of rows per program if these are stationary, one access per thread of one warp."""
-_LANES = 128
-"""Maximum channels per program."""
+_LANES, _ROWS = 128, 128
+"""Maximum channels, and rows, per program."""
 
 
 class SlotLists(NamedTuple):
@@ -152,7 +152,7 @@ def _shape(x: Tensor, size: int) -> dict[str, int]:
     whole = channels & -channels
     # Rows that are no whole number of vectors are masked.
     lanes = min(_LANES, whole if whole >= 8 else 1 << max(0, channels - 1).bit_length())
-    return {"C": channels, "ROWS": max(1, entries // lanes), "LANES": lanes}
+    return {"C": channels, "ROWS": max(1, min(entries // lanes, _ROWS)), "LANES": lanes}
 
 
 def _programs(rows: int, shape: dict[str, int]) -> int:
