@@ -406,9 +406,8 @@ def test_ways_of_movement_move_as_they_say(setup, monkeypatch):
     moved: dict[str, int] = {}
 
     def counted(name, at, run, *given):
-        slots, *scalar = given[at:]
-        told = name + ("_scalar" if scalar == [True] else "")
-        moved[told] = moved.get(told, 0) + len(slots.rows)
+        told = name + "_scalar" * any(one is True for one in given)
+        moved[told] = moved.get(told, 0) + len(given[at].rows)
         return run(*given)
 
     for name, at in (("gather_slots", 1), ("gather_stationary", 1), ("scatter_slots", 2), ("scatter_stationary", 1)):
