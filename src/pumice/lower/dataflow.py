@@ -58,6 +58,8 @@ Engine = Callable[["Pass", Two, Epilogue | None], Tensor]
 """Executes a pass on its two operands and an epilogue."""
 Forward = Callable[[Tensor, Tensor, "PairLayout", int], Tensor]
 Gather = Callable[[Tensor, Slots], Tensor]
+Place = tuple[int, int, tuple[int, ...]]
+"""First slot, last slot and kernel offsets of a block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,24 +206,31 @@ def layout(found: KernelMap, grouping: Grouping) -> PairLayout:
 
 def _laid_out(found: KernelMap, grouping: Grouping) -> PairLayout:
     inputs, outputs, sizes = found.pairs()
-    counts, device = sizes.tolist(), inputs.device
-    begins = sizes.cumsum(0).sub(sizes).tolist()
+    counts, begins = sizes.tolist(), sizes.cumsum(0).sub(sizes).tolist()
     middle = _middle(found, counts, begins)
     places = list(_places(grouping, counts, middle))
-    total = places[-1][1] if places else 0
-    sides = [
-        torch.full((total,), rows, dtype=torch.int32, device=device) for rows in (found.num_inputs, found.num_outputs)
-    ]
+    padded = any(_is_padded(place, counts) for place in places)
+    lists = [slice(begin, begin + count) for begin, count in zip(begins, counts, strict=True)]
+    ins = Slots(_slot_rows(inputs, found.num_inputs, places, lists), found.num_inputs, padded)
+    outs = Slots(_slot_rows(outputs, found.num_outputs, places, lists), found.num_outputs, padded)
+    blocks = [_block(place, (ins, outs), counts, isinstance(found, MultiMap)) for place in places]
+    return PairLayout(tuple(blocks), ins, outs, middle)
+
+
+def _slot_rows(rows: Tensor, none: int, places: Sequence[Place], lists: Sequence[slice]) -> Tensor:
+    """int32: the row of each slot, `none` for padding. lists: where the rows of each kernel offset are."""
+    filling = rows.new_full((max((last - first for first, last, _ in places), default=0),), none)
+    pieces = [filling[:0]]
     for first, last, taps in places:
-        each = (last - first) // len(taps)
-        for number, tap in enumerate(taps):
-            at, own = slice(first + number * each, first + number * each + counts[tap]), begins[tap]
-            for side, rows in zip(sides, (inputs, outputs), strict=True):
-                side[at] = rows[own : own + counts[tap]]
-    padded = total > sum(counts[tap] for _, _, taps in places for tap in taps)
-    both = [Slots(*side, padded) for side in zip(sides, (found.num_inputs, found.num_outputs), strict=True)]
-    blocks = [_block(place, both, counts, isinstance(found, MultiMap)) for place in places]
-    return PairLayout(tuple(blocks), *both, middle)
+        for tap in taps:
+            own = lists[tap]
+            pieces += [rows[own], filling[: (last - first) // len(taps) - (own.stop - own.start)]]
+    return torch.cat(pieces).int()
+
+
+def _is_padded(place: Place, counts: Sequence[int]) -> bool:
+    first, last, taps = place
+    return last - first > sum(counts[tap] for tap in taps)
 
 
 def _middle(found: KernelMap, counts: Sequence[int], begins: Sequence[int]) -> int | None:
@@ -237,8 +246,8 @@ def _middle(found: KernelMap, counts: Sequence[int], begins: Sequence[int]) -> i
     return next(same, None)
 
 
-def _places(grouping: Grouping, counts: list[int], middle: int | None) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """(first slot, last, kernel offsets) of the non-empty blocks."""
+def _places(grouping: Grouping, counts: list[int], middle: int | None) -> Iterator[Place]:
+    """The non-empty blocks of slots."""
     first = 0
     for group in grouping.groups(counts):
         moved = tuple(tap for tap in group.taps if tap != middle)
@@ -249,14 +258,12 @@ def _places(grouping: Grouping, counts: list[int], middle: int | None) -> Iterat
             first = last
 
 
-def _block(
-    place: tuple[int, int, tuple[int, ...]], sides: Sequence[Slots], counts: Sequence[int], multiple: bool
-) -> SlotBlock:
+def _block(place: Place, sides: Sequence[Slots], counts: Sequence[int], multiple: bool) -> SlotBlock:
     """A block of slots. multiple: an output may have several inputs at one kernel offset."""
-    first, last, taps = place
-    padded, alone = last - first > sum(counts[tap] for tap in taps), len(taps) == 1
-    inputs, outputs = (Slots(side.rows[first:last], side.count, padded, alone and not multiple) for side in sides)
-    chosen = None if alone else torch.tensor(taps, device=inputs.rows.device)
+    (first, last, taps), padded = place, _is_padded(place, counts)
+    distinct = len(taps) == 1 and not multiple
+    inputs, outputs = (Slots(side.rows[first:last], side.count, padded, distinct) for side in sides)
+    chosen = torch.tensor(taps, device=inputs.rows.device) if len(taps) > 1 else None
     return SlotBlock(first, last, taps, chosen, inputs, outputs)
 
 
