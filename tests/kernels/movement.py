@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -39,9 +40,10 @@ def values(rows: int, channels: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(rows, channels, generator=chance).to(dtype)
 
 
-def check(kind: str, channels: int, dtype: torch.dtype) -> None:
+def check(kind: str, channels: int, dtype: torch.dtype, device: str = "cpu") -> None:
     """Gathers bit for bit; sums in float32."""
-    slots, x = slots_of(kind), values(ROWS, channels, dtype)
+    made = slots_of(kind)
+    slots, x = replace(made, rows=made.rows.to(device)), values(ROWS, channels, dtype).to(device)
     want = movement._gather_torch(x, slots)
     for found in (
         movement.gather_slots(x, slots),
@@ -49,8 +51,8 @@ def check(kind: str, channels: int, dtype: torch.dtype) -> None:
         movement.gather_stationary(x, slots),
     ):
         assert torch.equal(found, want)
-    products = values(len(slots.rows), channels, dtype)
-    begun = values(ROWS, channels, torch.float32)
+    products = values(len(slots.rows), channels, dtype).to(device)
+    begun = values(ROWS, channels, torch.float32).to(device)
     near = {"rtol": 1e-5, "atol": 1e-5}
     for scalar in (False, True):
         found, want = begun.clone(), begun.clone()
