@@ -9,10 +9,14 @@ from kernels.movement import NEAR, ROWS, check, slots_of, values
 from pumice.lower import movement
 from pumice.lower.movement import Slots
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
+]
+KINDS = ("distinct", "several", "padded", "none")
 
-@pytest.mark.parametrize(
-    ("kind", "channels", "dtype"), product(("distinct", "several", "padded"), (1, 3, 4, 96, 256), NEAR)
-)
+
+@pytest.mark.parametrize(("kind", "channels", "dtype"), list(product(KINDS, (1, 3, 4, 96, 256), NEAR)))
 def test_as_torch_does(kind, channels, dtype):
     check(kind, channels, dtype, "cuda")
 
