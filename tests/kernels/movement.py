@@ -48,7 +48,7 @@ def check(kind: str, channels: int, dtype: torch.dtype, device: str = "cpu") -> 
     for found in (
         movement.gather_slots(x, slots),
         movement.gather_slots(x, slots, True),
-        movement.gather_stationary(x, slots),
+        movement.gather_stationary_padded(x, slots),
     ):
         assert torch.equal(found, want)
     products = values(len(slots.rows), channels, dtype).to(device)
@@ -59,6 +59,8 @@ def check(kind: str, channels: int, dtype: torch.dtype, device: str = "cpu") -> 
         movement.scatter_slots(found, products, slots, scalar)
         movement._scatter_torch(want, products, slots)
         torch.testing.assert_close(found, want, **near)
+    there = slots.rows < ROWS
+    assert torch.equal(movement.gather_stationary(x, slots)[there], x[slots.rows[there].long()])
     near = {"rtol": NEAR[dtype], "atol": 4 * NEAR[dtype]}
     for base in (None, begun.to(dtype)):
         found, want = movement.scatter_stationary(products, slots, base), begun.double() * 0

@@ -125,8 +125,9 @@ def test_what_does_the_same_is_tried_once():
     assert names(["forward"], "cuda") == set(DATAFLOWS) - {"implicit-gemm-sorted"}
     weights = names(["wgrad"], "cuda")
     assert not any(name.startswith("implicit") or name == "fetch-on-demand" for name in weights)
-    assert "gather-gemm-scatter-locality-aware-fixed" not in weights, "as the fused one for weights"
-    assert "gather-gemm-scatter-fused-fixed" in weights and "explicit-gemm" in weights
+    assert "fetch-on-demand-deterministic" not in weights, "as the vectorised one by offset for weights"
+    assert {f"gather-gemm-scatter-{way}-fixed" for way in ("vectorised", "fused", "locality-aware")} <= weights
+    assert "explicit-gemm" in weights
     both = equivalence_key(DATAFLOWS["gather-gemm-scatter-vectorised-separate"], "wgrad", "cuda")
     assert both == equivalence_key(DATAFLOWS["fetch-on-demand-deterministic"], "wgrad", "cuda")
 

@@ -547,7 +547,7 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "explicit": _library(_explicit),
         "vectorised": _library(partial(_gathered, forward_by_group, None)),
         "fused": _library(partial(_gathered, forward_fused, movement.gather_slots)),
-        "locality-aware": _library(partial(_gathered, forward_in_order, movement.gather_stationary)),
+        "locality-aware": _library(partial(_gathered, forward_in_order, movement.gather_stationary_padded)),
         "on-demand": _run_as_einsum,
         "on-demand-in-order": _run_in_order,
         "implicit": _run_as_einsum,

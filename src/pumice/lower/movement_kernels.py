@@ -67,7 +67,7 @@ def scatter_slots(
 
 @triton.jit(do_not_specialize=["count"])
 def gather_stationary(
-    x, slots, starts, y, count: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr
+    x, slots, starts, y, count: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
     """y[slots[e]] = x[r] for starts[r] <= e < starts[r + 1]: each row is read once and kept in registers."""
     r, first = _rows(ROWS, C, LANES)
@@ -76,7 +76,7 @@ def gather_stationary(
     values = tl.load(x + (r.to(tl.int64)[:, None] * C + c), mask=_within(live[:, None], c, C, LANES), other=0)
     begin = tl.load(starts + r, mask=live, other=0)
     end = tl.load(starts + r + 1, mask=live, other=0)
-    for step in tl.range(0, tl.max(end - begin), loop_unroll_factor=UNROLL):
+    for step in tl.range(0, tl.max(end - begin)):
         there = begin + step < end
         slot = tl.load(slots + begin + step, mask=there, other=0).to(tl.int64)[:, None]
         tl.store(y + (slot * C + c), values, mask=_within(there[:, None], c, C, LANES))
@@ -85,7 +85,7 @@ def gather_stationary(
 @triton.jit(do_not_specialize=["count"])
 def scatter_stationary(
     x, slots, starts, base, y, count: "i64", C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
-    BASE: tl.constexpr, UNROLL: tl.constexpr
+    BASE: tl.constexpr
 ):  # fmt: skip
     """y[r] = sum over starts[r] <= e < starts[r + 1] of x[slots[e]], in this order in float32, written once. BASE: the
     sum begins with base[r]."""
@@ -99,7 +99,7 @@ def scatter_stationary(
         total += tl.load(base + at, mask=own, other=0).to(tl.float32)
     begin = tl.load(starts + r, mask=live, other=0)
     end = tl.load(starts + r + 1, mask=live, other=0)
-    for step in tl.range(0, tl.max(end - begin), loop_unroll_factor=UNROLL):
+    for step in tl.range(0, tl.max(end - begin)):
         there = begin + step < end
         slot = tl.load(slots + begin + step, mask=there, other=0).to(tl.int64)[:, None]
         total += tl.load(x + (slot * C + c), mask=_within(there[:, None], c, C, LANES), other=0).to(tl.float32)

@@ -132,8 +132,8 @@ def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
         return "pairs of a tap" if name == WGRAD else (flow.movement, flow.form, flow.piece)
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
-    separate = flow.movement in ("vectorised", "on-demand-in-order")
-    return "products", separate, flow.grouping or Grouping("separate")
+    order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
+    return "products", order, flow.grouping or Grouping("separate")
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
