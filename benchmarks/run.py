@@ -30,6 +30,7 @@ from benchmarks.suites import (
     structures,
     tiled,
     tuner_layers,
+    tuner_movement,
     tuner_passes,
     tuner_ways,
     workloads,
@@ -116,7 +117,8 @@ _TABLE = (
     Suite(
         "tuner",
         {
-            "movement": tuner_layers.data_movement,
+            "movement": tuner_movement.data_movement,
+            "breakdown": tuner_movement.breakdown,
             "grouping": tuner_layers.grouping,
             "splits": tuner_ways.splits,
             "sorted": tuner_ways.sorted_rows,
