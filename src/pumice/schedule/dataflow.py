@@ -22,12 +22,14 @@ Groupings of TorchSparse (Tang et al., MLSys 2022, section 4.2), which trade pad
                 centre; any other map in one
     adaptive    runs with padding(g) <= epsilon; batched if max n[k] < S, otherwise one plain GEMM per offset
 
-Offsets are taken in the order 0, 1, 2, ..., on a submanifold map each with its mirror image K-1-k, and the centre, which
-pairs every row with itself, by itself. Without the centre, adaptive is one dense group for epsilon = 1 and S above all
-n[k], separate for S = 0, and symmetric for epsilon = 0 and such an S, where neighbours in this order differ in n[k].
+Offsets are taken in the order 0, 1, 2, ..., on a submanifold map each with its mirror image K-1-k, and the centre,
+which pairs every row with itself, by itself. Without the centre, adaptive is one dense group for epsilon = 1 and S
+above all n[k], separate for S = 0, and symmetric for epsilon = 0 and such an S, where neighbours in this order differ
+in n[k].
 
 The paper bounds two shares by epsilon: section 4.2.3 that of redundant operations, as here, and algorithm 4 the larger
-1 - min n[k] / max n[k]. For the fixed grouping it names W0 to W3 without their mirror images, which have the same sizes.
+1 - min n[k] / max n[k]. For the fixed grouping it names W0 to W3 without their mirror images, which have the same
+sizes, and does not say in which order offsets are numbered; here the last coordinate runs fastest.
 Epsilon and S are to be found for each layer: schedule/grouping_search.py.
 """
 
