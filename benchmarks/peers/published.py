@@ -52,8 +52,8 @@ PUBLISHED: Mapping[str, tuple[Published, ...]] = {
     ),
     "strategies": (
         Published(
-            "by data: on SemanticKITTI 10.11 with its own, 10.87 with that of nuScenes; on nuScenes 4.67, and 5.30 with "
-            "that of SemanticKITTI",
+            "by data: on SemanticKITTI 10.11 with its own, 10.87 with that of nuScenes; on nuScenes 4.67, and 5.30 "
+            "with that of SemanticKITTI",
             f"{_TS_PAPER}table 1a",
         ),
         Published(
@@ -61,8 +61,8 @@ PUBLISHED: Mapping[str, tuple[Published, ...]] = {
             f"{_TS_PAPER}table 1b",
         ),
         Published(
-            "by device: RTX 2080 Ti 4.67, and 4.80 with that of a GTX 1080 Ti; GTX 1080 Ti 14.01, and 14.95 with that of "
-            "an RTX 2080 Ti",
+            "by device: RTX 2080 Ti 4.67, and 4.80 with that of a GTX 1080 Ti; GTX 1080 Ti 14.01, and 14.95 with that "
+            "of an RTX 2080 Ti",
             f"{_TS_PAPER}table 1c",
         ),
     ),

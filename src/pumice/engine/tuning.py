@@ -32,7 +32,7 @@ from pumice.engine.measure import (
 from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.shared_tuning import tuned_by_first
-from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
+from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, subject, undisturbed
 from pumice.engine.tuned_network import identity, released
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
@@ -165,6 +165,8 @@ def tune(
         with watching(progress) as watch:
             return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
+    if mode not in (*MODES, GROUPING):
+        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join((*MODES, GROUPING))}")
     if mode == GROUPING:
         return _tune_groupings(model, samples, budget, bind, candidates, progress, (fresh, save))
     tuned_model = subject(model, samples, mode, loss)
