@@ -16,9 +16,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pumice.engine.groups import LayerCall, LayerGroup, observe_calls
-from pumice.engine.measure import EVENTS, WALL, PassTiming, isolated_layer, latency
+from pumice.engine.groups import LayerCall, LayerGroup, Observed, observe_calls
+from pumice.engine.measure import EVENTS, WALL, IsolatedLayer, PassTiming, isolated_layer, latency
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Trial, Tuning
 from pumice.engine.subject import TuningSubject
 from pumice.engine.tuned_network import identity
@@ -110,8 +111,8 @@ class LayerBench:
     """Times the forward pass of a layer on its samples, on random features."""
 
     def __init__(self, calls: Sequence[LayerCall]) -> None:
-        self.layers = [isolated_layer([call], training=True)[0] for call in calls]
-        self.operands = [layer.random_operands() for layer in self.layers]
+        self.layers: list[IsolatedLayer] = [isolated_layer([call], training=True)[0] for call in calls]
+        self.operands: list[tuple[Tensor, Tensor, Tensor]] = [layer.random_operands() for layer in self.layers]
 
     @torch.no_grad()
     def seconds(self, sample: int, flow: Dataflow | None, least: float = math.inf) -> float:
@@ -186,14 +187,15 @@ class GroupingRun:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.began = self.clock.now()
-        self.observed, scenes = observe_calls(self.tuned_model, self.excluded)
+        self.began: float = self.clock.now()
+        observed, scenes = observe_calls(self.tuned_model, self.excluded)
+        self.observed: Observed = observed
         if not self.observed.groups:
             raise OptionError(f"nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
-        self.kinds = layer_kinds(self.observed.groups, scenes)
+        self.kinds: list[LayerKind] = layer_kinds(self.observed.groups, scenes)
         self.workload: Workload = tuple(group.workload for group in self.observed.groups)
         details = f"{GROUPING} of {' or '.join(flow.name for flow in self.flows)}"
-        self.key = PlanKey.of(*identity(self.tuned_model, self.observed, details), self.workload)
+        self.key: PlanKey = PlanKey.of(*identity(self.tuned_model, self.observed, details), self.workload)
         self.found: dict[str, FoundGrouping] = {}
 
     def result(self, fresh: bool, save: bool) -> Tuning:
