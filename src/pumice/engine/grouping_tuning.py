@@ -160,12 +160,7 @@ def find_grouping(calls: Sequence[LayerCall], flows: Sequence[Dataflow]) -> Foun
     """Search these dataflows for a layer with these calls; the first one with its own grouping is the default."""
     bench, default = LayerBench(calls), flows[0]
     counts = [tuple(call.found.pairs().sizes.tolist()) for call in calls]
-    searches = {
-        flow: search_grouping(
-            counts, lambda n, how, least, flow=flow: bench.seconds(n, replace(flow, grouping=how), least)
-        )
-        for flow in flows
-    }
+    searches = {flow: search_grouping(counts, bench.in_flow(flow)) for flow in flows}
     best = min(searches, key=lambda flow: searches[flow].seconds[searches[flow].best])
     tuned = replace(best, grouping=searches[best].best)
     rounds = [(bench.total(default), bench.total(tuned)) for _ in range(_CONFIRMATIONS)]
