@@ -57,6 +57,11 @@ class Subjected:
         return samples(self.workload, setup.device, dtype, batch, count=count, most=_TINY if setup.quick else 0)
 
 
+def subject_of(setup: Setup, name: str, mode: str = INFERENCE) -> Subjected:
+    """A workload in half precision; in a quick run a narrow network on a street."""
+    return Subjected(narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name], setup.half, mode)
+
+
 def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
     """These workloads in half precision, if wanted and available; a quick run has the last one only, on a street.
 
@@ -64,8 +69,7 @@ def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFEREN
     """
     longest = 0.0
     for name in names[-1:] if setup.quick else names:
-        workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
-        found = Subjected(workload, setup.half, mode)
+        found = subject_of(setup, name, mode)
         if not setup.wants(f"{found.name}/{study}"):
             continue
         try:

@@ -295,7 +295,7 @@ def test_columns_in_slices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed", 2)]
+    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed")]
 )
 def test_a_grouping_of_ones_own(grouping):
     flow = Dataflow("mine", "locality-aware", "pairs", "a test", grouping=grouping)
