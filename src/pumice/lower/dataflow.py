@@ -41,7 +41,17 @@ from pumice.lower import kernel as kernels
 from pumice.lower import maps, plan, reference
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.reference import EIGHT_BITS
-from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, WGRAD, Chosen, Dataflow, Grouping
+from pumice.schedule.dataflow import (
+    DATAFLOWS,
+    DGRAD,
+    FORWARD,
+    PASSES,
+    WGRAD,
+    Chosen,
+    Dataflow,
+    Grouping,
+    split_dataflow,
+)
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
 GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
@@ -74,6 +84,8 @@ class Pass:
         engine = ENGINES.get(self.flow.movement)
         if engine is None:
             raise OptionError(f"movement {self.flow.movement!r} is unknown; there are {', '.join(ENGINES)}")
+        if self.flow.skipped:
+            return _skip(self, operands, epilogue)
         return engine(self, operands, epilogue)
 
     @property
@@ -95,6 +107,13 @@ def check(map_pass: Pass) -> None:
             f"the {map_pass.name} pass of dataflow {flow.name} is not deterministic, and deterministic algorithms are "
             f"required; Dataflows(forward, dgrad, wgrad) sets one for each pass; deterministic ones: {able}"
         )
+
+
+def _skip(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """Build what the pass reads of its map; zeros in place of the result."""
+    _LAYOUTS.get(map_pass.flow.movement, _lay_out_forms)(map_pass)
+    result = _flat(map_pass, given[0].new_zeros(_shape(map_pass, _in_groups(map_pass, given))))
+    return result if epilogue is None else applied(result, epilogue, given[0].dtype)
 
 
 # Library products
@@ -357,21 +376,25 @@ def statement(name: str, groups: int) -> str:
     return str(found)
 
 
+_SIDES = {FORWARD: "", DGRAD: "_t", WGRAD: "_w"}
+"""The ends of the names of a form for each pass: itself, of the transposed map, by kernel offset."""
+
+
 def _form(map_pass: Pass) -> str:
-    """The form of the map that a pass reads, with at most as many splits as kernel offsets; "grouped" for wgrad."""
+    """The form of the map that a pass reads, with at most as many splits as kernel offsets."""
     form, volume = map_pass.flow.form, map_pass.found.volume
-    if map_pass.name == WGRAD:
-        return "grouped"
     if map_pass.flow.splits > max(1, volume):
-        form = "compacted" if volume == 1 else f"split{volume}"
-    return f"{form}_t" if map_pass.name == DGRAD and f"{form}_t" in maps.FORMS else form
+        form = split_dataflow(max(1, volume)).form
+    own = form + _SIDES[map_pass.name]
+    return own if own in maps.FORMS else form
 
 
 def forms(map_pass: Pass) -> tuple[str, ...]:
     """The forms of the map that the statement of a pass reads; none for library products."""
     if map_pass.flow.movement == "planned":
         return maps.names_of(map_pass.found, map_pass.name != FORWARD)
-    return (_form(map_pass),) if map_pass.flow.movement in ("implicit", "on-demand") else ()
+    parallel = map_pass.flow.movement == "implicit-in-parallel" and map_pass.name == WGRAD
+    return (_form(map_pass),) if parallel or map_pass.flow.movement in ("implicit", "on-demand") else ()
 
 
 def materialize(wanted: Sequence[tuple[KernelMap, Iterable[Chosen | None]]], differentiable: bool) -> None:
@@ -408,8 +431,57 @@ def _plan_of(map_pass: Pass, given: Two, finish: EpilogueSignature) -> plan.Plan
     lowering = "" if map_pass.flow.movement == "planned" else _lowering(given[0])
     # The first axis of a weight is no row count.
     steady = (len(operands),) if map_pass.name == WGRAD else (1,)
-    piece = 0 if map_pass.name == WGRAD else map_pass.flow.piece
-    return plan.bound_plan(operands, plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, piece))
+    call = plan.PlanRequest(names, text, shape, steady, (0, 1), lowering, finish, map_pass.flow.piece)
+    return plan.bound_plan(operands, call)
+
+
+_IN_PARALLEL = {
+    FORWARD: "Y[rows[tile[e],b],h,n] = x[met[e,b],h,c] * w[h,n,k[e],c] ; tile:sorted, rows:distinct, rows:onto",
+    DGRAD: "Y[rows[tile[e],b],h,c] = grad[met[e,b],h,n] * w[h,n,k[e],c] ; tile:sorted, rows:distinct, rows:onto",
+}
+"""The products of all splits in one kernel; rows: of a buffer with a part for each split."""
+_OVER_SPLITS = "O[o,n] = Y[s,o,n]"
+
+
+def _run_in_parallel(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
+    """All splits in one kernel, each into a buffer of its own, then the sum over the buffers."""
+    if map_pass.name == WGRAD:
+        return _run_as_einsum(map_pass, given, epilogue)
+    split, finish = _in_groups(map_pass, given), _finish(epilogue)
+    key = _key(map_pass, given, finish)
+    products, sums = map_pass.oriented_map.cached(key, lambda _: _plans_in_parallel(map_pass, split, finish))
+    buffers, rows = plan.execute_plan(products, split).flatten(1), map_pass.oriented_map.num_outputs
+    return plan.execute_plan(sums, [buffers.view(_splits_of(map_pass), rows, buffers.shape[1])], epilogue)
+
+
+def _splits_of(map_pass: Pass) -> int:
+    return min(map_pass.flow.splits, max(1, map_pass.found.volume))
+
+
+def _plans_in_parallel(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[plan.Plan, plan.Plan]:
+    splits = _splits_of(map_pass)
+    arrays = map_pass.oriented_map.cached(("splits in a row", splits), partial(_splits_in_a_row, splits))
+    shape, lowering = _shape(map_pass, given), _lowering(given[0])
+    text, rows, width = _IN_PARALLEL[map_pass.name], splits * shape[0], math.prod(shape[1:])
+    if map_pass.groups == 1:
+        text = text.replace(",h", "").replace("h,", "")
+    names = "|".join((*_OPERANDS[map_pass.name], "rows", "tile", "k", "met"))
+    kind = torch.float32 if given[0].dtype in EIGHT_BITS else given[0].dtype
+    wide = torch.promote_types(kind, torch.float32)
+    call = plan.PlanRequest(names, text, (rows, *shape[1:]), (1,), (0, 1), lowering, result_dtype=wide)
+    products = plan.bound_plan([*given, *arrays], call)
+    buffer = given[0].new_empty((splits, shape[0], width), dtype=wide)
+    sums = plan.plan_for([buffer], "Y", _OVER_SPLITS, (shape[0], width), lowering, finish, finish.dtype or kind)
+    return products, sums
+
+
+def _splits_in_a_row(splits: int, found: KernelMap) -> list[Tensor]:
+    """The tiles of all splits of a map one after the other, rows and tiles counted through."""
+    parts = found.split(maps.tile_rows_for(found.num_outputs), splits)
+    tiles = parts[0].rows.shape[0]
+    rows = [torch.where(p.rows < 0, -1, p.rows + n * found.num_outputs) for n, p in enumerate(parts)]
+    tile = [p.tiles + n * tiles for n, p in enumerate(parts)]
+    return [torch.cat(x) for x in (rows, tile, [p.taps for p in parts], [p.inputs for p in parts])]
 
 
 def _run_in_order(map_pass: Pass, given: Two, epilogue: Epilogue | None) -> Tensor:
@@ -494,6 +566,26 @@ def _flat(map_pass: Pass, found: Tensor) -> Tensor:
     return found.flatten(0, 1) if map_pass.name == WGRAD else found.flatten(1)
 
 
+def _lay_out_forms(map_pass: Pass) -> None:
+    for form in forms(map_pass):
+        maps.form_operands(map_pass.found, form)
+
+
+def _lay_out_columns(map_pass: Pass) -> None:
+    map_pass.oriented_map.cached("padded rows", _padded_rows)
+
+
+def _lay_out_pairs(map_pass: Pass) -> None:
+    layout(map_pass.oriented_map, map_pass.flow.grouping or Grouping("separate"))
+
+
+def _lay_out_order(map_pass: Pass) -> None:
+    if map_pass.name == WGRAD:
+        _lay_out_pairs(map_pass)
+    else:
+        map_pass.oriented_map.cached("pairs in output order", _pairs_in_order)
+
+
 def _library(run: Callable[[Pass, Two], Tensor]) -> Engine:
     return partial(_by_library, run)
 
@@ -507,7 +599,19 @@ ENGINES: Mapping[str, Engine] = MappingProxyType(
         "on-demand": _run_as_einsum,
         "on-demand-in-order": _run_in_order,
         "implicit": _run_as_einsum,
+        "implicit-in-parallel": _run_in_parallel,
         "planned": _run_as_einsum,
     }
 )
 """The engine of each movement."""
+
+_LAYOUTS: Mapping[str, Callable[[Pass], object]] = MappingProxyType(
+    {
+        "explicit": _lay_out_columns,
+        "vectorised": _lay_out_pairs,
+        "fused": _lay_out_pairs,
+        "locality-aware": _lay_out_pairs,
+        "on-demand-in-order": _lay_out_order,
+    }
+)
+"""Builds what a pass of each movement reads of its map, if that is no form of it."""

@@ -3,9 +3,10 @@
 pairs        lists of pairs per kernel offset (weight-stationary)
 compacted    tiles of outputs with the offsets that occur in each (output-stationary), rows sorted by their offset masks
 unsorted     compacted, with rows in their original order
-split2, split3, split4   compacted, in parts: each has a range of kernel offsets and rows sorted by their masks
+splitN       compacted, in N parts, from 2 on: each has a range of kernel offsets and rows sorted by their masks
 table        the input of every output and kernel offset, -1 if none: all offsets are computed
 ..._t        the form of the transposed map
+..._w        a tiled form by kernel offset, for weight gradients (weight-stationary): the tiles of each offset in a row
 grouped      groups of pairs of one kernel offset
 """
 
@@ -42,13 +43,14 @@ from pumice.schedule.tile import SHARED_CHUNK
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_TILES_W = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; k:sorted"
 _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
 _TABLE = "map[o, k, met[o,k]] = 1"
 _TABLE_T = "map[met[i,k], k, i] = 1"
 _TILE_ARRAYS = ("rows", "tile", "k", "met")
 _SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""Parts into which each tiled form splits the kernel offsets; 0: rows are not sorted."""
+"""Parts into which the usual tiled forms split the kernel offsets; 0: rows are not sorted."""
 
 _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("pairs",), ("pairs",)),
@@ -436,26 +438,65 @@ def _group_sizes(found: KernelMap) -> Sizes:
     return [(found.transpose() if found.flipped else found, 0, None)]
 
 
-def _tiled(splits: int, flipped: bool) -> MapForm:
-
-    def side(found: KernelMap) -> KernelMap:
-        return found.transpose() if flipped else found
-
-    stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
-    axes = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
-    return MapForm(
-        stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits), axes
-    )
+_TILE_AXES = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
+_TEXTS = {"": _TILES, "_t": _TILES_T, "_w": _TILES_W}
+"""The tiled forms by the end of their names."""
 
 
-FORMS: Mapping[str, MapForm] = {
-    "pairs": MapForm(_stored(_PAIRS), _pairs),
-    "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
-    "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
-    "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
-    **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
-    **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
-}
+@lru_cache(maxsize=256)
+def _tiled(splits: int, side: str = "") -> MapForm:
+    """A tiled form of so many parts. side: the end of its name."""
+
+    def read(found: KernelMap) -> KernelMap:
+        return found.transpose() if side == "_t" else found
+
+    def arrays(found: KernelMap) -> Sequence[Arrays]:
+        made = _tiles(read(found), splits)
+        return [_by_offset(part) for part in made] if side == "_w" else made
+
+    stored = _stored(_TEXTS[side], max(1, splits))
+    return MapForm(stored, arrays, lambda found: _tile_sizes(read(found), splits), _TILE_AXES)
+
+
+def _by_offset(part: Arrays) -> Arrays:
+    """Tiles whose entries are sorted by kernel offset; padding entries come first, with offset -1."""
+    taps = torch.where(part["tile"] < part["rows"].shape[0], part["k"], -1)
+    taps, order = taps.sort(stable=True)
+    return {"rows": part["rows"], "tile": part["tile"][order], "k": taps, "met": part["met"][order]}
+
+
+class _Forms(Mapping[str, MapForm]):
+    """The forms by name: the usual ones, which it lists, and tiled ones of any number of parts, by the rule splitN."""
+
+    def __init__(self, usual: Mapping[str, MapForm]) -> None:
+        self._usual = usual
+
+    def __getitem__(self, name: str) -> MapForm:
+        found = self._usual.get(name)
+        if found is not None:
+            return found
+        base, side = (name[:-2], name[-2:]) if name.endswith(("_t", "_w")) else (name, "")
+        count = base.removeprefix("split")
+        if count == base or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+            raise KeyError(name)
+        return _tiled(int(count), side)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._usual)
+
+    def __len__(self) -> int:
+        return len(self._usual)
+
+
+FORMS: Mapping[str, MapForm] = _Forms(
+    {
+        "pairs": MapForm(_stored(_PAIRS), _pairs),
+        "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
+        "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
+        "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
+        **{f"{name}{side}": _tiled(splits, side) for side in _TEXTS for name, splits in _SPLITS.items()},
+    }
+)
 
 
 # Arrays of a map as arguments of calls
