@@ -4,6 +4,7 @@ pairs        lists of pairs per kernel offset (weight-stationary)
 compacted    tiles of outputs with the offsets that occur in each (output-stationary), rows sorted by their offset masks
 unsorted     compacted, with rows in their original order
 splitN       compacted, in N parts, from 2 on: each has a range of kernel offsets and rows sorted by their masks
+online       as compacted, but a kernel looks up in the map's table what a row meets, instead of reading it by tile
 table        the input of every output and kernel offset, -1 if none: all offsets are computed
 ..._t        the form of the transposed map
 ..._w        a tiled form by kernel offset, for weight gradients (weight-stationary): the tiles of each offset in a row
@@ -31,6 +32,7 @@ from pumice.coords.kernel_map import Deferred, pair_capacity
 from pumice.coords.segments import WHOLE
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.coords.tracing import relation_fields
+from pumice.errors import OptionError
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
 from pumice.lower import cpu, maps
@@ -43,6 +45,9 @@ from pumice.schedule.tile import SHARED_CHUNK
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE_T = "map[met[rows[tile[e],b],k[e]], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE_W = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; k:sorted"
 _TILES_W = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; k:sorted"
 _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
@@ -465,6 +470,24 @@ def _by_offset(part: Arrays) -> Arrays:
     return {"rows": part["rows"], "tile": part["tile"][order], "k": taps, "met": part["met"][order]}
 
 
+def _online(found: KernelMap) -> Sequence[Arrays]:
+    """Tiles of rows sorted by their offsets, and the map's table."""
+    own = found.transpose() if found.flipped and found.symmetric else found
+    if own.buffered is not None:
+        raise OptionError("form 'online' counts entries on the host, which is not allowed in capture")
+    (how,) = SortSpec.splits(own.volume, 1)
+    tiling = own.tiling(tile_rows_for(own.num_outputs), how)
+    tile, taps = tiling.active.nonzero().int().t().contiguous()
+    taps = taps if own is found else own.volume - 1 - taps
+    return [{"rows": tiling.slots, "tile": tile, "k": taps, "met": found.rows()}]
+
+
+def _online_by_offset(found: KernelMap) -> Sequence[Arrays]:
+    ((rows, tile, taps, met),) = [part.values() for part in _online(found)]
+    taps, order = taps.sort(stable=True)
+    return [{"rows": rows, "tile": tile[order], "k": taps, "met": met}]
+
+
 class _Forms(Mapping[str, MapForm]):
     """The forms by name: the usual ones, which it lists, and tiled ones of any number of parts, by the rule splitN."""
 
@@ -494,6 +517,9 @@ FORMS: Mapping[str, MapForm] = _Forms(
         "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
         "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
         "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
+        "online": MapForm(_stored(_ONLINE), _online),
+        "online_t": MapForm(_stored(_ONLINE_T), lambda found: _online(found.transpose())),
+        "online_w": MapForm(_stored(_ONLINE_W), _online_by_offset),
         **{f"{name}{side}": _tiled(splits, side) for side in _TEXTS for name, splits in _SPLITS.items()},
     }
 )

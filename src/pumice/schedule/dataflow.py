@@ -329,6 +329,7 @@ _LIST = (
         devices=("cuda",),
     ),
     *map(split_dataflow, range(5)),
+    _implicit("online", "online", f"{_TSPP}, sec. 6.2: rows are reordered in the kernel"),
     # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
     *(

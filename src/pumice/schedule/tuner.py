@@ -229,7 +229,8 @@ class _Search:
         if not self.current:
             return ""
         self.measuring = ("", None)
-        pairs = [(self._measure({}, last=True), self._measure(self.current, last=True)) for _ in range(FINAL_MEASUREMENTS // 2)]
+        both = {}, self.current
+        pairs = [tuple(self._measure(one, last=True) for one in both) for _ in range(FINAL_MEASUREMENTS // 2)]
         # These replace earlier measurements, since clocks drift.
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
