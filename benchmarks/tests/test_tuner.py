@@ -95,7 +95,7 @@ def test_every_study_in_tiny(study):
 def test_dataflows_with_and_without_their_forms():
     _, rows = quick("dataflows", "surface_300/k3/C8")
     flows = {row.case.rpartition("/")[2] for row in rows}
-    assert {"default", "explicit-gemm", "fetch-on-demand", "implicit-gemm-split4"} <= flows and len(flows) == 27
+    assert {"default", "explicit-gemm", "fetch-on-demand", "implicit-gemm-split4"} <= flows and len(flows) == 24
     assert {row.metric for row in rows} == {"time", "time with form"} and len(rows) == 2 * len(flows)
     assert {row.peer for row in rows} == {"default"}
 

@@ -7,7 +7,8 @@ splitN       compacted, in N parts, from 2 on: each has a range of kernel offset
 online       as compacted, but a kernel looks up in the map's table what a row meets, instead of reading it by tile
 table        the input of every output and kernel offset, -1 if none: all offsets are computed
 ..._t        the form of the transposed map
-..._w        a tiled form by kernel offset, for weight gradients (weight-stationary): the tiles of each offset in a row
+..._w        a tiled form by kernel offset, for weight gradients (weight-stationary): outputs and inputs of each tile of
+             the first offset, then of the next, those of all parts together
 grouped      groups of pairs of one kernel offset
 """
 
@@ -48,7 +49,7 @@ _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct,
 _ONLINE = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _ONLINE_T = "map[met[rows[tile[e],b],k[e]], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _ONLINE_W = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; k:sorted"
-_TILES_W = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; k:sorted"
+_TILES_W = "map[o[e,b], k[e], i[e,b]] = 1 ; k:sorted"
 _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
 _TABLE = "map[o, k, met[o,k]] = 1"
@@ -444,30 +445,62 @@ def _group_sizes(found: KernelMap) -> Sizes:
 
 
 _TILE_AXES = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
-_TEXTS = {"": _TILES, "_t": _TILES_T, "_w": _TILES_W}
-"""The tiled forms by the end of their names."""
+_TEXTS = {"": _TILES, "_t": _TILES_T}
+"""The tiled forms of a map and of its transpose, by the end of their names."""
 
 
 @lru_cache(maxsize=256)
-def _tiled(splits: int, side: str = "") -> MapForm:
-    """A tiled form of so many parts. side: the end of its name."""
+def _tiled(splits: int, end: str = "") -> MapForm:
+    """A tiled form of so many parts, named with this end: of the map, its transpose, or by kernel offset."""
+    if end == "_w":
+        stored, axes = _stored(_TILES_W), {"o": "eb", "k": "e", "i": "eb"}
+        return MapForm(stored, partial(_by_offset, splits), lambda found: _tile_sizes(found, splits), axes)
 
-    def read(found: KernelMap) -> KernelMap:
-        return found.transpose() if side == "_t" else found
+    def side(found: KernelMap) -> KernelMap:
+        return found.transpose() if end == "_t" else found
 
-    def arrays(found: KernelMap) -> Sequence[Arrays]:
-        made = _tiles(read(found), splits)
-        return [_by_offset(part) for part in made] if side == "_w" else made
-
-    stored = _stored(_TEXTS[side], max(1, splits))
-    return MapForm(stored, arrays, lambda found: _tile_sizes(read(found), splits), _TILE_AXES)
+    stored = _stored(_TEXTS[end], max(1, splits))
+    return MapForm(
+        stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits), _TILE_AXES
+    )
 
 
-def _by_offset(part: Arrays) -> Arrays:
-    """Tiles whose entries are sorted by kernel offset; padding entries come first, with offset -1."""
-    taps = torch.where(part["tile"] < part["rows"].shape[0], part["k"], -1)
+def _by_offset(splits: int, found: KernelMap) -> Sequence[Arrays]:
+    """The tiles of all splits, sorted by kernel offset; padding entries come first, with offset -1."""
+    parts = found.split(tile_rows_for(found.num_outputs), splits)
+    taps = _joined([torch.where(part.tiles < part.rows.shape[0], part.taps, -1) for part in parts])
     taps, order = taps.sort(stable=True)
-    return {"rows": part["rows"], "tile": part["tile"][order], "k": taps, "met": part["met"][order]}
+    inputs = _joined([part.inputs for part in parts])[order]
+    outputs = _joined([part.rows[part.tiles.clamp(max=part.rows.shape[0] - 1)] for part in parts])[order]
+    return [{"o": torch.where(inputs < 0, -1, outputs), "k": taps, "i": inputs}]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def splits_in_a_row(found: KernelMap, splits: int) -> list[Tensor]:
+    """The tile arrays of all splits one after the other, for one kernel over all; rows and tiles are counted through.
+    Cached with the map."""
+    return found.cached(("splits in a row", splits), partial(_in_a_row, splits))
+
+
+def _in_a_row(splits: int, found: KernelMap) -> list[Tensor]:
+    parts = found.split(tile_rows_for(found.num_outputs), splits)
+    tiles = parts[0].rows.shape[0]
+    # A padding entry of a part counts as one of the next part's first tile, without inputs.
+    rows = [torch.where(part.rows < 0, -1, part.rows + n * found.num_outputs) for n, part in enumerate(parts)]
+    each = (
+        rows,
+        [p.tiles + n * tiles for n, p in enumerate(parts)],
+        [p.taps for p in parts],
+        [p.inputs for p in parts],
+    )
+    made = [_joined(arrays) for arrays in each]
+    if found.buffered is not None:
+        for x in made:
+            PERSISTENT.add(x)
+    return made
 
 
 def _online(found: KernelMap) -> Sequence[Arrays]:
@@ -520,7 +553,7 @@ FORMS: Mapping[str, MapForm] = _Forms(
         "online": MapForm(_stored(_ONLINE), _online),
         "online_t": MapForm(_stored(_ONLINE_T), lambda found: _online(found.transpose())),
         "online_w": MapForm(_stored(_ONLINE_W), _online_by_offset),
-        **{f"{name}{side}": _tiled(splits, side) for side in _TEXTS for name, splits in _SPLITS.items()},
+        **{name + end: _tiled(splits, end) for end in (*_TEXTS, "_w") for name, splits in _SPLITS.items()},
     }
 )
 

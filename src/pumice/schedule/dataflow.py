@@ -332,10 +332,6 @@ _LIST = (
     _implicit("online", "online", f"{_TSPP}, sec. 6.2: rows are reordered in the kernel"),
     # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
-    *(
-        replace(split_dataflow(n), name=f"implicit-gemm-parallel{n}", movement="implicit-in-parallel")
-        for n in (2, 3, 4)
-    ),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 
