@@ -127,6 +127,7 @@ _TABLE = (
             "splits": tuner_ways.splits,
             "sorted": tuner_ways.sorted_rows,
             "hybrid": tuner_ways.hybrid,
+            "reordering": tuner_ways.reordering,
             "bindings": tuner_ways.bindings,
             "networks": tuner_ways.networks,
             "layers": tuner_passes.layers,

@@ -75,7 +75,8 @@ WAYS = {
     "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
     "strategies": {"own", "other-width", "default"},
     "splits": {"1", "1-2", "0-4"},
-    "sorted": {"no", "yes"},
+    "sorted": {"no", "yes", "split2"},
+    "reordering": {"offline", "online"},
     "hybrid": {"implicit-gemm", "weight-stationary", "all"},
     "bindings": {"forward-dgrad", "dgrad-wgrad", "all"},
     "networks": {"default", "tuned"},
@@ -114,8 +115,10 @@ def test_dataflows_with_and_without_their_forms():
 def test_layers_one_by_one():
     said, rows = quick("layers")
     places = [ablation_tables.Place.of(row.case) for row in rows]
-    assert {(place.study, place.way) for place in places} == {("layers", "default")}
-    layers = [place.group for place in places if place.group[:2] not in ("00", "99")]
+    assert {(place.study, place.way) for place in places} == {
+        ("layers", way) for way in ("default", "unsorted", "sorted")
+    }
+    layers = [p.group for p in places if p.way == "default" and p.group[:2] not in ("00", "99")]
     # CenterPoint's backbone: 21 convolutions, in their order, each with its map and channels.
     assert layers == sorted(layers) and len(layers) == len(set(layers)) == 21
     assert layers[0] == "01 k3 at 1, 6-16" and layers[-1] == "21 k3x1x1 s2x1x1 at 8, 128-128"
@@ -149,7 +152,8 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
 
     tries = []
     monkeypatch.setattr(bench_tuner_passes, "profiled", profiled)
-    found = bench_tuner_passes.layered(replace(made, device=torch.device("cuda")), network)
+    monkeypatch.setattr(bench_tuner_passes, "_on_cuda", lambda network: True)
+    found = bench_tuner_passes.layered(network, network.all_in(None))
     assert tries == [1, 0], "a trace that lacks marks is taken again"
     labels = sorted(found)
     assert len(labels) == 22 and labels[-1] == bench_tuner_passes.BETWEEN

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, overload
@@ -19,7 +19,7 @@ from torch import nn
 from pumice.engine.graph_capture import takes_graph
 from pumice.engine.graph_tuning import GraphTuning, tune_graph_network
 from pumice.engine.grouping_tuning import GROUPING, GroupingRun, grouping_flows
-from pumice.engine.groups import LayerGroup, Observed, observe
+from pumice.engine.groups import LayerGroup, Observed, observe, recording_calls
 from pumice.engine.measure import (
     IsolatedLayer,
     Meter,
@@ -32,13 +32,25 @@ from pumice.engine.measure import (
 from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.shared_tuning import tuned_by_first
-from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, subject, undisturbed
+from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, fresh, subject, undisturbed
 from pumice.engine.tuned_network import identity, released
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import Graph
 from pumice.ops.conv import Flow
-from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
+from pumice.schedule.dataflow import (
+    DATAFLOWS,
+    DGRAD,
+    FORWARD,
+    PASSES,
+    PLANNED,
+    WGRAD,
+    Dataflow,
+    Dataflows,
+    chosen,
+    is_named,
+    skipping,
+)
 from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, total_seconds
 from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
 from pumice.schedule.tuned_tiles import Key, ledger
@@ -53,6 +65,8 @@ from pumice.schedule.tuner import (
     search,
 )
 
+EXHAUSTIVE = "exhaustive"
+"""Value of `candidates` for every dataflow of the device (TorchSparse++, section 4.2)."""
 FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
 _MAX_CANDIDATES = {1: 6, 2: 4}  # Per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
@@ -67,6 +81,7 @@ BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 """Passes of a group that share a dataflow in training. Two parts are two tasks, tuned in turn, so that the search
 stays linear in groups and candidates."""
 _INFERENCE = ((FORWARD,),)
+_AND = " with "
 _MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
@@ -132,10 +147,13 @@ def tune(
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
         Default: the second on GPUs with at least 100 multiprocessors, else the first. Binding passes by device is from
-        the paper; this rule is our own.
-    candidates: dataflows to try, by name or value, or "all" that the device supports. Default: those with a cost model
-        estimate within 2.5 times of the best, for each group; at most six, or four for each of two tasks. In the mode
-        "grouping": dataflows with adaptive grouping; default: gather-gemm-scatter-locality-aware-adaptive.
+        the paper; this rule is our own. With two parts, a trial of one skips the kernels of the other, whose results
+        are zeros (figure 13); maps are built as in the whole step. What wins is then measured with all kernels. A
+        network whose coordinates depend on its features is tuned by whole steps.
+    candidates: dataflows to try, by name or value, or "exhaustive": every named one that is for the device, as the
+        paper's exhaustive search of a group does. Default: those with a cost model estimate within 2.5 times of the
+        best, for each group; at most six, or four for each of two tasks. In the mode "grouping": dataflows with
+        adaptive grouping; default: gather-gemm-scatter-locality-aware-adaptive.
     loss: scalar function of the model's result; default the mean of squares of every tensor in it.
     fresh: ignore saved results. save: save the result.
     shared: in a process group of torch.distributed, process 0 tunes, on its samples, and all others wait for its
@@ -237,9 +255,9 @@ def _options(tuned_model: TuningSubject, budget: float, bind: str | None, candid
         raise OptionError(f"bind={bind!r} in mode {tuned_model.mode!r}; in training there are {', '.join(BINDINGS)}")
     kind = tuned_model.device.type
     flows = tuple(flow for flow in DATAFLOWS.values() if kind in flow.devices)
-    if candidates is not None and candidates != "all":
+    if candidates is not None and candidates != EXHAUSTIVE:
         if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
-            raise OptionError(f"candidates takes 'all' or a list of dataflows, found {candidates!r}")
+            raise OptionError(f"candidates takes {EXHAUSTIVE!r} or a list of dataflows, found {candidates!r}")
         flows = tuple(chosen(one)[0] for one in candidates)
     if not tuned_model.training:
         return TuningOptions(flows, candidates is not None, "", _INFERENCE)
@@ -271,7 +289,12 @@ class PassTask:
 
     @property
     def key(self) -> str:
-        return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {' with '.join(self.passes)}"
+        return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {self.part}"
+
+    @property
+    def part(self) -> str:
+        """The passes as text."""
+        return _AND.join(self.passes)
 
     def predicted(self, flow: Dataflow) -> float:
         found = (candidate.seconds for candidate in self.candidates if candidate.flow == flow)
@@ -294,7 +317,7 @@ def tuning_tasks(tuned_model: TuningSubject, observed: Observed, options: Tuning
 
 
 class _NetworkBench:
-    """Measures a network under assignments of dataflows. timings: by assignment."""
+    """Measures a network under assignments of dataflows. timings: by assignment, of the whole network."""
 
     def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
         self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}
@@ -302,12 +325,22 @@ class _NetworkBench:
         self.timings: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
-        for group, flow in self.flows(assignment).items():
-            for layer in group.layers.values():
-                layer.dataflow = layer.tuned = flow
+        self._assign(self.flows(assignment))
         found = self._measured()
         self.timings.setdefault(frozenset(assignment.items()), []).append(found)
         return found.total
+
+    def of_part(self, assignment: Assignment, part: str) -> float:
+        """Seconds of an assignment in which only these passes have kernels: the others build their map layouts, and
+        their results are zeros."""
+        kept = part.split(_AND)
+        self._assign({group: skipping(flow or PLANNED, kept) for group, flow in self.flows(assignment).items()})
+        return self._measured().total
+
+    def _assign(self, flows: Mapping[LayerGroup, Flow]) -> None:
+        for group, flow in flows.items():
+            for layer in group.layers.values():
+                layer.dataflow = layer.tuned = flow
 
     def flows(self, assignment: Assignment) -> dict[LayerGroup, Flow]:
         """Dataflow of the layers of each group."""
@@ -351,7 +384,7 @@ def flow_of(passes: Mapping[str, Dataflow], training: bool) -> Flow:
 
 
 def _short(flow: Dataflow) -> str | Dataflow:
-    return flow.name if flow in (DATAFLOWS.get(flow.name), PLANNED) else flow
+    return flow.name if is_named(flow) else flow
 
 
 @dataclass
@@ -375,6 +408,28 @@ class _TuningRun:
         self.key = PlanKey.of(*identity(self.tuned_model, self.observed, self.options.bind), self.workload)
         self.tasks = tuning_tasks(self.tuned_model, self.observed, self.options)
         self.bench = _NetworkBench(self.tuned_model, self.tasks)
+
+    @cached_property
+    def skips(self) -> bool:
+        """True if trials of some passes can skip the kernels of the others: with features of zeros, the first scene has
+        the same maps."""
+        if len(self.options.pass_groups) == 1:
+            return False
+        try:
+            x = fresh(self.tuned_model.scenes[0])
+            with torch.no_grad(), recording_calls(self.tuned_model.model, x, arithmetic=False) as calls:
+                self.tuned_model.model(x)
+        except Exception:
+            return self._whole_steps("it does not run on features of zeros")
+        found = {call.name: (call.found.num_inputs, call.found.num_outputs) for call in calls}
+        known = [call for group in self.observed.groups for call in group.calls]
+        if all(found.get(call.name) == (call.found.num_inputs, call.found.num_outputs) for call in known):
+            return True
+        return self._whole_steps("its coordinates depend on features")
+
+    def _whole_steps(self, why: str) -> bool:
+        self.notes.append(f"trials run whole training steps: {why}")
+        return False
 
     @property
     def left(self) -> float:
@@ -449,8 +504,8 @@ class _TuningRun:
             if (hint := hints.get(part.key)) in flows:
                 flows.sort(key=lambda flow: flow != hint)
             if part.key not in done and flows:
-                tasks.append(TuningTask(part.key, tuple(flows)))
-        return search(tasks, self.bench, self.clock, start, self._compile)
+                tasks.append(TuningTask(part.key, tuple(flows), part.part if self.skips else ""))
+        return search(tasks, self.bench, self.clock, start, self._compile, self.bench.of_part)
 
     def _compile(self, task: TuningTask) -> None:
         part = self.bench.tasks[task.group]

@@ -611,6 +611,12 @@ def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
     return exchanged(form) if tile.swapped else form
 
 
+def can_share_segments(bound: BoundStatement, tile: Tile) -> bool:
+    """True if programs with this tile may share segments (Tile.stream_k_chunk)."""
+    form = _form_in(bound, tile)
+    return form.segment is not None and not form.laned and not form.stacked and not torch.version.hip
+
+
 @lru_cache(maxsize=1024)
 def _emitted(statement: Statement, form: ContractionRoles, signature: Signature) -> Source:
     return emit(statement, form, signature)

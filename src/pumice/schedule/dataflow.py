@@ -168,7 +168,8 @@ class Dataflow:
     of kernel offsets, each with its own row order. sorted: rows are sorted by the kernel offsets that they have.
     piece: stream-K, the maximum entries of a segment per program; 0: one program per segment.
     grouping: of kernel offsets, for batched GEMMs. repeats: passes that are bitwise deterministic on a GPU (on a CPU
-    all are). devices: device types on which it is worth trying; it runs on both. source: the paper.
+    all are). devices: device types on which it is worth trying; it runs on both. source: the paper. skipped: its
+    layouts of the map are built, but no kernel runs and the result is zeros, in trials of other passes.
     """
 
     name: str
@@ -181,6 +182,7 @@ class Dataflow:
     grouping: Grouping | None = None
     repeats: tuple[str, ...] = PASSES
     devices: tuple[str, ...] = ("cuda", "cpu")
+    skipped: bool = False
 
     def __str__(self) -> str:
         known = self.grouping is None or self == DATAFLOWS.get(self.name)
@@ -239,14 +241,32 @@ def _named(choice: str | Dataflow) -> Dataflow:
         return choice
     if choice == PLANNED.name:
         return PLANNED
-    if choice not in DATAFLOWS:
-        raise OptionError(f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}")
-    return DATAFLOWS[choice]
+    if choice in DATAFLOWS:
+        return DATAFLOWS[choice]
+    count = choice.removeprefix(_SPLIT)
+    if count == choice or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+        raise OptionError(
+            f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}, and {_SPLIT}N for any N from 2 on"
+        )
+    return split_dataflow(int(count))
+
+
+def is_named(flow: Dataflow) -> bool:
+    """True if the dataflow is the one of its name."""
+    try:
+        return _named(flow.name) == flow
+    except OptionError:
+        return False
+
+
+def skipping(choice: str | Dataflow | Dataflows, kept: Sequence[str]) -> Dataflows:
+    """The choice with the kernels of all passes but `kept` skipped (Dataflow.skipped)."""
+    passes = zip(PASSES, chosen(choice), strict=True)
+    return Dataflows(*(flow if name in kept else replace(flow, skipped=True) for name, flow in passes))
 
 
 _TS, _TSPP = "TorchSparse, MLSys 2022", "TorchSparse++, MICRO 2023"
 _ADDED = (WGRAD,)  # deterministic passes of dataflows that accumulate outputs by atomics
-_OVER_TILES = (FORWARD, DGRAD)  # the same if each output has one program and only wgrad uses atomics
 
 
 def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
@@ -262,8 +282,22 @@ def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
 
 def _implicit(how: str, form: str, source: str, splits: int = 1, piece: int = 0) -> Dataflow:
     return Dataflow(
-        f"implicit-gemm-{how}", "implicit", form, source, splits, splits > 0, piece, None, _OVER_TILES, ("cuda",)
+        f"implicit-gemm-{how}", "implicit", form, source, splits, splits > 0, piece, None, PASSES, ("cuda",)
     )
+
+
+_SPLIT = "implicit-gemm-split"
+
+
+@lru_cache(maxsize=64)
+def split_dataflow(count: int) -> Dataflow:
+    """Implicit GEMM over rows sorted in `count` ranges of kernel offsets, 0: not sorted. A map with fewer offsets has
+    as many ranges as offsets. Raises OptionError for a negative count."""
+    if count < 0:
+        raise OptionError(f"a number of splits is at least 0, found {count}")
+    how = {0: "unsorted", 1: "sorted"}.get(count, f"split{count}")
+    form = {0: "unsorted", 1: "compacted"}.get(count, how)
+    return _implicit(how, form, f"{_TSPP}, sec. 4.1 ({count} split{'s' * (count != 1)})", count)
 
 
 _LIST = (
@@ -279,9 +313,8 @@ _LIST = (
         f"{_TSPP}; products are written in the order of the outputs and then summed, not added by atomics",
         devices=("cuda",),
     ),
-    _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4 (0 splits)", 0),
-    _implicit("sorted", "compacted", f"{_TSPP}, sec. 4 (1 split)"),
-    *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
+    *map(split_dataflow, range(5)),
+    _implicit("online", "online", f"{_TSPP}, sec. 6.2: rows are reordered in the kernel"),
     # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
     replace(
