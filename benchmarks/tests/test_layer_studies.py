@@ -246,6 +246,16 @@ def test_utilisation_holds_layers_against_a_dense_product(study):
     assert all(r["peer"] == "torch.mm" for r in rows) and found["padded"]["value"] > found["useful"]["value"]
 
 
+def test_layers_of_a_minkunet_are_held_against_products_of_all_taps(study):
+    out, rows = study("utilisation", only="minkunet-kitti-1x/0")
+    cases = dict.fromkeys(r["case"] for r in rows)
+    # Its stem of two layers, both of which are submanifold.
+    assert list(cases)[:2] == [f"utilisation/minkunet-kitti-1x/{layer}/default" for layer in ("01/C4-8", "02/C8")]
+    (mm,) = {r["peer_value"] for r in rows if r["case"] == list(cases)[1] and r["metric"] == "padded"}
+    time = next(r for r in rows if r["case"] == list(cases)[1] and r["metric"] == "time")
+    assert mm * time["peer_value"] * 1e9 == pytest.approx(2 * 120 * 27 * 8 * 8, rel=0.05), out
+
+
 @pytest.mark.parametrize("name", ["roofline", "utilisation"])
 def test_rates_of_wrong_results_are_not_told(monkeypatch, name):
     monkeypatch.setattr(layer_cells, "conv_features", lambda x, *_: torch.zeros_like(x))
