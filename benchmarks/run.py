@@ -21,6 +21,7 @@ from benchmarks.suites import (
     layer_ablation,
     layer_accuracy,
     layers,
+    map_steps,
     maps,
     points,
     pruned,
@@ -45,6 +46,7 @@ from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
 from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
+from benchmarks.suites.sensitivity import sensitivity
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
 from benchmarks.suites.tensor_product import tensor_product
@@ -62,6 +64,7 @@ _TABLE = (
             "utilisation": roofline.utilisation,
             "ablation": layer_ablation.ablation,
             "redundancy": roofline.redundancy,
+            "sensitivity": sensitivity,
             "default-tile": partial(layer_ablation.default_tile, passed=FORWARD),
             "host": host,
             "first-call": first_call,
@@ -107,6 +110,7 @@ _TABLE = (
             "pyramid": maps.pyramids,
             "scaling": maps.scaling,
             "ablation": maps.ablation,
+            "steps": map_steps.steps,
         },
     ),
     Suite("tiled", {"memory": tiled.memory}),
