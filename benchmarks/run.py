@@ -36,7 +36,7 @@ from benchmarks.suites import (
     workloads,
 )
 from benchmarks.suites.einsum_conv import conv
-from benchmarks.suites.einsum_figures import ablation, figure7, table3
+from benchmarks.suites.einsum_figures import ablation, figure7, lines, table3
 from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.estimates import estimates
@@ -90,6 +90,7 @@ _TABLE = (
             "messages": messages,
             "figure7": figure7,
             "table3": table3,
+            "lines": lines,
             "ablation": ablation,
             "compile": compile_times,
         },

@@ -437,7 +437,7 @@ def test_half_of_a_rate_takes_longer_and_never_twice_as_long(study):
     out, rows = study("sensitivity", only="minkunet")
     assert {r["case"].rpartition("/")[2] for r in rows} == set(HALVED) and {r["device"] for r in rows} == {"any"}
     assert all(1 <= r["value"] <= 2 and r["unit"] == "x" for r in rows) and "42 layers" in out
-    assert {r["peer_value"] for r in rows if r["peer_source"] == "published"} == {1.2, 1.4}
+    assert {r["peer_value"] for r in rows if r["peer_source"] == "recorded"} == {1.2, 1.4}
 
 
 def test_the_rate_that_limits_is_the_one_that_counts():
