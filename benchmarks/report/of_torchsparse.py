@@ -112,6 +112,13 @@ def lines() -> tuple[Line, ...]:
             )
             for row, way in (("symmetric", "symmetric"), ("fixed", "fixed"), ("adaptive", "adaptive-tuned"))
         ),
+        Line(
+            "",
+            "rate one by one, and of adaptive groups, KITTI",
+            "8.1, 11.9",
+            [tuner(f"{KITTI}/grouping-{way}", "rate", show="value") for way in ("separate", "adaptive-tuned")],
+            " TFLOP/s",
+        ),
         *(
             Line(
                 "figure 7" if length == "2" else "",
@@ -166,13 +173,6 @@ def lines() -> tuple[Line, ...]:
             "1.03, 1.07",
             _strategies("from NVIDIA H[0-9]+.*", KITTI),
             "x",
-        ),
-        Line(
-            "",
-            "rate one by one, and of adaptive groups, KITTI",
-            "8.1, 11.9",
-            [tuner(f"{KITTI}/grouping-{way}", "rate", show="value") for way in ("separate", "adaptive-tuned")],
-            " TFLOP/s",
         ),
         *(
             Line(
