@@ -145,6 +145,7 @@ def numbers(paper: str, place: str, row: str, *columns: str) -> str:
 
 
 def seven(precision: str, mode: str, clock: str, times: float = 1.0) -> Pick:
+    """The seven networks over spconv, times a factor."""
     return workloads(_SEVEN.format(precision, mode), clock=clock, peer="spconv", times=times)
 
 
@@ -153,5 +154,6 @@ def stream(mode: str, way: str = "compiled") -> tuple[Pick, ...]:
     return tuple(Pick("stream", f"{net}/{mode}/{way}", "p50", "wall", "spconv") for net in ("unet", "encoder"))
 
 
-def ways(network: str, study: str, ways: str, metric: str = "time", **more: str) -> tuple[Pick, ...]:
-    return tuple(tuner(f"{network}/{study}-{way}", metric, **more) for way in ways.split())
+def ways(network: str, study: str, names: str, metric: str = "time", show: str = "ratio") -> tuple[Pick, ...]:
+    """The ways of these names, separated by spaces, of a study of the suite `tuner`."""
+    return tuple(tuner(f"{network}/{study}-{way}", metric, show=show) for way in names.split())
