@@ -72,7 +72,7 @@ FIGURES: tuple[Published, ...] = (
         "products of the first layer, in batches",
         _TIMES,
         {"symmetric, 13 groups": {"": 1.2}, "the best group size": {"": 1.5}},
-        studies=("group-sizes",),
+        studies=("batching",),
     ),
     Published(
         _TS,
@@ -106,7 +106,7 @@ FIGURES: tuple[Published, ...] = (
         "sizes of maps by kernel offset, and adaptive groups",
         "",
         {"largest over smallest, about": {"": 10}, "groups": {"SemanticKITTI": 10, "nuScenes": 8}},
-        studies=("map-sizes",),
+        studies=("offsets",),
     ),
     Published(
         _TS,
@@ -149,7 +149,7 @@ FIGURES: tuple[Published, ...] = (
             "hardware: GTX 1080 Ti": {"RTX 2080 Ti": 14.95, "GTX 1080 Ti": 14.01},
         },
         "RTX 2080 Ti",
-        ("transfer", "grouping-transfer"),
+        ("strategies", "transfer"),
     ),
     Published(
         _TS,

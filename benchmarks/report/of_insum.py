@@ -120,7 +120,7 @@ def lines() -> tuple[Line, ...]:
                 ("groups over COO", "groups over COO", "8", "+ group", "COO"),
                 ("", "groups and blocks over COO", "20", "+ block", "COO"),
                 ("", "products fused over not", "2.6", "+ tensor cores", "+ block"),
-                ("", "lazy broadcasting besides", "drawn", "+ lazy broadcasting", "+ tensor cores"),
+                ("", "lazy over eager broadcasting", "drawn", "+ lazy broadcasting", "our kernel, eager broadcasting"),
             )
         ),
     )

@@ -65,7 +65,7 @@ def test_pages_are_filled_between_their_marks(tmp_path, capsys):
     text = page.read_text()
     assert "old" not in text and text.startswith("a\n<!--") and text.endswith("-->\nc\n")
     assert (
-        "| preface | shell of 8, fp16, over spconv: forward, with gradients | up to 2x | 2, –x | H100, 11-22 |" in text
+        "| preface | sphere of 8, fp16, over spconv: forward, with gradients | up to 2x | 2, –x | H100, 11-22 |" in text
     )
     assert "| table 3 | compile and tune | 14800 ms | not measured |" in text
     assert filled(text, [*ROWS, shell]) == text
