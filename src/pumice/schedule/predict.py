@@ -155,16 +155,18 @@ def norm_seconds(size: int, rates: Device) -> float:
     return fixed + each * size * DEVICES["cuda"].memory / rates.memory
 
 
-def map_seconds(rows: int) -> float:
-    """Estimated seconds to build a kernel map and its layouts on a GPU. rows: of its finer side."""
+def map_seconds(rows: int, training: bool) -> float:
+    """Estimated seconds to build a kernel map and its layouts on a GPU, in training for both passes. rows: of its finer
+    side."""
     fixed, each = _MAP_SECONDS
-    return fixed + each * rows
+    return (fixed + each * rows) * (_BOTH_PASSES if training else 1.0)
 
 
 _IN_NETWORKS = {4: 2.0}
 """Factors on the time of tiled kernels in whole networks by bytes per value: many narrow layers, default tiles."""
 _NORM_SECONDS = 13e-6, 4.3e-12
-_MAP_SECONDS = 17e-6, 0.73e-9
+_MAP_SECONDS = 10e-6, 1.3e-9
+_BOTH_PASSES = 1.3
 """Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
 `workloads` on an H200: float16 inference and training and float32 inference within 16 %."""
 
