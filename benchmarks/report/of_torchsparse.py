@@ -26,8 +26,10 @@ def _parts(network: str, way: str) -> tuple[Pick, ...]:
 
 
 def _strategies(way: str, *networks: str) -> tuple[Pick, ...]:
-    """Times of products with these groups over those with own groups."""
-    return tuple(tuner(f"{network}/strategies-{way}", show="share", times=0.01) for network in networks)
+    """Times of layers with these groups over those with own groups."""
+    return tuple(
+        tuner(f"{network}/strategies-{way}", "time with movement", show="share", times=0.01) for network in networks
+    )
 
 
 def _step(step: str, before: str) -> tuple[Pick, ...]:
