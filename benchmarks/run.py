@@ -31,6 +31,7 @@ from benchmarks.suites import (
     structures,
     tiled,
     tuner_layers,
+    tuner_movement,
     tuner_passes,
     tuner_ways,
     workloads,
@@ -47,6 +48,7 @@ from benchmarks.suites.messages import messages
 from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
 from benchmarks.suites.sensitivity import sensitivity
+from benchmarks.suites.shells import algorithms as shell_algorithms
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
 from benchmarks.suites.tensor_product import tensor_product
@@ -120,7 +122,8 @@ _TABLE = (
     Suite(
         "tuner",
         {
-            "movement": tuner_layers.data_movement,
+            "movement": tuner_movement.data_movement,
+            "breakdown": tuner_movement.breakdown,
             "grouping": tuner_layers.grouping,
             "splits": tuner_ways.splits,
             "sorted": tuner_ways.sorted_rows,
@@ -153,6 +156,7 @@ _TABLE = (
             "networks": workloads.networks,
             "estimates": estimates,
             "shells": shells,
+            "shell-algorithms": shell_algorithms,
             "spconv-net": partial(workloads.networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
         },
         every=False,

@@ -90,7 +90,8 @@ def _counts(setup: Setup, case: str, matrix: matrices.Matrix, rows: list[Row]) -
     setup.say(f"{case}: size, gathers + scatters, MB, padding, ms")
     for size in _sizes(matrix):
         cost = group_cost(occupancy, size)
-        spent = {found.clock: found.value for found in rows if found.case == f"{case}/g{size}"}
+        own = [found for found in rows if found.case == f"{case}/g{size}" and found.metric == "time"]
+        spent = {found.clock: found.value for found in own}
         times = ", ".join(f"{value:.4g} ({clock})" for clock, value in spent.items()) or "FAILED"
         padding = cost.padded / max(1, cost.gathers)
         setup.say(f"  {size:>3} {cost.total:>10} {cost.bytes / 1e6:8.2f} {padding:6.1%}  {times}")

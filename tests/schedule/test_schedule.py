@@ -19,6 +19,7 @@ from pumice.schedule.tile import (
     power_above,
     size_class,
     splits,
+    table_parts,
 )
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
@@ -319,6 +320,30 @@ def test_a_long_loop_of_few_tiles_is_shared(sizes, shared):
     found = splits(contraction_roles(MATMUL, sizes), sizes)
     assert (found > 1) == shared
     assert found <= sizes["k"]
+
+
+@pytest.mark.parametrize(
+    "rows, columns, volume, parts",
+    [
+        (100, 64, 27, 27),  # one tile: as many parts as kernel offsets
+        (8_000, 64, 27, 5),  # 63 tiles, twice 132 programs
+        (17_000, 128, 27, 2),
+        (1_000_000, 64, 27, 2),  # never fewer than two
+        (1_000_000, 64, 1, 1),
+        (0, 0, 27, 27),
+        (3_400, 128, 27, 9),  # 27 tiles: 10 parts, of three offsets each
+    ],
+)
+def test_parts_of_a_split_over_the_table(rows, columns, volume, parts):
+    assert table_parts(rows, columns, volume) == parts
+
+
+@pytest.mark.parametrize("volume", [1, 2, 8, 27, 125])
+@pytest.mark.parametrize("rows", [0, 1, 1000, 5000, 20_000, 10**6])
+def test_no_part_is_empty(rows, volume):
+    parts = table_parts(rows, 64, volume)
+    each = -(-volume // parts)
+    assert (parts - 1) * each < volume <= parts * each
 
 
 def test_segments_are_not_shared():

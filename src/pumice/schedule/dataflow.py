@@ -299,6 +299,10 @@ _LIST = (
     *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
     # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
+    replace(
+        _implicit("table-split-k", "table", "FlexGEMM, implicit GEMM with split-K and a final sum", 0),
+        movement="in-parts",
+    ),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
 

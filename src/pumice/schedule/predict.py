@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow, Grouping
+from pumice.schedule.tile import table_parts
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ class MapStats:
     def taps(self) -> int:
         return len(self.counts)
 
+    @property
+    def unmoved(self) -> int:
+        """Pairs of the middle offset if it pairs every row with itself, which gather-GEMM-scatter does not move."""
+        middle = self.counts[self.taps // 2] if self.taps % 2 else 0
+        return middle if middle == self.inputs == self.outputs else 0
+
     def parts(self, form: str) -> tuple[int, ...]:
         """Number of entries in each part of a form. Not counted: an upper bound, one entry per pair."""
         tiles = -(-self.outputs // self.block)
@@ -117,22 +124,26 @@ class LayerWork:
         return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
 
 
+_STATED = ("implicit", "on-demand", "in-parts")
+"""Movements that are statements over a form of the map, with the groups of pairs for wgrad."""
+
+
 # Equivalent and applicable dataflows
 def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
     """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
     if flow.movement == PLANNED.movement and device == "cuda":
         flow = DATAFLOWS[DEFAULT]
-    if flow.movement in ("implicit", "on-demand"):
+    if flow.movement in _STATED:
         return "pairs of a tap" if name == WGRAD else (flow.movement, flow.form, flow.piece)
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
-    separate = flow.movement in ("vectorised", "on-demand-in-order")
-    return "products", separate, flow.grouping or Grouping("separate")
+    order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
+    return "products", order, flow.grouping or Grouping("separate")
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
     """True if a dataflow can run this pass. deterministic: bitwise; library: torch's GEMM supports the dtype."""
-    stated = flow.movement in ("implicit", "on-demand")
+    stated = flow.movement in _STATED
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
@@ -198,8 +209,10 @@ _PART_BYTES = 12  # memory traffic per result for each part after the first: flo
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == PLANNED.movement:
         flow = DATAFLOWS[DEFAULT]
-    if flow.movement in ("implicit", "on-demand") and name == WGRAD:
+    if flow.movement in _STATED and name == WGRAD:
         return _by_pairs(work, 1.0)
+    if flow.movement == "in-parts":
+        return _by_table_in_parts(work)
     if flow.movement == "implicit":
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
@@ -218,6 +231,15 @@ def _by_tiles(flow: Dataflow, work: LayerWork) -> float:
 def _by_table(work: LayerWork) -> float:
     entries = -(-work.forward_map.outputs // work.forward_map.block) * work.forward_map.taps
     return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), 0)
+
+
+def _by_table_in_parts(work: LayerWork) -> float:
+    side, columns = work.forward_map, work.channels[1]
+    parts = table_parts(side.outputs, columns, side.taps)
+    entries = -(-side.outputs // side.block) * side.taps
+    # All parts run at once; each is written and read again in float32.
+    sums = _KERNEL_SECONDS + parts * side.outputs * columns * 8 / DEVICES["cuda"].memory
+    return _tiled(entries, work, (-(-side.taps // parts), side.pairs), 0) + sums
 
 
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
@@ -253,10 +275,11 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
         lengths = [(max(work.forward_map.counts[tap] for tap in group.taps), group) for group in groups]
         products = sum(length * len(group.taps) if group.batched else length for length, group in lengths)
         multiplied = sum(1 if group.batched else len(group.taps) for group in groups)
-        moved = products * (2.0 * inner * size + (2.0 * size + 8) * outer)
+        moved = (products - work.forward_map.unmoved) * (2.0 * inner * size + (2.0 * size + 8) * outer)
         kernels = multiplied + 3 if flow.movement in ("fused", "locality-aware") else 3 * multiplied
     if name == WGRAD:
-        moved = products * 2.0 * (inner + outer) * size
+        unmoved = 0 if flow.movement == "explicit" else work.forward_map.unmoved
+        moved = (products - unmoved) * 2.0 * (inner + outer) * size
     launch = 2.5e-6 if device.name != "CPU" else device.launch
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
@@ -277,7 +300,7 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == PLANNED.movement:
         size = work.forward_map.pairs, work.channels, work.macs_per_pair, work.itemsize
         return 20e-6 + pairs_on_cpu(size, name, device)
-    if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
+    if flow.movement in (*_STATED, "on-demand-in-order"):
         # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
@@ -287,12 +310,12 @@ def _layouts_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple
     if flow.movement == PLANNED.movement:
         flow = DATAFLOWS[DEFAULT]
     rows = side.outputs
-    if flow.movement == "implicit" and name != WGRAD:
+    if flow.movement in ("implicit", "in-parts") and name != WGRAD:
         if flow.form != "table":
             parts = max(1, flow.splits)
             order = 14e-6 + rows * 0.06e-9 if flow.sorted else 0.0
             yield (id(side), flow.form), parts * (8e-6 + rows * 0.06e-9 + order)
-    elif flow.movement in ("implicit", "on-demand"):
+    elif flow.movement in _STATED:
         yield (id(side), "grouped"), 10e-6 + side.pairs * 8 / DEVICES["cuda"].memory
     elif flow.movement != "explicit":
         # Lists of pairs and their row indices, computed by torch.

@@ -191,9 +191,21 @@ def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
     return max(1, min(-(-2 * PROCESSORS // tiles), turns // 8))
 
 
+def table_parts(rows: int, columns: int, volume: int) -> int:
+    """Parts of a split-K over a neighbour table: as many that their tiles fill the device twice, at least two, at most
+    one per kernel offset. rows, columns: of the result; volume: kernel offsets."""
+    tiles = max(1, -(-rows // _PRODUCT_SIDE) * -(-columns // _PRODUCT_SIDE))
+    parts = max(1, min(volume, max(2, -(-2 * PROCESSORS // tiles))))
+    # As many offsets in each, but the last.
+    return -(-max(1, volume) // -(-max(1, volume) // parts))
+
+
+_PRODUCT_SIDE = 128
+
+
 def _sides(roles: ContractionRoles) -> tuple[int, int]:
     """Rows and columns of a typical tile."""
-    return (128, 128) if roles.product else (8, 256) if roles.folds else (16, 128)
+    return (_PRODUCT_SIDE, _PRODUCT_SIDE) if roles.product else (8, 256) if roles.folds else (16, 128)
 
 
 def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> int:
