@@ -21,6 +21,7 @@ from benchmarks.suites import (
     layer_ablation,
     layer_accuracy,
     layers,
+    map_steps,
     maps,
     points,
     pruned,
@@ -37,7 +38,7 @@ from benchmarks.suites import (
     workloads,
 )
 from benchmarks.suites.einsum_conv import conv
-from benchmarks.suites.einsum_figures import ablation, figure7, table3
+from benchmarks.suites.einsum_figures import ablation, figure7, lines, table3
 from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.estimates import estimates
@@ -47,6 +48,7 @@ from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
 from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
+from benchmarks.suites.sensitivity import sensitivity
 from benchmarks.suites.shells import algorithms as shell_algorithms
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
@@ -65,6 +67,7 @@ _TABLE = (
             "utilisation": roofline.utilisation,
             "ablation": layer_ablation.ablation,
             "redundancy": roofline.redundancy,
+            "sensitivity": sensitivity,
             "default-tile": partial(layer_ablation.default_tile, passed=FORWARD),
             "host": host,
             "first-call": first_call,
@@ -90,6 +93,7 @@ _TABLE = (
             "messages": messages,
             "figure7": figure7,
             "table3": table3,
+            "lines": lines,
             "ablation": ablation,
             "compile": compile_times,
         },
@@ -110,6 +114,7 @@ _TABLE = (
             "pyramid": maps.pyramids,
             "scaling": maps.scaling,
             "ablation": maps.ablation,
+            "steps": map_steps.steps,
         },
     ),
     Suite("tiled", {"memory": tiled.memory}),

@@ -156,7 +156,12 @@ _POINTS = {
 _TIMED: tuple[Family, ...] = (
     *(
         Family("stream", f"{told}{way} {name}", rf"{STREAM}/{mode}/{kind}{way}", _SPCONV, (), "p50")
-        for mode, name in (("infer", "inference"), ("train", "training"))
+        for mode, name in (
+            ("infer", "inference"),
+            ("infer-tf32", "inference in tf32"),
+            ("infer-fp32", "inference in fp32"),
+            ("train", "training"),
+        )
         for kind, told in (("", ""), ("compat-", "spconv's code on pumice.compat, "))
         for way in ("eager", "compiled", "captured")
     ),

@@ -149,4 +149,4 @@ def say_published(setup: Setup, study: str) -> None:
     for found in PUBLISHED.get(study, ()):
         setup.say(f"  published: {found.text} ({found.source})")
     if study not in PUBLISHED:
-        setup.say("  published: no figure that could be looked up")
+        setup.say("  published: no figure on this question")
