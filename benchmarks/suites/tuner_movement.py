@@ -15,7 +15,7 @@ from benchmarks.harness.study import Setup
 from benchmarks.harness.timing import Times
 from benchmarks.scenes.network_layers import Fed
 from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_cases import Subjected, Writer, say_published, spent_in_pieces, subjects
+from benchmarks.suites.tuner_cases import ITSELF, Subjected, Writer, say_published, spent_in_pieces, subjects
 from benchmarks.suites.tuner_layers import NETWORKS, Run, checked, fed, in_turn
 from benchmarks.suites.tuner_networks import Network, Ran
 from benchmarks.suites.tuner_networks import checked as checked_networks
@@ -207,7 +207,7 @@ def _breakdown_rows(write: Writer, found: Mapping[str, Mapping[str, Times]]) -> 
         peer = sum(times.median for times in found[_ALGORITHM_2].values())
         yield write.timed(name, Times.exactly(whole), Peer(_ALGORITHM_2, peer))
         for part, times in parts.items():
-            yield write.timed(name, times, Peer(_ALGORITHM_2, found[_ALGORITHM_2][part].median), f"part:{part}")
+            yield write.timed(name, times, Peer(ITSELF, times.median), f"part:{part}")
             yield write.counted(name, f"fact:share of {part}", 100 * times.median / whole, "%")
         told = ", ".join(f"{part} {t.median:.4g} ({100 * t.median / whole:.0f} %)" for part, t in parts.items())
         write.setup.say(f"{write.subject.case(write.study, name)}: {whole:.4g} ms: {told}")
