@@ -31,6 +31,7 @@ from benchmarks.suites import (
     tiled,
     tuner_groupings,
     tuner_layers,
+    tuner_movement,
     tuner_passes,
     tuner_ways,
     workloads,
@@ -116,7 +117,8 @@ _TABLE = (
     Suite(
         "tuner",
         {
-            "movement": tuner_layers.data_movement,
+            "movement": tuner_movement.data_movement,
+            "breakdown": tuner_movement.breakdown,
             "grouping": tuner_groupings.grouping,
             "batching": tuner_groupings.batching,
             "offsets": tuner_groupings.offsets,

@@ -35,7 +35,9 @@ PARTS = ("map", "sort", "kernel", "other")
 WHOLE = "not split up"
 """The time of a pass whose parts are unknown."""
 _SUITES = ("workloads", "tuner")
-_STUDIES = tuple(f"{name}-" for name in ("splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer"))
+_STUDIES = tuple(
+    f"{name}-" for name in ("breakdown", "splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer")
+)
 """Prefixes of ways in the suite tuner, by study."""
 _BY_LAYER = "layers-default/"
 _GENERATED = "generated"

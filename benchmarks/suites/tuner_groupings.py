@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
 from benchmarks.harness.timing import Times
@@ -32,6 +34,7 @@ from pumice.engine.grouping_tuning import DEFAULT, GroupingRun, grouping_flows
 from pumice.engine.subject import subject as tuning_subject
 from pumice.engine.subject import undisturbed
 from pumice.errors import OptionError
+from pumice.ops import SparseTensor
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Grouping, OffsetGroup, padding
 from pumice.schedule.predict import DEVICES
 from pumice.schedule.tuned_plans import PlanKey, TunedPlan, plans
@@ -251,7 +254,7 @@ def offsets(setup: Setup) -> Iterator[Row]:
         say_published(setup, "offsets")
         write = Writer(setup, subject, "offsets")
         net, sample = subject.net(setup), fresh(subject.samples(setup)[0])
-        for name, found in maps_of(setup, net, sample).items():
+        for name, found in maps_of(net, sample).items():
             counts = found.pairs().sizes.tolist()
             shown = counts[: len(counts) // 2 + 1] if counts == counts[::-1] else counts
             for tap, count in enumerate(shown):
@@ -259,11 +262,11 @@ def offsets(setup: Setup) -> Iterator[Row]:
             setup.say(f"{subject.case('offsets', name)}: {', '.join(map(str, shown))}")
 
 
-def maps_of(setup: Setup, net: object, x: object) -> dict[str, KernelMap]:
+def maps_of(net: nn.Module, x: SparseTensor) -> dict[str, KernelMap]:
     """The maps of a network's layers by name: the window, and the stride of the finer level."""
     found: dict[str, KernelMap] = {}
     seen: set[int] = set()
-    for met in layers_of(net, x):  # pyright: ignore[reportArgumentType]
+    for met in layers_of(net, x):
         one = met.found
         if id(one.table) in seen:
             continue

@@ -12,22 +12,18 @@ from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Case, Setup, Way, ready
 from benchmarks.harness.timing import Times, busy, together
 from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, layer_of
-from benchmarks.scenes.network_layers import Fed, Met, layers_of
+from benchmarks.scenes.network_layers import Fed, layers_of
 from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_cases import Subjected, Writer, say_published, spent, spent_in_pieces, subjects
+from benchmarks.suites.tuner_cases import Subjected, say_published, spent
 from pumice.coords import KernelMap
 from pumice.coords.lookup import Neighbours
-from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
-from pumice.lower import dataflow, reference
+from pumice.lower import dataflow, movement, reference
 from pumice.ops import Dataflow, conv_features
 from pumice.schedule.dataflow import DATAFLOWS, Grouping
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
 """The networks of the studies movement and grouping, those of the papers' tables."""
-_L2 = 50e6
-"""Bytes of an H200's L2 available to features."""
-_RUNS = 5
 
 
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:
@@ -63,91 +59,15 @@ def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
     for one, grouping in zip(layers, groupings, strict=True):
         how = dataflow.layout(one.found, grouping)
         filters = reference.grouped(one.weight.contiguous(), 1)
-        gathered = one.feats.index_select(0, how.gather)
-        made.append(torch.no_grad()(partial(dataflow.multiplied, gathered, filters, how)))
+        gathered = movement.gather_slots(one.feats, how.inputs)
+        made.append(torch.no_grad()(partial(_multiplied, one.feats, gathered, filters, how)))
     return made
 
 
-# Movement
-
-MOVEMENTS: Mapping[str, tuple[bool, str]] = {
-    "fp32": (False, "vectorised"),
-    "vectorised": (True, "vectorised"),
-    "fused": (True, "fused"),
-    "locality-aware": (True, "locality-aware"),
-}
-"""By name: whether in half precision, and the kind of data movement. torch always gathers and scatters vectorised, so
-there is no scalar baseline."""
-
-
-def data_movement(setup: Setup) -> Iterator[Row]:
-    """Gather and scatter of all convolutions: in fp32, in half precision, fused, and in the order of the outputs."""
-    for subject in subjects(setup, "movement", NETWORKS):
-        say_published(setup, "movement")
-        yield from _movements(setup, subject)
-
-
-def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
-    half = fed(setup, subject)
-    # The same values in both precisions, so that one reference serves both.
-    full = [one.to(torch.float32) for one in half]
-    sides = {True: half, False: full}
-    names = {name: f"gather-gemm-scatter-{kind}-separate" for name, (_, kind) in MOVEMENTS.items()}
-    runs = {
-        name: in_turn(sides[narrow], [DATAFLOWS[names[name]]] * len(half)) for name, (narrow, _) in MOVEMENTS.items()
-    }
-    truths = [one.exact()[0] for one in half]
-    if not checked(setup, subject.case("movement", "all"), subject.dtype, truths, runs):
-        return
-    del truths
-    times = spent_in_pieces(setup, runs)
-    moved = {name: _moved(setup, run, sides[MOVEMENTS[name][0]]) for name, run in runs.items()}
-    yield from _movement_rows(setup, subject, half, times, moved)
-
-
-def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
-    """Time outside of matrix products: on a GPU by kernel, else the whole minus the products alone."""
-    if setup.device.type == "cuda":
-        try:
-            each, _ = by_part([partial(results, run)] * _RUNS)
-            return Times.of([1e3 * (sum(parts.values()) - parts.get("product", 0.0)) for parts in each])
-        except PumiceError as reason:
-            setup.say(f"  movement is the whole less the products alone: {reason}")
-    alone = products(layers, [Grouping("separate")] * len(layers))
-    times = spent_in_pieces(setup, {"whole": run, "products": alone})
-    return Times.exactly(max(0.0, times["whole"].median - times["products"].median))
-
-
-def _movement_rows(
-    setup: Setup, subject: Subjected, layers: Sequence[Fed], times: Mapping[str, Times], moved: Mapping[str, Times]
-) -> Iterator[Row]:
-    write = Writer(setup, subject, "movement")
-    before = moved["fp32"].median
-    for name, (narrow, _) in MOVEMENTS.items():
-        yield write.timed(name, times[name], Peer("fp32", times["fp32"].median))
-        yield write.timed(name, moved[name], Peer("fp32", before), "part:movement")
-        size, own = layers[0].feats.element_size() if narrow else 4, moved[name].median
-        volume = sum(_bytes(one.met, size) for one in layers)
-        yield write.counted(name, "fact:bytes gathered and scattered", 1e-9 * volume, "GB")
-        setup.say(
-            f"{subject.case('movement', name)}: {times[name].median:.4g} ms, of it movement {own:.4g} "
-            f"({_times(before, own)} fp32), {1e-9 * volume:.3g} GB at {_rate(volume, own)}"
-        )
-    largest = max(one.feats.numel() * one.feats.element_size() for one in layers)
-    yield write.counted("locality-aware", "fact:largest features", 1e-6 * largest, "MB", Peer("L2", 1e-6 * _L2))
-
-
-def _bytes(met: Met, size: int) -> float:
-    """Bytes that gather and scatter move at least: for each pair both rows, read and written."""
-    return 2.0 * met.pairs * (met.inputs + met.outputs) * size
-
-
-def _times(before: float, after: float) -> str:
-    return f"{before / after:.2f}x" if after else "all of"
-
-
-def _rate(volume: float, milliseconds: float) -> str:
-    return f"{1e-9 * volume / milliseconds:.3g} TB/s" if milliseconds else "no time that can be told"
+def _multiplied(x: Tensor, gathered: Tensor, filters: Tensor, how: dataflow.PairLayout) -> Tensor:
+    """All products of a layer; that of the offset without movement reads the features."""
+    dataflow.middle_product(x, filters, how)
+    return dataflow.multiplied(gathered, filters, how)
 
 
 # Dataflows

@@ -3,6 +3,8 @@
 import importlib
 import math
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from benchmarks.suites import tuner_asked as bench_tuner_asked
 from benchmarks.suites import tuner_cases
 from benchmarks.suites import tuner_groupings as bench_tuner_groupings
 from benchmarks.suites import tuner_layers as bench_tuner_layers
+from benchmarks.suites import tuner_movement as bench_tuner_movement
 from benchmarks.suites import tuner_networks as bench_tuner_networks
 from benchmarks.suites import tuner_passes as bench_tuner_passes
 from benchmarks.suites.tuner_asked import Answer, Asked, answered, budget, differing
@@ -33,6 +36,7 @@ from benchmarks.suites.tuner_ways import Gains, _say_apart
 from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning, grouping_tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
+from pumice.lower import dataflow, reference
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows, Grouping
 from pumice.schedule.tuned_plans import Plans
 from pumice.schedule.tuner import SearchProgress
@@ -66,7 +70,8 @@ def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
 
 OF_LAYERS = ("dataflows", "layers", "batching", "offsets")  # Studies that time no whole networks
 WAYS = {
-    "movement": {"fp32", "vectorised", "fused", "locality-aware"},
+    "movement": {"scalar-fp32", "vectorised-fp32", "scalar", "vectorised", "fused", "locality-aware"},
+    "breakdown": {"offset-by-offset", "locality-aware", "default"},
     "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
     "strategies": {"own", "other-width", "default"},
     "splits": {"1", "1-2", "0-4"},
@@ -162,7 +167,7 @@ def test_only_some_and_none_at_hand(monkeypatch):
     said = []
     setup = Setup(CPU, False, said.append, suite="tuner")
     monkeypatch.setattr(Subjected, "samples", lambda *_: (_ for _ in ()).throw(OptionError("no scans here")))
-    assert not list(bench_tuner_layers.data_movement(setup)) and "left out: no scans here" in said[0]
+    assert not list(bench_tuner_layers.grouping(setup)) and "left out: no scans here" in said[0]
 
 
 def test_a_study_that_is_not_known():
@@ -482,22 +487,83 @@ def test_parts_of_what_a_device_does(setup, monkeypatch):
     assert not found.parts and found.device.median == 2.0 and "no parts" in said[-1]
 
 
-def test_movement_is_what_is_no_product(monkeypatch):
-    said = []
-    setup = Setup(torch.device("cuda"), True, said.append, suite="tuner")
-    names = {"spin_kernel": 1, "nvjet_hsh_128x256": 4000, "indexSelectLargeIndex": 2000, "elementwise_kernel": 1000}
-    events = [
-        Event(name, 10_000 * (4 * run + place), took)
-        for run in range(5)
-        for place, (name, took) in enumerate(names.items())
-    ]
-    monkeypatch.setattr(measuring, "profiled", lambda calls: (events[: 4 * len(calls)], []))
-    assert bench_tuner_layers._moved(setup, [], ()).median == pytest.approx(0.003)
-    # Where the profiler is silent, the whole less the products.
-    monkeypatch.setattr(measuring, "profiled", lambda calls: ([], []))
-    times = {"whole": Times(3.0, 3.0, 3.0), "products": Times(1.0, 1.0, 1.0)}
-    monkeypatch.setattr(bench_tuner_layers, "spent_in_pieces", lambda *_: times)
-    assert bench_tuner_layers._moved(setup, [], ()).median == 2.0 and "products alone" in said[-1]
+def test_ways_of_movement_move_as_they_say(setup, monkeypatch):
+    """All pairs but those of the middle offset, once, whole layers and their parts alike."""
+    made, _ = setup
+    layers = [one.to(torch.float32) for one in bench_tuner_layers.fed(made, subject_of(made, "minkunet-kitti-1x"))[:3]]
+    pairs = sum(one.met.pairs - (one.found.num_outputs if one.found.volume == 27 else 0) for one in layers)
+    products = [bench_tuner_movement._products(one) for one in layers]
+    moved: dict[str, int] = {}
+
+    def counted(name, at, run, *given):
+        told = name + "_scalar" * any(one is True for one in given)
+        moved[told] = moved.get(told, 0) + len(given[at].rows)
+        return run(*given)
+
+    for name, at in (("gather_slots", 1), ("gather_stationary", 1), ("scatter_slots", 2), ("scatter_stationary", 1)):
+        run = getattr(bench_tuner_movement.movement, name)
+        monkeypatch.setattr(bench_tuner_movement.movement, name, partial(counted, name, at, run))
+    for name, way in bench_tuner_movement.MOVEMENTS.items():
+        order = "stationary" if name == "locality-aware" else "slots_scalar" if name.startswith("scalar") else "slots"
+        moved.clear()
+        gathered, sums = (
+            bench_tuner_layers.results(run) for run in (way.gathers(layers), way.scatters(layers, products))
+        )
+        assert moved == {f"gather_{order}": pairs, f"scatter_{order}": pairs}, name
+        if name in ("fused", "locality-aware"):
+            assert [len(x) for x in gathered] == [len(x) for x in products]
+        for one, sum_, whole in zip(layers, sums, bench_tuner_layers.results(way.whole(layers)), strict=True):
+            how = dataflow.layout(one.found, Grouping("separate"))
+            middle = dataflow.middle_product(one.feats, reference.grouped(one.weight, 1), how)
+            torch.testing.assert_close(whole, sum_ if middle is None else sum_ + middle, rtol=1e-4, atol=1e-4)
+
+
+def test_a_network_is_broken_down_by_kernels(setup, monkeypatch):
+    """Mapping is what new maps cost; the rest is told by kernels of passes over maps at hand."""
+    made, said = setup
+    gpu = replace(made, device=torch.device("cuda"))
+    network = Network.of(made, subject_of(made))
+    kernels = {"gather_slots": 4000, "nvjet_hsh": 3000, "_dot_x": 1000, "scatter_slots": 5000, "relu_kernel": 2000}
+    asked = []
+
+    def profiled(calls):
+        mapping = {"neighbours": 1500, "radixSort": 500} if not asked else {}
+        asked.append(len(calls))
+        at, events = 0, []
+        for _ in calls:
+            events.append(Event("spin_kernel", at := at + 10_000, 1))
+            events += [Event(name, at := at + 10_000, took) for name, took in {**mapping, **kernels}.items()]
+        return events, []
+
+    monkeypatch.setattr(measuring, "profiled", profiled)
+    found = bench_tuner_movement.broken_down(gpu, network, network.all_in(None))
+    want = {"mapping": 0.002, "gather": 0.004, "product": 0.004, "scatter": 0.005, "other": 0.002}
+    assert {part: times.median for part, times in found.items()} == pytest.approx(want) and len(asked) == 2
+    write = Writer(made, network.subject, "breakdown")
+    rows = list(bench_tuner_movement._breakdown_rows(write, {"offset-by-offset": found}))
+    shares = {row.metric: row.value for row in rows if row.unit == "%"}
+    assert shares["fact:share of scatter"] == pytest.approx(100 * 5 / 17, rel=1e-4)
+    assert sum(shares.values()) == pytest.approx(100, rel=1e-4)
+    assert rows[0].value == pytest.approx(0.017)
+
+
+def test_maps_at_hand_are_not_built_again(setup, monkeypatch):
+    made, _ = setup
+    network, built = Network.of(made, subject_of(made)), []
+    real = bench_tuner_movement._spent
+
+    def spent(setup, call):
+        with patch.object(dataflow, "_laid_out", lambda *given: built.append(1) or laid_out(*given)):
+            return real(setup, call)
+
+    laid_out = dataflow._laid_out
+    monkeypatch.setattr(bench_tuner_movement, "_spent", spent)
+    counts = []
+    monkeypatch.setattr(bench_tuner_movement, "_on_wall", lambda call: counts.append(len(built)) or call() is None)
+    found = bench_tuner_movement.broken_down(made, network, network.all_in("gather-gemm-scatter-fused-adaptive"))
+    runs = bench_tuner_movement._RUNS
+    assert len(counts) == 2 * runs and counts[1] > counts[0] > 0
+    assert len(set(counts[runs:])) == 1 == len({*counts[runs:], len(built)}) and set(found) == {"mapping", "other"}
 
 
 @pytest.mark.parametrize("study", ["movement", "grouping"])

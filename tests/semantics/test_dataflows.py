@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 from functools import lru_cache, partial
 
 import cases
@@ -11,11 +12,13 @@ import torch
 from cases import Case
 
 import pumice as pm
-from pumice.coords import Relation, kernel_map
+from pumice.coords import MultiMap, Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
 from pumice.lower import dataflow as lowered
+from pumice.lower import movement
+from pumice.lower.movement import Slots
 from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
-from pumice.schedule.dataflow import PASSES
+from pumice.schedule.dataflow import GROUPINGS, PASSES
 from pumice.testing import assert_close, random_tensor
 
 CASES = [
@@ -202,6 +205,80 @@ def test_an_infinity_stays_where_it_is_met(name):
     dy = torch.ones_like(y)
     for a, b in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(want, (x, w), dy), strict=True):
         assert torch.equal(a.isfinite(), b.isfinite())
+
+
+GATHERING = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None]
+
+
+def moves(monkeypatch):
+    """A count, kept up to date, of the slots whose rows are gathered and scattered."""
+    found: Counter[str] = Counter()
+
+    def counted(name, run, *given):
+        (slots,) = (one for one in given if isinstance(one, Slots))
+        found[name] += int((slots.rows < slots.count).sum())
+        return run(*given)
+
+    monkeypatch.setattr(movement, "_by_kernels", lambda x: False)
+    for name, way in (("_gather_torch", "gather"), ("_scatter_torch", "scatter"), ("_sums_torch", "scatter")):
+        monkeypatch.setattr(movement, name, partial(counted, way, getattr(movement, name)))
+    return found
+
+
+@pytest.mark.parametrize("name", GATHERING)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (1, 1), (3, 2)])
+def test_the_middle_offset_is_not_moved(name, kernel, stride, monkeypatch, device):
+    """Every pass moves the pairs of the other offsets once on either side, and the middle one of a submanifold map not
+    at all."""
+    x, w, found, rows = layer(kernel=kernel, stride=stride)
+    x, w, found = x.to(device), w.to(device), found.to(device)
+    y = torch.ones(rows, 5, dtype=x.dtype, device=device)
+    pairs = len(found.pairs().inputs) - (rows if stride == 1 else 0)
+    counts = moves(monkeypatch)
+    for pass_, given, want in (
+        ("forward", (x, w), (pairs, pairs)),
+        ("dgrad", (y, w), (pairs, pairs)),
+        ("wgrad", (x, y), (2 * pairs, 0)),
+    ):
+        counts.clear()
+        lowered.Pass(pass_, DATAFLOWS[name], found, 1)(given)
+        assert (counts["gather"], counts["scatter"]) == want
+    assert lowered.layout(found, DATAFLOWS[name].grouping).middle == (kernel**3 // 2 if stride == 1 else None)
+
+
+@pytest.mark.parametrize("kind", GROUPINGS)
+def test_a_relation_of_every_node_with_itself_is_not_moved(kind):
+    """Among the relations of a graph, wherever it stands; one that exchanges nodes is."""
+    ends, exchanged = torch.arange(6), torch.tensor([1, 0, 2, 3, 4, 5])
+    taps = torch.arange(3).repeat_interleave(6)
+    found, _ = MultiMap.of((torch.cat([exchanged, ends, ends[:0], exchanged]), ends.repeat(3)), taps, (6, 6, 3))
+    how = lowered.layout(found, Grouping(kind))
+    assert how.middle == 1 and sorted(tap for block in how.blocks for tap in block.taps) == [0, 2]
+
+
+def test_rows_of_slots():
+    """Sorted by kernel offset; padding has no row; the slots of a row ascend."""
+    _, _, found, rows = layer()
+    how = lowered.layout(found, Grouping("adaptive", epsilon=1.0))
+    (block,) = how.blocks
+    longest, counts = (block.last - block.first) // 26, found.pairs().sizes
+    assert longest == max(int(n) for k, n in enumerate(counts) if k != 13)
+    for place, tap in enumerate(block.taps):
+        at = slice(place * longest, place * longest + int(counts[tap]))
+        have = found.rows()[:, tap] >= 0
+        assert torch.equal(how.outputs.rows[at].long(), have.nonzero()[:, 0])
+        assert torch.equal(how.inputs.rows[at], found.rows()[have, tap])
+    padding = (how.inputs.rows == found.num_inputs).nonzero()[:, 0]
+    assert (
+        torch.equal(padding, how.outputs.padding)
+        and how.inputs.padded
+        and len(padding) == 26 * longest - (int(counts.sum()) - rows)
+    )
+    for side in (how.inputs, how.outputs):
+        slots, starts = side.lists
+        for row in range(rows):
+            want = (side.rows == row).nonzero()[:, 0]
+            assert torch.equal(slots[starts[row] : starts[row + 1]].long(), want)
 
 
 def test_columns_in_slices(monkeypatch):

@@ -109,13 +109,14 @@ PARTS: Mapping[str, Callable[[], str]] = MappingProxyType(
         "sort": lambda: _own("tile_kernels", "pair_kernels") + r"|[Rr]adix_?[Ss]ort|[Mm]ergeSort|bitonicSort",
         "conv": lambda: r"^_(dot|mul)_",
         "product": lambda: r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk",
-        "movement": lambda: r"index|gather|scatter|EmbeddingBag",
+        "scatter": lambda: r"scatter|indexFunc|index_(add|put|copy)|EmbeddingBag",
+        "gather": lambda: r"gather|index",
         "copy": lambda: r"^Mem(cpy|set)",
     }
 )
 """Patterns of kernel names by part of a pass; the first match wins. map: building of levels and neighbour search; sort:
-sorts and map layouts; conv: generated kernels; product: library matrix products; movement: gather and scatter by torch;
-copy: memory copies and fills. Other kernels are "other"."""
+sorts and map layouts; conv: generated kernels; product: library matrix products; scatter, gather: rows moved by
+lower.movement or torch; copy: memory copies and fills. Other kernels are "other"."""
 
 
 @lru_cache(maxsize=4096)

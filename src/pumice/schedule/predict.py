@@ -90,6 +90,12 @@ class MapStats:
     def taps(self) -> int:
         return len(self.counts)
 
+    @property
+    def unmoved(self) -> int:
+        """Pairs of the middle offset if it pairs every row with itself, which gather-GEMM-scatter does not move."""
+        middle = self.counts[self.taps // 2] if self.taps % 2 else 0
+        return middle if middle == self.inputs == self.outputs else 0
+
     def parts(self, form: str) -> tuple[int, ...]:
         """Number of entries in each part of a form. Not counted: an upper bound, one entry per pair."""
         tiles = -(-self.outputs // self.block)
@@ -126,8 +132,8 @@ def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
         return "pairs of a tap" if name == WGRAD else (flow.movement, flow.form, flow.piece)
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
-    separate = flow.movement in ("vectorised", "on-demand-in-order")
-    return "products", separate, flow.grouping or Grouping("separate")
+    order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
+    return "products", order, flow.grouping or Grouping("separate")
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
@@ -251,10 +257,11 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
         lengths = [(max(work.forward_map.counts[tap] for tap in group.taps), group) for group in groups]
         products = sum(length * len(group.taps) if group.batched else length for length, group in lengths)
         multiplied = sum(1 if group.batched else len(group.taps) for group in groups)
-        moved = products * (2.0 * inner * size + (2.0 * size + 8) * outer)
+        moved = (products - work.forward_map.unmoved) * (2.0 * inner * size + (2.0 * size + 8) * outer)
         kernels = multiplied + 3 if flow.movement in ("fused", "locality-aware") else 3 * multiplied
     if name == WGRAD:
-        moved = products * 2.0 * (inner + outer) * size
+        unmoved = 0 if flow.movement == "explicit" else work.forward_map.unmoved
+        moved = (products - unmoved) * 2.0 * (inner + outer) * size
     launch = 2.5e-6 if device.name != "CPU" else device.launch
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
