@@ -136,6 +136,13 @@ def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
     write = Writer(setup, subject, "grouping")
     yield write.row("adaptive-tuned", found.seconds, "wall", Peer(ITSELF, found.seconds), "tuning", "s")
     yield write.counted("adaptive-tuned", "fact:measurements of the search", found.configurations, "calls")
+    yield _reached(write, "adaptive-tuned", found.run)
+
+
+def _reached(write: Writer, way: str, run: GroupingRun) -> Row:
+    """How many kinds of layers the search had time for."""
+    kinds = Peer("all kinds", len(run.kinds))
+    return write.counted(way, "fact:kinds of layers searched", len(run.found), "kinds", kinds)
 
 
 def _grouping_rows(
@@ -302,6 +309,7 @@ def strategies(setup: Setup) -> Iterator[Row]:
         if own is not None:
             ways = {OWN: own.strategy, **dict(_others(setup, subject, known)), **dict(_of_devices(setup, own))}
             yield from _run_in(setup, subject, ways)
+            yield _reached(Writer(setup, subject, "strategies"), OWN, own.run)
 
 
 def _known(setup: Setup, name: str, known: dict[str, Searched]) -> Searched | None:
