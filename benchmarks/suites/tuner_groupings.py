@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import nn
+
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Setup
 from benchmarks.harness.timing import Times
@@ -32,6 +34,7 @@ from pumice.engine.grouping_tuning import DEFAULT, GroupingRun, grouping_flows
 from pumice.engine.subject import subject as tuning_subject
 from pumice.engine.subject import undisturbed
 from pumice.errors import OptionError
+from pumice.ops import SparseTensor
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow, Grouping, OffsetGroup, padding
 from pumice.schedule.predict import DEVICES
 from pumice.schedule.tuned_plans import PlanKey, TunedPlan, plans
@@ -133,6 +136,13 @@ def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
     write = Writer(setup, subject, "grouping")
     yield write.row("adaptive-tuned", found.seconds, "wall", Peer(ITSELF, found.seconds), "tuning", "s")
     yield write.counted("adaptive-tuned", "fact:measurements of the search", found.configurations, "calls")
+    yield _reached(write, "adaptive-tuned", found.run)
+
+
+def _reached(write: Writer, way: str, run: GroupingRun) -> Row:
+    """How many kinds of layers the search had time for."""
+    kinds = Peer("all kinds", len(run.kinds))
+    return write.counted(way, "fact:kinds of layers searched", len(run.found), "kinds", kinds)
 
 
 def _grouping_rows(
@@ -251,7 +261,7 @@ def offsets(setup: Setup) -> Iterator[Row]:
         say_published(setup, "offsets")
         write = Writer(setup, subject, "offsets")
         net, sample = subject.net(setup), fresh(subject.samples(setup)[0])
-        for name, found in maps_of(setup, net, sample).items():
+        for name, found in maps_of(net, sample).items():
             counts = found.pairs().sizes.tolist()
             shown = counts[: len(counts) // 2 + 1] if counts == counts[::-1] else counts
             for tap, count in enumerate(shown):
@@ -259,11 +269,11 @@ def offsets(setup: Setup) -> Iterator[Row]:
             setup.say(f"{subject.case('offsets', name)}: {', '.join(map(str, shown))}")
 
 
-def maps_of(setup: Setup, net: object, x: object) -> dict[str, KernelMap]:
+def maps_of(net: nn.Module, x: SparseTensor) -> dict[str, KernelMap]:
     """The maps of a network's layers by name: the window, and the stride of the finer level."""
     found: dict[str, KernelMap] = {}
     seen: set[int] = set()
-    for met in layers_of(net, x):  # pyright: ignore[reportArgumentType]
+    for met in layers_of(net, x):
         one = met.found
         if id(one.table) in seen:
             continue
@@ -299,6 +309,7 @@ def strategies(setup: Setup) -> Iterator[Row]:
         if own is not None:
             ways = {OWN: own.strategy, **dict(_others(setup, subject, known)), **dict(_of_devices(setup, own))}
             yield from _run_in(setup, subject, ways)
+            yield _reached(Writer(setup, subject, "strategies"), OWN, own.run)
 
 
 def _known(setup: Setup, name: str, known: dict[str, Searched]) -> Searched | None:

@@ -21,7 +21,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
 ]
-measuring, tuning = (importlib.import_module(f"pumice.engine.{name}") for name in ("measure", "tuning"))
+measuring, tuning, groupings = (
+    importlib.import_module(f"pumice.engine.{name}") for name in ("measure", "tuning", "grouping_tuning")
+)
 ENOUGH = 120
 """A budget that is never spent: what ends early is interrupted."""
 
@@ -30,7 +32,8 @@ ENOUGH = 120
 def own(tmp_path, monkeypatch):
     """The user's plans and tiles, none at first."""
     plans, tiles = Plans(tmp_path / "plans.json"), Ledger(tmp_path / "tiles.json")
-    monkeypatch.setattr(tuning, "plans", lambda: plans)
+    for module in (tuning, groupings):
+        monkeypatch.setattr(module, "plans", lambda: plans)
     for module in (tuning, kernels):
         monkeypatch.setattr(module, "ledger", lambda: tiles)
     return plans
@@ -174,3 +177,36 @@ def test_a_dataflow_that_cannot_run_is_passed_over(monkeypatch):
     found = tuned(network(), [scene()], candidates=[broken])
     assert all(choice.flow is None for choice in found.choices)
     assert "movement 'on foot' is unknown" in found.choices[0].trials[0].refused
+
+
+def test_groupings_are_tuned_and_change_no_result():
+    net, scenes = network(), [scene(), scene(1, 3000)]
+    with torch.no_grad():
+        want = net(scenes[0]).feats.float()
+        found = pm.tune(net, scenes, "grouping", budget=ENOUGH, candidates="all", progress=False)
+        got = net(scenes[0]).feats.float()
+    assert float((got - want).norm() / want.norm()) < 5e-3
+    assert found.finished and found.before.clock == "events" and found.after.total <= found.before.total
+    assert all(
+        layer.dataflow.startswith("gather") if isinstance(layer.dataflow, str) else layer.dataflow.grouping
+        for layer in convolutions(net)
+    )
+    again = pm.tune(network(), scenes, "grouping", candidates="all", progress=False)
+    assert again.reused and again.flows == found.flows
+
+
+def test_a_call_of_many_kernels_is_timed_without_its_launches():
+    """The GPU waits until the host has queued all: the time of the kernels alone, whatever the host takes."""
+    x = torch.ones(1 << 16, device="cuda")
+
+    def many():
+        for _ in range(200):
+            x.mul_(1.0)
+
+    def slow():
+        for _ in range(200):
+            x.mul_(1.0)
+            sum(range(2000))
+
+    fast, slower = (measuring.latency(call, x.device) for call in (many, slow))
+    assert slower < 1.5 * fast < 2e-3
