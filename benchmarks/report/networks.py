@@ -36,7 +36,10 @@ WHOLE = "not split up"
 """The time of a pass whose parts are unknown."""
 _SUITES = ("workloads", "tuner")
 _STUDIES = tuple(
-    f"{name}-" for name in ("splits", "sorted", "hybrid", "reordering", "bindings", "networks", "gains", "transfer")
+    f"{name}-"
+    for name in (
+        "breakdown", "splits", "sorted", "hybrid", "reordering", "bindings", "networks", "gains", "transfer"
+    )
 )
 """Prefixes of ways in the suite tuner, by study."""
 _BY_LAYER = "layers-default/"

@@ -77,6 +77,12 @@ class Subjected:
         return samples(self.workload, setup.device, dtype, batch, count=count, most=_TINY if setup.quick else 0)
 
 
+def subject_of(setup: Setup, name: str, mode: str = INFERENCE, precision: str = "half") -> Subjected:
+    """A workload in half precision, fp32 or tf32; in a quick run a narrow network on a street."""
+    workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
+    return Subjected(workload, setup.half if precision == "half" else torch.float32, mode, precision == "tf32")
+
+
 def subjects(
     setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE, precisions: Sequence[str] = ("half",)
 ) -> Iterator[Subjected]:
@@ -88,8 +94,7 @@ def subjects(
     longest = 0.0
     precisions = precisions if setup.device.type == "cuda" else precisions[:1]
     for name, precision in product(names[-1:] if setup.quick else names, precisions):
-        workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
-        found = Subjected(workload, setup.half if precision == "half" else torch.float32, mode, precision == "tf32")
+        found = subject_of(setup, name, mode, precision)
         if not setup.wants(f"{found.name}/{study}"):
             continue
         try:
@@ -144,4 +149,4 @@ def say_published(setup: Setup, study: str) -> None:
     for found in PUBLISHED.get(study, ()):
         setup.say(f"  published: {found.text} ({found.source})")
     if study not in PUBLISHED:
-        setup.say("  published: no figure that could be looked up")
+        setup.say("  published: no figure on this question")

@@ -29,7 +29,7 @@ from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import PASSES, PLANNED, Dataflow, chosen
 
 FAIR = 3.0
-LIBRARY = "gather-gemm-scatter-fused-separate"
+LIBRARY = "explicit-gemm"
 """A dataflow without any of our kernels."""
 
 

@@ -36,7 +36,7 @@ PARTS: tuple[str, ...] = (MAP, SORT, KERNEL, OTHER)
 """Parts of device time: map: neighbour search; sort: sorting rows and laying out forms; kernel: convolution kernels,
 matrix products, gathers and scatters (also those of a linear head); other: copies and the rest."""
 CONVOLVING = (MAP, SORT, KERNEL)
-_PART_OF = {"map": MAP, "sort": SORT, "conv": KERNEL, "product": KERNEL, "movement": KERNEL}
+_PART_OF = {"map": MAP, "sort": SORT, "conv": KERNEL, "product": KERNEL, "gather": KERNEL, "scatter": KERNEL}
 """The part of each part of engine.measure."""
 _RUNS = 7
 

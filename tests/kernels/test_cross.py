@@ -44,6 +44,8 @@ def _precisions():
             yield Job(name, target, "fp32", "bf16x3")
             if target in NVIDIA:
                 yield Job(name, target, "fp32", "tf32x3")
+    sums = Tile(128, 128, 64, warps=8, stages=2, prefetch_indices=True)
+    yield from (Job("conv_grouped:dW", target, "fp32", "bf16x6", tile=sums) for target in NVIDIA)
 
 
 def _doubles():
@@ -125,6 +127,7 @@ SPILLS = {
     "block_group_coo_128 sm_90 fp32 tf32x3": 1200,
     # float32 by several products holds its operands in several parts.
     "conv_compacted sm_80 fp32 tf32x3": 16_000,
+    "conv_grouped:dW sm_80 fp32 bf16x6 128x128x64 w8 s2 prefetch": 1200,
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
 SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}

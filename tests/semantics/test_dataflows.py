@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 from functools import lru_cache, partial
 
 import cases
@@ -11,13 +12,14 @@ import torch
 from cases import Case
 
 import pumice as pm
-from pumice.coords import Relation, kernel_map
+from pumice.coords import MultiMap, Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
 from pumice.lower import dataflow as lowered
-from pumice.lower import maps
+from pumice.lower import maps, movement
 from pumice.lower.dataflow import Pass
+from pumice.lower.movement import Slots
 from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
-from pumice.schedule.dataflow import PASSES, chosen, skipping, split_dataflow
+from pumice.schedule.dataflow import GROUPINGS, PASSES, chosen, skipping, split_dataflow
 from pumice.testing import assert_close, random_tensor
 
 CASES = [
@@ -37,6 +39,7 @@ LIBRARY = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None
 STATED = [name for name in DATAFLOWS if name not in LIBRARY]
 FEW = ["explicit-gemm", *(f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware"))]
 FEW += ["fetch-on-demand", "fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"]
+FEW += ["implicit-gemm-table-split-k"]
 """One of each engine."""
 
 
@@ -282,6 +285,80 @@ def test_an_infinity_stays_where_it_is_met(name):
         assert torch.equal(a.isfinite(), b.isfinite())
 
 
+GATHERING = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None]
+
+
+def moves(monkeypatch):
+    """A count, kept up to date, of the slots whose rows are gathered and scattered."""
+    found: Counter[str] = Counter()
+
+    def counted(name, run, *given):
+        (slots,) = (one for one in given if isinstance(one, Slots))
+        found[name] += int((slots.rows < slots.count).sum())
+        return run(*given)
+
+    monkeypatch.setattr(movement, "_by_kernels", lambda x: False)
+    for name, way in (("_gather_torch", "gather"), ("_scatter_torch", "scatter"), ("_sums_torch", "scatter")):
+        monkeypatch.setattr(movement, name, partial(counted, way, getattr(movement, name)))
+    return found
+
+
+@pytest.mark.parametrize("name", GATHERING)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (1, 1), (3, 2)])
+def test_the_middle_offset_is_not_moved(name, kernel, stride, monkeypatch, device):
+    """Every pass moves the pairs of the other offsets once on either side, and the middle one of a submanifold map not
+    at all."""
+    x, w, found, rows = layer(kernel=kernel, stride=stride)
+    x, w, found = x.to(device), w.to(device), found.to(device)
+    y = torch.ones(rows, 5, dtype=x.dtype, device=device)
+    pairs = len(found.pairs().inputs) - (rows if stride == 1 else 0)
+    counts = moves(monkeypatch)
+    for pass_, given, want in (
+        ("forward", (x, w), (pairs, pairs)),
+        ("dgrad", (y, w), (pairs, pairs)),
+        ("wgrad", (x, y), (2 * pairs, 0)),
+    ):
+        counts.clear()
+        lowered.Pass(pass_, DATAFLOWS[name], found, 1)(given)
+        assert (counts["gather"], counts["scatter"]) == want
+    assert lowered.layout(found, DATAFLOWS[name].grouping).middle == (kernel**3 // 2 if stride == 1 else None)
+
+
+@pytest.mark.parametrize("kind", GROUPINGS)
+def test_a_relation_of_every_node_with_itself_is_not_moved(kind):
+    """Among the relations of a graph, wherever it stands; one that exchanges nodes is."""
+    ends, exchanged = torch.arange(6), torch.tensor([1, 0, 2, 3, 4, 5])
+    taps = torch.arange(3).repeat_interleave(6)
+    found, _ = MultiMap.of((torch.cat([exchanged, ends, ends[:0], exchanged]), ends.repeat(3)), taps, (6, 6, 3))
+    how = lowered.layout(found, Grouping(kind))
+    assert how.middle == 1 and sorted(tap for block in how.blocks for tap in block.taps) == [0, 2]
+
+
+def test_rows_of_slots():
+    """Sorted by kernel offset; padding has no row; the slots of a row ascend."""
+    _, _, found, rows = layer()
+    how = lowered.layout(found, Grouping("adaptive", epsilon=1.0))
+    (block,) = how.blocks
+    longest, counts = (block.last - block.first) // 26, found.pairs().sizes
+    assert longest == max(int(n) for k, n in enumerate(counts) if k != 13)
+    for place, tap in enumerate(block.taps):
+        at = slice(place * longest, place * longest + int(counts[tap]))
+        have = found.rows()[:, tap] >= 0
+        assert torch.equal(how.outputs.rows[at].long(), have.nonzero()[:, 0])
+        assert torch.equal(how.inputs.rows[at], found.rows()[have, tap])
+    padding = (how.inputs.rows == found.num_inputs).nonzero()[:, 0]
+    assert (
+        torch.equal(padding, how.outputs.padding)
+        and how.inputs.padded
+        and len(padding) == 26 * longest - (int(counts.sum()) - rows)
+    )
+    for side in (how.inputs, how.outputs):
+        slots, starts = side.lists
+        for row in range(rows):
+            want = (side.rows == row).nonzero()[:, 0]
+            assert torch.equal(slots[starts[row] : starts[row + 1]].long(), want)
+
+
 def test_columns_in_slices(monkeypatch):
     x, w, found, rows = layer()
     x, w = x.clone().requires_grad_(), w.requires_grad_()
@@ -295,7 +372,7 @@ def test_columns_in_slices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed", 2)]
+    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed")]
 )
 def test_a_grouping_of_ones_own(grouping):
     flow = Dataflow("mine", "locality-aware", "pairs", "a test", grouping=grouping)
@@ -334,6 +411,27 @@ def test_products_of_an_output_are_added_by_tap(monkeypatch):
     of = taps[:, None].expand_as(places).flatten()[order]
     assert torch.equal(torch.stack([outputs.long(), of.long()], 1), (rows >= 0).nonzero())
     assert torch.equal(inputs.flatten()[order], rows[outputs.long(), of.long()])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 9, 27])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_split_k_of_any_number_of_parts(monkeypatch, parts, groups):
+    """Parts of as many offsets, the last filled up; their sums are kept in float32 at least."""
+    monkeypatch.setattr(lowered, "table_parts", lambda rows, columns, volume: parts)
+    made, plans = [], lowered._plans_in_parts
+    monkeypatch.setattr(lowered, "_plans_in_parts", lambda *given: made.append(plans(*given)) or made[-1])
+    x, w, found, rows = layer(channels=(4, 6))
+    x, w = x.clone().requires_grad_(), w[:, :, : 4 // groups].clone().requires_grad_()
+    y, want = (conv_features(x, w, found, rows, groups, dataflow=how) for how in ("implicit-gemm-table-split-k", None))
+    assert_close(y.detach(), want.detach())
+    grads = [torch.autograd.grad(t, (x, w), torch.ones_like(t)) for t in (y, want)]
+    for got, right in zip(*grads, strict=True):
+        assert_close(got, right)
+    shapes = [products.shape for products, _ in made]
+    assert [shape[:2] for shape in shapes] == [(rows, parts)] * 2 and {p.dtype for p, _ in made} == {torch.float64}
+    half = [t.detach().half() for t in (x, w)]
+    assert conv_features(*half, found, rows, groups, dataflow="implicit-gemm-table-split-k").dtype == torch.float16
+    assert [made[-1][number].dtype for number in (0, 1)] == [torch.float32, torch.float16]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

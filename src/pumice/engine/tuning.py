@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import sys
 import time
@@ -20,6 +18,7 @@ from torch import nn
 
 from pumice.engine.graph_capture import takes_graph
 from pumice.engine.graph_tuning import GraphTuning, tune_graph_network
+from pumice.engine.grouping_tuning import GROUPING, GroupingRun, grouping_flows
 from pumice.engine.groups import LayerGroup, Observed, observe, recording_calls
 from pumice.engine.measure import (
     IsolatedLayer,
@@ -33,10 +32,10 @@ from pumice.engine.measure import (
 from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.shared_tuning import tuned_by_first
-from pumice.engine.subject import Loss, Scene, TuningSubject, fresh, subject, undisturbed
+from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, fresh, subject, undisturbed
+from pumice.engine.tuned_network import identity, released
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
-from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import Graph
 from pumice.ops.conv import Flow
 from pumice.schedule.dataflow import (
@@ -143,7 +142,9 @@ def tune(
     model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; set autocast yourself.
         Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
     samples: one or a few representative SparseTensors (or pairs of coordinates and features, D = 3).
-    mode: "inference", or "training": forward and backward, with the loss below.
+    mode: "inference"; "training": forward and backward, with the loss below; or "grouping": inference in which every
+        layer runs gather-GEMM-scatter, with the epsilon and S of its adaptive grouping that are fastest for it (Tang et
+        al., "TorchSparse", MLSys 2022, algorithm 5), on average over the samples.
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
         Default: the second on GPUs with at least 100 multiprocessors, else the first. Binding passes by device is from
@@ -152,7 +153,8 @@ def tune(
         network whose coordinates depend on its features is tuned by whole steps.
     candidates: dataflows to try, by name or value, or "exhaustive": every named one that is for the device, as the
         paper's exhaustive search of a group does. Default: those with a cost model estimate within 2.5 times of the
-        best, for each group; at most six, or four for each of two tasks.
+        best, for each group; at most six, or four for each of two tasks. In the mode "grouping": dataflows with
+        adaptive grouping; default: gather-gemm-scatter-locality-aware-adaptive.
     loss: scalar function of the model's result; default the mean of squares of every tensor in it.
     fresh: ignore saved results. save: save the result.
     shared: in a process group of torch.distributed, process 0 tunes, on its samples, and all others wait for its
@@ -182,9 +184,13 @@ def tune(
         with watching(progress) as watch:
             return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
+    if mode not in (*MODES, GROUPING):
+        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join((*MODES, GROUPING))}")
+    if mode == GROUPING:
+        return _tune_groupings(model, samples, budget, bind, candidates, progress, (fresh, save))
     tuned_model = subject(model, samples, mode, loss)
     options = _options(tuned_model, budget, bind, candidates)
-    with _released(tuned_model.model) as left, watching(progress) as watch:
+    with released(tuned_model.model) as left, watching(progress) as watch:
         with undisturbed(tuned_model.model, False):
             compile_first(tuned_model)
             observed = observe(tuned_model, left)
@@ -195,9 +201,35 @@ def tune(
     return result
 
 
-def _check_graph_options(budget: float, bind: str | None, candidates: Any) -> None:
+def _tune_groupings(
+    model: nn.Module,
+    samples: Sequence[Scene],
+    budget: float,
+    bind: str | None,
+    candidates: Any,
+    progress: Any,
+    kept: tuple[bool, bool],
+) -> Tuning:
+    """`tune` in the mode "grouping". kept: (fresh, save)."""
+    _check_budget(budget)
+    if bind is not None:
+        raise OptionError(f"bind={bind!r} in mode {GROUPING!r}; it is an option of training")
+    tuned_model, flows = subject(model, samples, "inference"), grouping_flows(candidates)
+    with released(tuned_model.model) as left, watching(progress) as watch:
+        with undisturbed(tuned_model.model, False):
+            compile_first(tuned_model)
+            result = GroupingRun(tuned_model, flows, Clock(budget, watch=watch), left).result(*kept)
+        result.apply(tuned_model.model)
+    return result
+
+
+def _check_budget(budget: float) -> None:
     if not isinstance(budget, int | float) or not budget > 0:
         raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+
+
+def _check_graph_options(budget: float, bind: str | None, candidates: Any) -> None:
+    _check_budget(budget)
     if bind is not None or candidates is not None:
         raise OptionError("bind and candidates are options of networks over voxels, found with a Graph")
 
@@ -219,8 +251,7 @@ class TuningOptions:
 
 
 def _options(tuned_model: TuningSubject, budget: float, bind: str | None, candidates: Any) -> TuningOptions:
-    if not isinstance(budget, int | float) or not budget > 0:
-        raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+    _check_budget(budget)
     if bind is not None and (bind not in BINDINGS or not tuned_model.training):
         raise OptionError(f"bind={bind!r} in mode {tuned_model.mode!r}; in training there are {', '.join(BINDINGS)}")
     kind = tuned_model.device.type
@@ -245,23 +276,6 @@ def binding(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_properties(device).multi_processor_count >= _MANY:
         return "dgrad with wgrad"
     return "forward with dgrad"
-
-
-@contextmanager
-def _released(model: nn.Module) -> Iterator[list[str]]:
-    """Reset tuned layers to the default dataflow; yields the names of layers set by hand. Restores all on exception."""
-    layers = convolutions(model)
-    before = [(layer, layer.dataflow, layer.tuned) for layer in layers]
-    for layer in layers:
-        if layer.dataflow is not None and layer.dataflow == layer.tuned:
-            layer.dataflow = layer.tuned = None
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Convolution))
-    try:
-        yield [name for name, layer in named if layer.dataflow is not None]
-    except BaseException:
-        for layer, flow, tuned in before:
-            layer.dataflow, layer.tuned = flow, tuned
-        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -606,35 +620,6 @@ def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
         time_tiles(layer, flow, training)
     except (PumiceError, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-
-
-def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
-    """A plan's key without workload: device, dtypes, mode, and a digest of the network. The digest covers the
-    convolution layers and their grouping by kernel maps, not weights."""
-    kind = tuned_model.device.type
-    device = (
-        torch.cuda.get_device_name(tuned_model.device)
-        if kind == "cuda"
-        else f"{kind}, {torch.get_num_threads()} threads"
-    )
-    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(tuned_model.model)})
-    if torch.is_autocast_enabled(kind):
-        dtypes.append(f"autocast to {_dtype(torch.get_autocast_dtype(kind))}")
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append("tf32")
-    layers = [
-        [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
-        for name, m in tuned_model.model.named_modules()
-        if isinstance(m, Convolution)
-    ]
-    groups = [[group.name, *group.layers] for group in observed.groups]
-    digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]
-    mode = f"{tuned_model.mode}, {bind}" if bind else tuned_model.mode
-    return device, " ".join(dtypes), mode, digest
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 Watch = Callable[[SearchProgress], object]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow, Grouping
+from pumice.schedule.tile import table_parts
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,12 @@ class MapStats:
     def taps(self) -> int:
         return len(self.counts)
 
+    @property
+    def unmoved(self) -> int:
+        """Pairs of the middle offset if it pairs every row with itself, which gather-GEMM-scatter does not move."""
+        middle = self.counts[self.taps // 2] if self.taps % 2 else 0
+        return middle if middle == self.inputs == self.outputs else 0
+
     def parts(self, form: str) -> tuple[int, ...]:
         """Number of entries in each part of a form. Not counted: an upper bound, one entry per pair."""
         tiles = -(-self.outputs // self.block)
@@ -125,22 +132,28 @@ class LayerWork:
         return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
 
 
+_STATED = ("implicit", "on-demand", "in-parts")
+"""Movements that are statements over a form of the map, with the groups of pairs for wgrad."""
+
+
 # Equivalent and applicable dataflows
 def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
     """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
     if device == "cuda":
         flow = _on_a_gpu(flow, name)
-    if flow.movement in ("implicit", "on-demand"):
-        return flow.movement, flow.form, flow.piece
+    if flow.movement in _STATED:
+        # Weight gradients are not summed in parts.
+        movement = "implicit" if flow.movement == "in-parts" and name == WGRAD else flow.movement
+        return movement, flow.form, flow.piece
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
-    separate = flow.movement in ("vectorised", "on-demand-in-order")
-    return "products", separate, flow.grouping or Grouping("separate")
+    order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
+    return "products", order, flow.grouping or Grouping("separate")
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
     """True if a dataflow can run this pass. deterministic: bitwise; library: torch's GEMM supports the dtype."""
-    stated = flow.movement in ("implicit", "on-demand")
+    stated = flow.movement in _STATED
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
@@ -163,16 +176,18 @@ def norm_seconds(size: int, rates: Device) -> float:
     return fixed + each * size * DEVICES["cuda"].memory / rates.memory
 
 
-def map_seconds(rows: int) -> float:
-    """Estimated seconds to build a kernel map and its layouts on a GPU. rows: of its finer side."""
+def map_seconds(rows: int, training: bool) -> float:
+    """Estimated seconds to build a kernel map and its layouts on a GPU, in training for both passes. rows: of its finer
+    side."""
     fixed, each = _MAP_SECONDS
-    return fixed + each * rows
+    return (fixed + each * rows) * (_BOTH_PASSES if training else 1.0)
 
 
 _IN_NETWORKS = {4: 2.0}
 """Factors on the time of tiled kernels in whole networks by bytes per value: many narrow layers, default tiles."""
 _NORM_SECONDS = 13e-6, 4.3e-12
-_MAP_SECONDS = 17e-6, 0.73e-9
+_MAP_SECONDS = 10e-6, 1.3e-9
+_BOTH_PASSES = 1.3
 """Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
 `workloads` on an H200: float16 inference and training and float32 inference within 16 %."""
 
@@ -205,8 +220,10 @@ def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     flow = _on_a_gpu(flow, name)
     if flow.movement == "on-demand" and name == WGRAD:
         return _by_pairs(work, 1.0)
-    if flow.movement == "implicit" and name == WGRAD:
+    if flow.movement in _STATED and name == WGRAD:
         return _weights_by_tiles(flow, work)
+    if flow.movement == "in-parts":
+        return _by_table_in_parts(work)
     if flow.movement == "implicit":
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
@@ -225,6 +242,15 @@ def _by_tiles(flow: Dataflow, work: LayerWork) -> float:
 def _by_table(work: LayerWork) -> float:
     entries = -(-work.forward_map.outputs // work.forward_map.block) * work.forward_map.taps
     return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), 0)
+
+
+def _by_table_in_parts(work: LayerWork) -> float:
+    side, columns = work.forward_map, work.channels[1]
+    parts = table_parts(side.outputs, columns, side.taps)
+    entries = -(-side.outputs // side.block) * side.taps
+    # All parts run at once; each is written and read again in float32.
+    sums = _KERNEL_SECONDS + parts * side.outputs * columns * 8 / DEVICES["cuda"].memory
+    return _tiled(entries, work, (-(-side.taps // parts), side.pairs), 0) + sums
 
 
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
@@ -271,10 +297,11 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
         lengths = [(max(work.forward_map.counts[tap] for tap in group.taps), group) for group in groups]
         products = sum(length * len(group.taps) if group.batched else length for length, group in lengths)
         multiplied = sum(1 if group.batched else len(group.taps) for group in groups)
-        moved = products * (2.0 * inner * size + (2.0 * size + 8) * outer)
+        moved = (products - work.forward_map.unmoved) * (2.0 * inner * size + (2.0 * size + 8) * outer)
         kernels = multiplied + 3 if flow.movement in ("fused", "locality-aware") else 3 * multiplied
     if name == WGRAD:
-        moved = products * 2.0 * (inner + outer) * size
+        unmoved = 0 if flow.movement == "explicit" else work.forward_map.unmoved
+        moved = (products - unmoved) * 2.0 * (inner + outer) * size
     launch = 2.5e-6 if device.name != "CPU" else device.launch
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
@@ -295,7 +322,7 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == PLANNED.movement:
         size = work.forward_map.pairs, work.channels, work.macs_per_pair, work.itemsize
         return 20e-6 + pairs_on_cpu(size, name, device)
-    if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
+    if flow.movement in (*_STATED, "on-demand-in-order"):
         # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
@@ -303,7 +330,7 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
 
 def _layouts_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
     flow, rows = _on_a_gpu(flow, name), side.outputs
-    if flow.movement == "implicit":
+    if flow.movement in ("implicit", "in-parts"):
         if flow.form != "table":
             parts = max(1, flow.splits)
             order = 14e-6 + rows * 0.06e-9 if flow.sorted else 0.0
