@@ -14,7 +14,7 @@ from benchmarks.harness.timing import Times, busy, together
 from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, layer_of
 from benchmarks.scenes.network_layers import Fed, layers_of
 from benchmarks.scenes.workloads import fresh
-from benchmarks.suites.tuner_cases import Subjected, Writer, say_published, spent, spent_in_pieces, subjects
+from benchmarks.suites.tuner_cases import Subjected, say_published, spent
 from pumice.coords import KernelMap
 from pumice.coords.lookup import Neighbours
 from pumice.errors import PumiceError
