@@ -167,11 +167,11 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
 
 def test_only_some_and_none_at_hand(monkeypatch):
     assert quick("sorted", "minkunet")[1] == []
-    monkeypatch.setattr(bench_tuner_layers, "NETWORKS", ("minkunet-kitti-1x",))
+    monkeypatch.setattr(bench_tuner_groupings, "NETWORKS", ("minkunet-kitti-1x",))
     said = []
     setup = Setup(CPU, False, said.append, suite="tuner")
     monkeypatch.setattr(Subjected, "samples", lambda *_: (_ for _ in ()).throw(OptionError("no scans here")))
-    assert not list(bench_tuner_layers.grouping(setup)) and "left out: no scans here" in said[0]
+    assert not list(bench_tuner_groupings.grouping(setup)) and "left out: no scans here" in said[0]
 
 
 def test_a_study_that_is_not_known():
