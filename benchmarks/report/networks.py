@@ -37,9 +37,7 @@ WHOLE = "not split up"
 _SUITES = ("workloads", "tuner")
 _STUDIES = tuple(
     f"{name}-"
-    for name in (
-        "breakdown", "splits", "sorted", "hybrid", "reordering", "bindings", "networks", "gains", "transfer"
-    )
+    for name in ("breakdown", "splits", "sorted", "hybrid", "reordering", "bindings", "networks", "gains", "transfer")
 )
 """Prefixes of ways in the suite tuner, by study."""
 _BY_LAYER = "layers-default/"
