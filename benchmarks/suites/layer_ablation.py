@@ -20,6 +20,7 @@ from pumice.lower.dataflow import CONV
 from pumice.lower.epilogue import Epilogue, applied
 from pumice.ops import conv_features
 from pumice.runtime.launch import has_triton, triton_unavailable_reason
+from pumice.schedule.dataflow import split_dataflow
 from pumice.schedule.predict import DEVICES
 from pumice.schedule.tile import Tile
 
@@ -85,9 +86,25 @@ def _row_order(cell: Subjected) -> Idea:
     return cell.idea(predicted, cell.form(FORM), cell.form("unsorted"))
 
 
-def _split(cell: Subjected, form: str) -> Idea:
-    predicted = cell.compacted() / cell.seconds(walks(cell.layer.found, form))
-    return cell.idea(predicted, cell.form(form), cell.form(FORM))
+def _split(cell: Subjected, count: int) -> Idea:
+    """Rows sorted in so many splits, all in one kernel, against rows sorted once."""
+    return cell.idea(cell.compacted() / _splits_seconds(cell, count), _in_splits(cell, count), cell.form(FORM))
+
+
+def _parallel_splits(cell: Subjected, count: int) -> Idea:
+    """All splits in one kernel and the sum of their buffers, against a kernel for each that adds to the one before."""
+    return cell.idea(1.0, _in_splits(cell, count), cell.form(split_dataflow(count).form))
+
+
+def _splits_seconds(cell: Subjected, count: int) -> float:
+    return cell.seconds(walks(cell.layer.found, split_dataflow(count).form))
+
+
+def _in_splits(cell: Subjected, count: int) -> Callable[[], Tensor]:
+    layer = cell.layer
+    return torch.no_grad()(
+        lambda: conv_features(layer.feats, layer.weight, layer.found, layer.rows, dataflow=split_dataflow(count))
+    )
 
 
 def _compaction(cell: Subjected) -> Idea:
@@ -180,8 +197,10 @@ IDEAS: Mapping[str, Callable[[Subjected], Idea | str]] = {
     # Predicted from instruction counts of the loop, although other instructions bound it.
     "hoisting": partial(_switched, predicted=1.03, hoisted=False),
     "padding": partial(_switched, predicted=1.01, padded=False),
-    "split2": partial(_split, form="split2"),
-    "split3": partial(_split, form="split3"),
+    "split2": partial(_split, count=2),
+    "split3": partial(_split, count=3),
+    "split2-in-parallel": partial(_parallel_splits, count=2),
+    "split4-in-parallel": partial(_parallel_splits, count=4),
     "fused-epilogue": _epilogue,
 }
 """Comparisons by name; a function returns a text if there is nothing to compare."""

@@ -228,12 +228,12 @@ def _say_rates(setup: Setup, found: Mapping[str, Mapping[str, float]]) -> None:
 BLOCKS = (64, 128)
 """Rows of a tile."""
 ALL_TAPS = "all-taps"
-SPLITS: Mapping[str, int] = {"unsorted": 0, "sorted": 1, "split2": 2, "split3": 3, "split4": 4}
+SPLITS: Mapping[str, int] = {"unsorted": 0, "sorted": 1, **{f"split{n}": n for n in range(2, 7)}}
 """By name, the number of parts of the kernel offsets, each with its own order of rows; 0: rows unsorted."""
 
 
 def redundancy(setup: Setup) -> Iterator[Row]:
-    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted tiles in one to four splits."""
+    """Every scene: all kernel offsets of every row, unsorted tiles, and sorted tiles in one to six splits."""
     for scene, load in layer_scenes(setup):
         case = f"redundancy/{scene}/k3"
         if not setup.wants(case):

@@ -33,6 +33,8 @@ WEIGHT_STATIONARY = (
     "fetch-on-demand",
 )
 """Gather-scatter and fetch-on-demand dataflows."""
+_COUNTED = 7
+"""Numbers of splits, from 0, of which redundant products are counted (figure 11)."""
 _SUM = 4
 """Bytes of an element of a float32 sum, which is read and written."""
 
@@ -70,7 +72,7 @@ def splits(setup: Setup) -> Iterator[Row]:
     asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
     for network, write in _begun(setup, "splits", NETWORKS, precisions=PRECISIONS):
         yield from _tuned(write, network, asked, "1")
-        yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
+        yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(_COUNTED)})
 
 
 def sorted_rows(setup: Setup) -> Iterator[Row]:

@@ -204,6 +204,28 @@ def test_without_questions_the_default_is_measured():
     assert (found.assignment, found.before, found.after, found.finished) == ({}, 1e-3, 1e-3, True)
 
 
+def test_beginnings():
+    """What pays in all groups together is a beginning, from which a group may go on, or back to the default."""
+    costs = {"a": {None: 2.0, "x": 1.0}, "b": {None: 2.0, "x": 1.0, "y": 0.5}, "c": {None: 1.0, "x": 3.0}}
+
+    def apart(assignment):
+        return (
+            0.0 if not assignment or "x" in (assignment.get("a"), assignment.get("b")) and len(assignment) > 1 else 4.0
+        )
+
+    alone = Network(costs, extra=apart)
+    assert search(alone.questions(), alone).assignment == {}
+    network = Network(costs, extra=apart)
+    beginnings = [dict.fromkeys(costs, "z"), {"a": "x", "b": "x", "c": "x"}, {"a": "x", "b": "x"}]
+    costs_of_z = {name: {**ways, "z": 9.0} for name, ways in costs.items()}
+    network.costs = costs_of_z
+    tasks = [TuningTask(group, tuple(c for c in ways if c)) for group, ways in costs.items()]
+    found = search(tasks, network, beginnings=beginnings)
+    assert found.assignment == {"a": "x", "b": "y"} and found.after == pytest.approx(2.5e-3)
+    assert [tried.candidate for tried in found.tried["a"]] == [None]
+    assert found.measured <= measurements(tasks, len(beginnings))
+
+
 # Parts of the work
 class Passes(Network):
     """Groups of which each names its part; a part's time is that of its groups, and of what all parts share."""

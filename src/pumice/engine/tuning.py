@@ -82,6 +82,7 @@ BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 stays linear in groups and candidates."""
 _INFERENCE = ((FORWARD,),)
 _AND = " with "
+_BEGINNINGS = 2  # Dataflows that are tried in all groups at once
 _MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
@@ -505,7 +506,27 @@ class _TuningRun:
                 flows.sort(key=lambda flow: flow != hint)
             if part.key not in done and flows:
                 tasks.append(TuningTask(part.key, tuple(flows), part.part if self.skips else ""))
-        return search(tasks, self.bench, self.clock, start, self._compile, self.bench.of_part)
+        beginnings = () if start or done else tuple(self._uniform(tasks))
+        return search(tasks, self.bench, self.clock, start, self._compile, self.bench.of_part, beginnings)
+
+    def _uniform(self, tasks: Sequence[TuningTask]) -> Iterator[Assignment]:
+        """Assignments of one dataflow to all groups of which it is a candidate, if that is most, best estimates first:
+        what all take may pay where it does not for one, as maps of the default are built together."""
+        flows = dict.fromkeys(flow for task in tasks for flow in task.candidates)
+        found = [{task.group: flow for task in tasks if flow in task.candidates} for flow in flows]
+        wide = [one for one in found if len(one) > 1 and 2 * len(one) > len(tasks)]
+        for one in sorted(wide, key=self._estimated)[:_BEGINNINGS]:
+            for group, flow in one.items():
+                self._compile(TuningTask(group, (flow,)))
+            yield one
+
+    def _estimated(self, assignment: Mapping[str, Any]) -> float:
+        """Estimated seconds of an assignment."""
+        each = ((part, assignment.get(key)) for key, part in self.bench.tasks.items())
+        scenes = {key: len(part.group.works) for key, part in self.bench.tasks.items()}
+        return sum(
+            part.default_seconds / scenes[part.key] if flow is None else part.predicted(flow) for part, flow in each
+        )
 
     def _compile(self, task: TuningTask) -> None:
         part = self.bench.tasks[task.group]
@@ -572,7 +593,7 @@ def _choice(
 
 
 def _trial(part: PassTask, tried: TrialResult) -> Trial:
-    flow: Any = tried.candidate
+    flow: Any = PLANNED if tried.candidate is None else tried.candidate
     return Trial(str(flow), part.passes, part.predicted(flow), tried.seconds, tried.baseline, tried.refused)
 
 
@@ -584,8 +605,8 @@ def _why(part: PassTask, found: SearchResult, done: bool) -> str:
     if done:
         return f"{names}tuned before"
     if taken is not None:
-        (own,) = (trial for trial in trials if trial.flow == str(taken))
-        return f"{names}{own}"
+        own = [trial for trial in trials if trial.flow == str(taken)]
+        return f"{names}{own[0] if own else f'{taken}, as in all groups'}"
     if not part.candidates:
         return f"{names}no competitive candidate by cost model estimate"
     if not trials:

@@ -299,7 +299,7 @@ def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
 
 
 def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
-    """The plan with stream-K kernels where they can be. piece: maximum entries of a segment per program; 0: unchanged."""
+    """The plan with stream-K kernels, where possible. piece: maximum entries of a segment per program; 0: unchanged."""
     if not piece:
         return plan
     parts = []

@@ -3,8 +3,9 @@
 Tang et al., "TorchSparse++", MICRO 2023, section 4: layers that share a kernel map form a group and run one dataflow; a
 group takes the one that is fastest for the whole network while the others stay fixed, so that the number of
 measurements is the sum of the groups' candidates, not their product. Our additions: every group first measures the
-current assignment again, since clocks drift; a choice must win twice by more than the measurement noise; and the result
-is compared with the default in the end, so that it is never slower as measured.
+current assignment again, since clocks drift; a choice must win twice by more than the measurement noise; the search may
+begin with one choice in all groups, if that is faster than the default; and the result is compared with the default in
+the end, so that it is never slower as measured.
 
 In training a task has some of the passes of a group, and its trials run only these (section 4.2, figure 13: the other
 kernels are skipped). Such trials of one `part` are compared among themselves; what wins there also has to leave the
@@ -98,9 +99,10 @@ class _BudgetSpent(Exception):
     """The budget does not allow another measurement."""
 
 
-def measurements(tasks: Sequence[TuningTask]) -> int:
+def measurements(tasks: Sequence[TuningTask], beginnings: int = 0) -> int:
     """The maximum number of measurements of a search, linear in the number of candidates."""
-    return 3 + sum(len(task.candidates) + 2 + bool(task.part) for task in tasks) + FINAL_MEASUREMENTS
+    more = 2 + bool(beginnings)
+    return 3 + beginnings + sum(len(task.candidates) + more + bool(task.part) for task in tasks) + FINAL_MEASUREMENTS
 
 
 def search(
@@ -110,16 +112,19 @@ def search(
     start: Assignment | None = None,
     before_group: Callable[[TuningTask], object] = lambda task: None,
     measure_part: Callable[[Assignment, str], float] | None = None,
+    beginnings: Sequence[Assignment] = (),
 ) -> SearchResult:
     """Tune the groups in turn, beginning with the assignment `start`; the module docstring describes the method.
 
     before_group: called before each group, for instance to compile its candidates. measure_part: as `measure`, for
-    tasks of a part.
+    tasks of a part. beginnings: assignments to begin with instead of the default if one is faster, as where a choice
+    pays only if all groups take it; a group may then go back to the default.
 
     After the first measurement, KeyboardInterrupt and the end of the budget return the results so far. A PumiceError
     in the trial of a candidate rejects it; all other errors of `measure` propagate.
     """
-    return _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group, measure_part).run()
+    searched = _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group, measure_part, beginnings)
+    return searched.run()
 
 
 @dataclass
@@ -130,6 +135,7 @@ class _Search:
     current: dict[str, Choice]
     before_group: Callable[[TuningTask], object]
     measure_part: Callable[[Assignment, str], float] | None
+    beginnings: Sequence[Assignment] = ()
     tried: dict[str, list[TrialResult]] = field(default_factory=dict)
     tuned_groups: list[str] = field(default_factory=list)
     before: float = math.inf
@@ -166,7 +172,17 @@ class _Search:
         self._update_noise(self.before, self._measure({}))
         if self.current:
             self.best = self._measure(self.current)
+        for beginning in self.beginnings:
+            self._begin_with(beginning)
         self.standing[""] = self.best
+
+    def _begin_with(self, beginning: Assignment) -> None:
+        try:
+            seconds = self._measure(beginning)
+        except PumiceError:
+            return
+        if self._is_faster(seconds, self.best):
+            self.current, self.best = dict(beginning), seconds
 
     def _tune_group(self, task: TuningTask) -> None:
         """Choose the fastest candidate of a group if it beats the current assignment twice."""
@@ -180,22 +196,32 @@ class _Search:
             self.best = baseline
         results = self.tried.setdefault(task.group, [])
         try:
-            for candidate in task.candidates:
+            for candidate in self._candidates(task):
                 results.append(self._measure_candidate(task, candidate, baseline))
         except (_BudgetSpent, KeyboardInterrupt):
             # The candidates measured so far count.
             self._take_best(task, results, baseline)
             raise
-        whole = self.best
+        before, whole = dict(self.current), self.best
         winner = self._take_best(task, results, baseline)
-        if winner is not None:
-            self._confirm(task, winner, whole)
+        if winner is not None and not self._confirm(task, winner, whole):
+            self.current = before
         self.tuned_groups.append(task.group)
+
+    def _candidates(self, task: TuningTask) -> Sequence[Choice]:
+        """The candidates of a group, and the default if it has another choice."""
+        own = self.current.get(task.group)
+        return task.candidates if own is None else (None, *(one for one in task.candidates if one != own))
+
+    def _with(self, group: str, choice: Choice) -> dict[str, Choice]:
+        """The current assignment with this choice of a group."""
+        others = {name: own for name, own in self.current.items() if name != group}
+        return others if choice is None else {**others, group: choice}
 
     def _measure_candidate(self, task: TuningTask, candidate: Choice, baseline: float) -> TrialResult:
         self.measuring = (task.group, candidate)
         try:
-            return TrialResult(candidate, self._measure({**self.current, task.group: candidate}, task.part), baseline)
+            return TrialResult(candidate, self._measure(self._with(task.group, candidate), task.part), baseline)
         except PumiceError as reason:
             return TrialResult(candidate, baseline=baseline, refused=str(reason))
 
@@ -203,13 +229,14 @@ class _Search:
         winner = min(results, key=lambda tried: tried.seconds, default=None)
         if winner is None or not self._is_faster(winner.seconds, baseline):
             return None
-        self.current[task.group], self.standing[task.part] = winner.candidate, winner.seconds
+        self.current, self.standing[task.part] = self._with(task.group, winner.candidate), winner.seconds
         # What a part gains, the whole is taken to gain, until it is measured.
         self.best -= baseline - winner.seconds
         return winner
 
-    def _confirm(self, task: TuningTask, winner: TrialResult, whole: float) -> None:
-        """Measure a winner again, and one of a part also with all the rest. whole: seconds of all without it."""
+    def _confirm(self, task: TuningTask, winner: TrialResult, whole: float) -> bool:
+        """Measure a winner again, and one of a part also with all the rest: whether it stays. whole: seconds of all
+        without it."""
         self.measuring = (task.group, winner.candidate)
         again = self._measure(self.current, task.part)
         self._update_noise(winner.seconds, again)
@@ -219,10 +246,9 @@ class _Search:
             now = self._measure(self.current)
             stands = not self._is_faster(whole, now)
             whole = now if stands else whole
-        if not stands:
-            del self.current[task.group]
         self.standing[task.part] = mean if stands else winner.baseline
         self.best = whole if task.part else self.standing[""]
+        return stands
 
     def _verify_against_default(self) -> str:
         """Measure default and assignment again, alternating; returns why the default is kept."""
@@ -266,7 +292,8 @@ class _Search:
                 raise _BudgetSpent
 
     def _report_progress(self) -> None:
-        total, done, spent = measurements(self.tasks), len(self.durations), self.clock.now() - self.began
+        total, done = measurements(self.tasks, len(self.beginnings)), len(self.durations)
+        spent = self.clock.now() - self.began
         left = min(spent / done * max(0, total - done), max(0.0, self.clock.budget - spent))
         group, candidate = self.measuring
         self.clock.watch(SearchProgress(group, candidate, done, max(total, done), left, self.best, self.before))
