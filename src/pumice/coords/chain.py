@@ -288,8 +288,9 @@ class Chain:
     begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error bits.
 
     For tiles: layout: see chain_tiles.lay_out; keys, order: of the sort of all segments' rows; ranked: True if they are
-    few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for padding; tile_masks int32: kernel offsets of each tile; ends int32: prefix
-    counts of tile entries within each segment."""
+    few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for
+    padding; tile_masks int32: kernel offsets of each tile; ends int32: prefix counts of tile entries within each
+    segment."""
 
     buffered = False
     request: ChainRequest
