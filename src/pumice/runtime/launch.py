@@ -76,7 +76,8 @@ def begins_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
     begins, end = [], 0
     for shape in shapes:
         begins.append(end)
-        end += aligned(math.prod(shape))
+        # `aligned`, inlined, as there are many arrays.
+        end += -(-(shape[0] if len(shape) == 1 else math.prod(shape)) // _ALIGNED) * _ALIGNED
     return begins, end
 
 
