@@ -7,7 +7,7 @@ implicit, split-K, masked and masked split-K in turn, by our dataflows and by Fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from benchmarks.harness.whole import checked, compared
 from benchmarks.peers import flexgemm, torchsparse
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.scenes.layers import FORWARD, TRAINING, Pass, Trained, Width, layer_on, map_of
-from pumice.ops import SparseTensor, conv, conv_features
+from pumice.nn import Conv3d
+from pumice.ops import SparseTensor, conv_features
 
 THICKNESS = 1.25
 
@@ -141,20 +142,25 @@ def _layer(setup: Setup, shell: Shell) -> Trained:
 
 def _compared(setup: Setup, case: str, kind: Kind, layer: Trained) -> Iterator[Row]:
     told, training = Case(case, setup.half, kind.passed.exact(layer)), kind.passed is TRAINING
-    ways = [Way("pumice", lambda: by_choice(setup, partial(_ours, layer, kind)))]
+    ways = [Way("pumice", lambda: by_choice(setup, _ours(layer, kind)))]
     ways += [peer.way(layer, training, kind.anew) for peer in (spconv_peer, torchsparse, flexgemm)]
     mine, *theirs = (checked(setup, way, [(told, way)], ours=not way.package) for way in ways)
     if mine is not None:
         yield from compared(setup, case, mine, [found for found in theirs if isinstance(found, Ready)])
 
 
-def _ours(layer: Trained, kind: Kind) -> Any:
-    if not kind.anew:
-        return kind.passed.run(layer)
+def _ours(layer: Trained, kind: Kind) -> Callable[[], Any]:
     training = kind.passed is TRAINING
-    feats, weight = (x.detach().requires_grad_(training) for x in (layer.feats, layer.weight))
-    with torch.set_grad_enabled(training):
-        y = conv(SparseTensor(feats, layer.coords), weight.view(len(weight), 3, 3, 3, -1)).feats
-    if not training:
-        return y
-    return y.detach(), *torch.autograd.grad(y, (feats, weight), layer.grad)
+    if not kind.anew:
+        return partial(kind.passed.run, layer)
+    module = Conv3d(layer.feats.shape[1], layer.grad.shape[1], 3, bias=False).to(layer.feats.device, layer.feats.dtype)
+    with torch.no_grad():
+        module.weight.copy_(layer.weight.view_as(module.weight))
+
+    def both() -> tuple[Tensor, ...]:
+        feats = layer.feats.detach().requires_grad_()
+        y = module(SparseTensor(feats, layer.coords)).feats
+        dx, dw = torch.autograd.grad(y, (feats, module.weight), layer.grad)
+        return y.detach(), dx, dw.view_as(layer.weight)
+
+    return both if training else torch.no_grad()(lambda: module(SparseTensor(layer.feats, layer.coords)).feats)

@@ -21,6 +21,7 @@ KERNELS = {
     "clear": "map",
     "pair_counts_0d1d2d": "sort",
     "place_digits": "sort",
+    "rank_rows": "sort",
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<...>": "sort",
     "_dot_fp16": "conv",
     "_mul_fp32": "conv",

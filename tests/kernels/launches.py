@@ -284,8 +284,10 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     windows = ((window,),) * (steps + 1)
     rule = chain.TileRule(24_000, 8, 1 << 15, (8,), ((1 << 30, 64),))
     request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), rule, True)
-    made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
-    chain_tiles.tile_maps(made)
+    for few in (1 << 13, 0):
+        with patch.object(chain, "RANKED", few):
+            made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
+            chain_tiles.tile_maps(made)
     buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
     chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
     chain_tiles.fill_tiles(made, [40] * request.num_read)

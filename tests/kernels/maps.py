@@ -611,7 +611,13 @@ def check_ranks(count: int, bits: int) -> None:
     assert len(blank) == 3
     for block, part in enumerate(keys.split(digits.block)):
         counts[0, block] = torch.bincount(part & (1 << digits.width) - 1, minlength=1 << digits.width)
-    same(stable_argsort(keys, digits, counts), stable_argsort_torch(keys))
+    want = stable_argsort_torch(keys)
+    same(stable_argsort(keys, digits, counts), want)
+    for total in (count, count // 2):
+        order = torch.full((count + FENCE,), -7, dtype=torch.int32)
+        ranking.rank_rows(keys, torch.tensor([total], dtype=torch.int32), order)
+        same(order[:total], stable_argsort_torch(keys[:total]))
+        assert bool((order[total:] == -7).all())
 
 
 def check_bits(count: int) -> None:
@@ -1131,7 +1137,7 @@ def check_blocks() -> None:
     """Rows are sorted in several blocks."""
     chain.digits_of.cache_clear()
     with (
-        patch.multiple(chain, _LANES=16, _PLACED=32, _SEARCHED=256, _SORTED=64, _DIGIT=5),
+        patch.multiple(chain, _LANES=16, _PLACED=32, _SEARCHED=256, _SORTED=64, _DIGIT=5, RANKED=0),
         patch.multiple(chain_tiles, _KEYED=32, _SUMMED=1),
     ):
         check_chain(3, "padded", 90, RULES["sorted and large tiles"])
@@ -1198,13 +1204,15 @@ def check_chain_status(name: str) -> None:
 
 
 def check_network() -> None:
-    """`prepare` finds the maps of a U-Net and of an encoder in at most 20 launches and a sort, one read, no other
-    search."""
-    for steps in ([Relation.of(3, 2, stride=2)] * 4, [Relation.of(3, 3, stride=2, padding=1)] * 3):
-        _check_network(steps, [[Relation.of(3, 3)]] * (len(steps) + 1))
+    """`prepare` finds the maps of a U-Net and of an encoder in nine launches and a sort, one read, no other search.
+    Few rows are sorted by one launch, many by six."""
+    for few, sorts in ((chain.RANKED, ["rank_rows"]), (0, ["scan_digits", "place_digits"] * 3)):
+        for steps in ([Relation.of(3, 2, stride=2)] * 4, [Relation.of(3, 3, stride=2, padding=1)] * 3):
+            with patch.object(chain, "RANKED", few):
+                _check_network(steps, [[Relation.of(3, 3)]] * (len(steps) + 1), sorts)
 
 
-def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None:
+def _check_network(steps: list[Relation], windows: list[list[Relation]], sorts: list[str]) -> None:
     coords = Scene(3, 120, 12).coords()
     started: list[str] = []
     start = BoundKernel.__call__
@@ -1226,8 +1234,8 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]]) -> None
             x.prepare(steps, windows)
             made = list(prepared._maps(x.geometry, steps, windows))
             materialize([(one, [None]) for one in made], False)
-    sorts = sum(name in ("scan_digits", "place_digits") for name in started)
-    assert len(started) - sorts <= 9 and sorts == 6, started
+    assert [name for name in started if name in ("rank_rows", "scan_digits", "place_digits")] == sorts, started
+    assert len(started) - len(sorts) <= 9, started
     assert len(made) == 3 * len(steps) + 1 and all(one.cached_keys() for one in made)
     other = Geometry.checked(coords)
     with plain(), patch.object(lowered, "_FORMS_OF", forms):

@@ -77,6 +77,7 @@ SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of
 WIDTH = 20  # Bits of a row's sort key, below its segment's number
 _DIGIT, _LEAST_DIGIT = 9, 8  # Maximum and minimum bits of a radix-sort digit: 1 to 16 segments share kernels
 _SORTED = 512  # Rows per block of the radix sort
+RANKED = 1 << 13  # Up to so many rows are ranked by comparing each with all: one launch, where the radix sort has six
 SMALL, LARGE = 64, 128  # Outputs per tile
 CHOSEN = 10  # First row of `layout` with mask words of sort groups
 _FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
@@ -286,9 +287,10 @@ class Chain:
     1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of all maps, concatenated;
     begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error bits.
 
-    For tiles: layout: see chain_tiles.lay_out; keys, starts, rooms, order: of the radix sort of all segments' rows;
-    tile_rows int32: rows of tiles, -1 for padding; tile_masks int32: kernel offsets of each tile; ends int32: prefix
-    counts of tile entries within each segment."""
+    For tiles: layout: see chain_tiles.lay_out; keys, order: of the sort of all segments' rows; ranked: True if they are
+    few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for
+    padding; tile_masks int32: kernel offsets of each tile; ends int32: prefix counts of tile entries within each
+    segment."""
 
     buffered = False
     request: ChainRequest
@@ -297,6 +299,7 @@ class Chain:
     most: int
     room: int
     tiled_rows: int
+    ranked: bool
     digits: Digits
     words: Part
     totals: Part
@@ -327,14 +330,18 @@ class Chain:
         self.largest: int = max([most if level else self.rows for level in levels], default=0)
         self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
         self.digits = digits = digits_of(number)
+        self.ranked = tiled <= RANKED
+        turns = 0 if self.ranked else digits.turns
         bins = (-(-tiled // digits.block) + 1, 1 << digits.width)
-        cleared = (request.num_read,), (GROUPS * len(request.maps),), *(bins,) * digits.turns
+        cleared = (request.num_read,), (GROUPS * len(request.maps),), *(bins,) * turns
         self.words, self.totals, *self.starts = allocate(device, cleared, torch.zeros)
         self.size: int = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
         cells = torch.full((self.size + room,), FREE, dtype=torch.int64, device=device)
         self.table, self.found = carve(cells, ((self.size,), (room,)))
-        wide = torch.empty((digits.turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
-        self.rooms: list[Part] = carve(wide, ((tiled,),) * (digits.turns - 1))
+        self.rooms: list[Part] = []
+        if turns:
+            wide = torch.empty((turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
+            self.rooms = carve(wide, ((tiled,),) * (turns - 1))
         self.begins: list[tuple[int, int]] = starts_of(request, aligned(self.rows), most)
         entries, masked = self.begins[-1]
         of_tiles = -(-tiled // SMALL) + 5 * number

@@ -17,6 +17,7 @@ from pumice.coords.chain import (
     BATCHES,
     COUNTS,
     MARGIN,
+    RANKED,
     SAME,
     STRIDE,
     UP,
@@ -95,11 +96,14 @@ def build_chain(
 @lru_cache(maxsize=64)
 def compile_kernels(request: ChainRequest, device: torch.device) -> None:
     """Compile the kernels of a `ChainRequest.compile_request` in parallel, once per process."""
-    coords, origin = torch.zeros(1, 1 + request.dim, dtype=torch.int32, device=device), (0,) * request.dim
+    origin = (0,) * request.dim
     site = GridSpec((1,) * request.dim, None, 1, Bounds(origin, origin, 1))
     with compiling_launches():
-        chain = find_maps(coords, site, request, 64)
-        tile_maps(chain)
+        for rows in (1, RANKED + 1):
+            # Few rows are sorted by another kernel than many.
+            coords = torch.zeros(rows, 1 + request.dim, dtype=torch.int32, device=device)
+            chain = find_maps(coords, site, request, 64)
+            tile_maps(chain)
         nothing = [0] * request.num_read
         fill_tiles(chain, nothing)
         group_pairs(chain, nothing)

@@ -383,7 +383,7 @@ def order_keys(
     layout, groups, masks, keys, counts, per: "i64", width: "i64",
     ROWS_EACH: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """keys: sort key of each row, segment << width | descending Gray-code rank as in gray_keys, 0 if unsorted.
+    """keys: sort key of each row, segment << width | descending Gray-code rank as in gray_keys, 0 if unsorted. If BINS:
     counts[q, d] += rows of the q-th BLOCK, over all segments, whose lowest digit is d. per: programs per segment."""
     s = (tl.program_id(0) // per).to(tl.int32)
     first = (tl.program_id(0) % per).to(tl.int32) * ROWS_EACH
@@ -406,7 +406,9 @@ def order_keys(
         key = (s << width.to(tl.int32)) | key
         at = tl.load(layout + FIRST_ROW * SIDE + s) + r
         tl.store(keys + at, key, mask=valid)
-        tl.atomic_add(counts + (at // BLOCK).to(tl.int64) * BINS + (key & (BINS - 1)), 1, mask=valid, sem="relaxed")
+        if BINS:
+            bin = (at // BLOCK).to(tl.int64) * BINS + (key & (BINS - 1))
+            tl.atomic_add(counts + bin, 1, mask=valid, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)

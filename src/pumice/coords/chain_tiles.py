@@ -90,11 +90,15 @@ def order_segments(chain: Chain) -> None:
     if not has_triton(chain.coords):
         return order_segments_torch(chain)
     per = -(-chain.largest // _KEYED)
-    constants = {"ROWS_EACH": _KEYED, "BLOCK": digits.block, "BINS": 1 << digits.width}
+    constants = {"ROWS_EACH": _KEYED, "BLOCK": digits.block, "BINS": 0 if chain.ranked else 1 << digits.width}
     _, _, groups = plan_of(chain.request, chain.coords.device)
-    tensors = (chain.layout, groups, chain.masks, chain.keys, chain.starts[0])
+    counts = chain.words if chain.ranked else chain.starts[0]
+    tensors = (chain.layout, groups, chain.masks, chain.keys, counts)
     kernel("chain_kernels.order_keys")(number * per, tensors, (per, WIDTH), constants)
     total = chain.layout.cut(_TOTAL * SIDE, (1,))
+    if chain.ranked:
+        tiles.rank_rows(chain.keys, total, chain.order)
+        return None
     tiles.stable_argsort(chain.keys, digits, chain.starts, total, (*chain.rooms, chain.order))
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -183,7 +183,9 @@ class Geometry:
             if items < 0:
                 _warn_of_batch(bounds)
         self._seen = True
-        self._site = replace(self._site, bounds=bounds, batch_size=bounds.batch if items < 0 else items)
+        # Faster than dataclasses.replace.
+        site = self._site
+        self._site = GridSpec(site.stride, site.spatial_shape, bounds.batch if items < 0 else items, bounds, site.frame)
 
     @property
     def outline(self) -> GridSpec:

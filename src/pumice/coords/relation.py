@@ -18,6 +18,9 @@ def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tu
     """`value`, a number or one per axis, as a tuple of `dim` numbers of the types `kinds`, each at least `least`.
 
     Raises ShapeError for a sequence of another length, OptionError for a value of another type or below `least`."""
+    if type(value) is int and value >= least:
+        # The usual case: every new tensor has a stride.
+        return (value,) * dim
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
     if isinstance(found, str) or not isinstance(found, int | Iterable | kinds):
         raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")

@@ -256,6 +256,22 @@ def _place(
 
 
 @triton.jit
+def rank_rows(keys, total, order, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """order: the stable argsort of the first `total` keys. A row's place is the number of rows with lesser keys, and of
+    those with equal keys before it."""
+    count = tl.load(total)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = tl.load(keys + r, mask=r < count, other=0)
+    place = tl.zeros([ROWS], tl.int32)
+    for start in range(0, count, BLOCK):
+        q = start + tl.arange(0, BLOCK)
+        other = tl.load(keys + q, mask=q < count, other=2**31 - 1)[None, :]
+        ahead = (other < own[:, None]) | ((other == own[:, None]) & (q[None, :] < r[:, None]))
+        place += tl.sum(ahead.to(tl.int32), axis=1)
+    tl.store(order + place, r, mask=r < count)
+
+
+@triton.jit
 def _first_not_below(array, value, size, steps):
     """Lower bound of each value in a sorted array."""
     low = tl.zeros_like(value)

@@ -486,5 +486,15 @@ def stable_argsort(
     return keys
 
 
+def rank_rows(keys: Array, total: Array, order: Array) -> None:
+    """As stable_argsort, in one launch that compares each row with all others, into `order`. total: number of keys."""
+    rows, block = _COMPARED
+    constants = {"ROWS": rows, "BLOCK": block}
+    kernel("tile_kernels.rank_rows")(-(-keys.shape[0] // rows), (keys, total, order), (), constants)
+
+
+_COMPARED = 32, 256  # Rows per program of rank_rows, and rows that it compares them with at a time
+
+
 def stable_argsort_torch(keys: Tensor) -> Tensor:
     return torch.sort(keys, stable=True)[1].int()

@@ -27,18 +27,19 @@ _ALIGNED = 4
 class Part:
     """A contiguous array within the tensor `memory`, from element `start` on."""
 
-    __slots__ = ("_address", "_tensor", "dtype", "memory", "shape", "start")
+    __slots__ = ("_tensor", "address", "dtype", "memory", "shape", "start")
     memory: Tensor
+    address: int
     start: int
     shape: tuple[int, ...]
 
     def __init__(self, memory: Tensor, address: int, start: int, shape: tuple[int, ...]) -> None:
-        self.memory, self._address, self.start, self.shape = memory, address, start, shape
+        self.memory, self.address, self.start, self.shape = memory, address, start, shape
         self.dtype: torch.dtype = memory.dtype
         self._tensor: Tensor | None = None
 
     def data_ptr(self) -> int:
-        return self._address
+        return self.address
 
     def get_device(self) -> int:
         return self.memory.get_device()
@@ -59,7 +60,7 @@ class Part:
 
     def cut(self, start: int, shape: tuple[int, ...]) -> Part:
         """An array of the same memory that begins `start` elements after this one."""
-        return Part(self.memory, self._address + start * self.memory.element_size(), self.start + start, shape)
+        return Part(self.memory, self.address + start * self.memory.element_size(), self.start + start, shape)
 
 
 Array = Tensor | Part
@@ -75,7 +76,8 @@ def begins_of(shapes: Sequence[tuple[int, ...]]) -> tuple[list[int], int]:
     begins, end = [], 0
     for shape in shapes:
         begins.append(end)
-        end += aligned(math.prod(shape))
+        # `aligned`, inlined, as there are many arrays.
+        end += -(-(shape[0] if len(shape) == 1 else math.prod(shape)) // _ALIGNED) * _ALIGNED
     return begins, end
 
 
@@ -404,8 +406,21 @@ class BoundKernel:
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self._start(device, programs, tensors, numbers)
-        self._start(device, programs, tensors, numbers)
+                return self(programs, tensors, numbers)
+        # Inlined, as there are several for each launch.
+        addresses = [each.address if type(each) is Part else each.data_ptr() for each in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        # Triton specialises on 16-byte alignment.
+        key = (device, *[a % 16 for a in addresses]) if bits % 16 else (device,)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled(programs, (*addresses, *numbers, *self.constants), device)
+            return
+        made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, **self._options)
+        if made is not None:
+            self._compiled[key] = CompiledKernel(made)
 
     @property
     def known(self) -> bool:
@@ -423,17 +438,3 @@ class BoundKernel:
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
-
-    def _start(self, device: int, programs: int, tensors: Sequence[Array], numbers: Sequence[float]) -> None:
-        addresses, bits = [tensor.data_ptr() for tensor in tensors], 0
-        for address in addresses:
-            bits |= address
-        # Triton specialises on 16-byte alignment.
-        key = (device, *[a % 16 for a in addresses]) if bits % 16 else (device,)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled(programs, (*addresses, *numbers, *self.constants), device)
-            return
-        made = self.kernel[(programs,)](*map(tensor_of, tensors), *numbers, *self.constants, **self._options)
-        if made is not None:
-            self._compiled[key] = CompiledKernel(made)
