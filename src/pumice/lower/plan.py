@@ -26,7 +26,7 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import block_sums, chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
+from pumice.lower import block_sums, chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, segment_sums, unrolled, work
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -518,8 +518,8 @@ def _runner(
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
     if name == "gathered":
         return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
-    if name in ("blocks", "entries"):
-        return (block_sums.BlockStep if name == "blocks" else entry_sums.EntryStep)(bound, dtype)
+    if name in _STEPS:
+        return _STEPS[name](bound, dtype)
     if name == "nest":
         return nest.NestStep(bound, dtype, schedule_of(choice))
 
@@ -659,7 +659,7 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
         if wanted and name != wanted:
             continue
         # The interpreter is for tests and only used if requested by name.
-        if name in ("triton", "chained", "blocks", "entries", "unrolled") and not wanted and device.name == "CPU":
+        if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step.statement, step.bound, step.tensors)
@@ -727,6 +727,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
         "blocks": Lowering(_on_gpu(block_sums.refusal), block_sums.run, block_sums.work),
         "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
+        "segments": Lowering(_on_gpu(segment_sums.refusal), segment_sums.run, segment_sums.work),
         "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "nest": Lowering(nest.refusal, nest.run, work.nest_work),
@@ -736,6 +737,11 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     }
 )
 """The lowerings of a step, by name."""
+
+_STEPS: Mapping[str, Callable[[BoundStatement, torch.dtype], Run]] = MappingProxyType(
+    {"blocks": block_sums.BlockStep, "entries": entry_sums.EntryStep, "segments": segment_sums.SegmentStep}
+)
+"""The steps of lowerings that need nothing else, by name."""
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
 _BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)

@@ -1,0 +1,335 @@
+"""Sums of gathered rows over the segments of a sorted index array on a GPU: sparse times dense above all.
+
+    T[S[p],n] = sum over p, q of V[p,q] * X[K[p,q],n]          S sorted; the entries of one value of S are a segment
+
+Index arrays and values are read where they are: only the order in which programs take segments is prepared, once per
+index array. Short segments get a row of a program each, longer ones several, and very long ones are cut into pieces,
+whose sums the last program to finish adds up in a fixed order. Segments of a window keep together, since they often
+read the same rows of X, and are sorted by length within it. Columns are taken in slices, so that the rows of a slice
+stay in the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords.segments import bounds_of
+from pumice.language.bind import BoundStatement
+from pumice.language.nodes import Access, Affine, Statement, indices_of
+from pumice.lower.entry_sums import finished
+from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
+from pumice.runtime.workspace import workspace
+from pumice.schedule.predict import Work
+
+_TURNS = 16
+"""Iterations that a program should take at most: longer segments get more rows, or are cut."""
+_WINDOW = 2048
+"""Segments that keep together."""
+_FAR = 1 << 31
+
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW = 8
+"""Columns below which lanes would idle."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The operands of a statement by what they are. values: "" for ones."""
+
+    segments: str
+    places: str
+    values: str
+    rows: str
+
+
+@lru_cache(maxsize=1024)
+def roles_of(statement: Statement) -> Roles | str:
+    """The roles of the operands, or the reason why there are none."""
+    if statement.reduction != "sum" or len(statement.terms) != 1:
+        return "it is no sum of one term"
+    target, factors = statement.target.indices, statement.terms[0].factors
+    segments = _array(target[0]) if target else None
+    if segments is None or (segments.name, "sorted") not in statement.facts:
+        return "rows of the target are not named by a sorted index array"
+    (position,) = [e.bare for e in segments.indices] if len(segments.indices) == 1 else (None,)
+    columns = [e.bare for e in target[1:]]
+    if position is None or not columns or None in columns or len({*columns}) < len(columns):
+        return "the target has other axes than an index array of one position, and bare indices"
+    gathered, values = "", ""
+    places: Access | None = None
+    for factor in factors:
+        array = _array(factor.indices[0]) if isinstance(factor, Access) and factor.indices else None
+        if isinstance(factor, Access) and array is not None and [e.bare for e in factor.indices[1:]] == columns:
+            if gathered:
+                return "several factors are gathered"
+            gathered, places = factor.name, array
+        elif isinstance(factor, Access) and not values:
+            values = factor.name
+        else:
+            return "there are other factors than gathered rows and values of entries"
+    if places is None:
+        return "no factor has its rows named by an index array"
+    entry = [e.bare for e in places.indices]
+    stored = [[e.bare for e in f.indices] for f in factors if isinstance(f, Access) and f.name == values]
+    if entry[:1] != [position] or len({*entry}) < len(entry) or len(entry) > 2 or any(e != entry for e in stored):
+        return "entries are not those of one or two positions, of which the first is the target's"
+    names = (segments.name, places.name, values, gathered)
+    if len({*names}) < 4 or {*indices_of(statement)} != {*entry, *columns}:
+        return "an operand has several roles"
+    return Roles(*names)
+
+
+def _array(expression: Affine) -> Access | None:
+    """The index array that an expression is, if it is one of bare indices."""
+    if expression.constant or len(expression.terms) != 1:
+        return None
+    ((coefficient, atom),) = expression.terms
+    plain = coefficient == 1 and isinstance(atom, Access) and all(e.bare for e in atom.indices)
+    return atom if plain and isinstance(atom, Access) else None
+
+
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why a statement is no sum of rows over segments here, or None."""
+    roles = roles_of(statement)
+    if isinstance(roles, str):
+        return roles
+    places, x = operands[roles.places], operands[roles.rows]
+    kinds = [x.dtype, *([operands[roles.values].dtype] if roles.values else [])]
+    if any(kind not in _TYPES for kind in kinds):
+        return "a factor is not of float32, float16 or bfloat16"
+    read = {**bound.extents}
+    entry = math.prod(read[n] for n in indices_of(statement) if n not in indices_of(*statement.target.indices[1:]))
+    if any(extent.start for extent in bound.ranges.values()) or entry != places.numel():
+        return "not all entries are read"
+    if x.shape[1:] != bound.shape[1:] or [read[e.bare or ""] for e in statement.target.indices[1:]] != [*x.shape[1:]]:
+        return "not all columns are read"
+    if math.prod(x.shape[1:]) < _FEW:
+        return f"there are fewer than {_FEW} columns"
+    if 0 in bound.shape or 0 in bound.extents.values():
+        return "it is empty"
+    return None
+
+
+def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
+    """Rows are read through the second-level cache, some of them through the first."""
+    roles = roles_of(statement)
+    assert isinstance(roles, Roles)
+    points = bound.points(indices_of(statement))
+    return Work(2 * points, cache=_CACHED * operands[roles.rows].element_size() * points)
+
+
+_CACHED = 0.8
+
+
+class SegmentStep:
+    """A step of a plan: a statement that `refusal` accepts."""
+
+    bound: BoundStatement
+    dtype: torch.dtype
+
+    def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
+        roles = roles_of(bound.statement)
+        assert isinstance(roles, Roles)
+        self.bound, self.dtype, self._roles = bound, dtype, roles
+        term = bound.statement.terms[0]
+        self._plain = term.coefficient == 1 and not bound.statement.accumulate
+        self._width = math.prod(bound.shape[1:])
+        self._flat = len(bound.shape) == 2
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result, of `dtype`, added to that of the steps before."""
+        if self._plain:
+            found = self._sums(operands, self.dtype)
+        else:
+            found = finished(self.bound, operands, self.dtype, lambda dtype: self._sums(operands, dtype))
+        return found if before is None else before + found
+
+    def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        roles, shape = self._roles, self.bound.shape
+        x, places = operands[roles.rows], operands[roles.places]
+        values = operands[roles.values] if roles.values else None
+        x = x.contiguous() if self._flat else x.reshape(x.shape[0], self._width).contiguous()
+        size = places.shape[1] if places.ndim == 2 else 1
+        ready = prepared(operands[roles.segments], shape[0], size)
+        y = x.new_empty((shape[0], self._width), dtype=dtype)
+        ready.run(x, None if values is None else values.contiguous(), places.contiguous(), y)
+        return y if self._flat else y.view(shape)
+
+
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    return SegmentStep(bound, dtype)(operands)
+
+
+class SegmentTile(NamedTuple):
+    """lanes: columns of a program; rows: entries that it reads at once; short, long: entries up to which a segment gets
+    one row, or `middle` rows; window: segments that keep together."""
+
+    lanes: int = 32
+    rows: int = 16
+    warps: int = 1
+    middle: int = 4
+    short: int = 24
+    long: int = 64
+    turns: int = _TURNS
+    window: int = _WINDOW
+
+
+class Items(NamedTuple):
+    """The order of the work; see segment_kernels.segment_sums. pieces: of cut segments, at the front."""
+
+    starts: Tensor
+    stops: Tensor
+    rows: Tensor
+    items: Tensor
+    steps: Tensor
+    firsts: Tensor
+    pieces: Tensor
+
+
+def arranged(bounds: Tensor, size: int, tile: SegmentTile) -> Items:
+    """The items of segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
+    starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
+    cut = lengths > tile.rows // tile.warps * tile.turns
+    pieces, plain = cut.nonzero()[:, 0], (~cut).nonzero()[:, 0]
+    long, short = _pieces(starts, lengths, pieces, tile), _windows(starts, lengths, plain, tile)
+    begin = len(long.starts)
+    joined = [torch.cat(both) for both in zip(long[:3], short[:3], strict=True)]
+    items = torch.cat([long.items, short.items + 4 * begin])
+    ints = [x.int() for x in (*joined, items, torch.cat([long.steps, short.steps]), long.firsts, long.pieces)]
+    return Items(*ints)
+
+
+def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Items:
+    """Items of all rows of a program, the longest segments first."""
+    which = which[lengths[which].argsort(descending=True, stable=True)]
+    most = tile.rows * tile.turns
+    counts = -(-lengths[which] // most)
+    segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
+    firsts = (counts.cumsum(0) - counts)[segment]
+    number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
+    each = -(-lengths[of] // counts[segment])
+    begins = starts[of] + number * each
+    stops = torch.minimum(begins + each, starts[of] + lengths[of])
+    steps = -(-(stops - begins).clamp(min=0) // tile.rows)
+    items = 4 * torch.arange(len(segment), device=starts.device) + 3
+    return Items(begins, stops, of, items, steps, firsts, counts[segment])
+
+
+def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Items:
+    """Items of one warp at most, by windows of segments."""
+    device, own = starts.device, tile.rows // tile.warps
+    size = lengths[which]
+    kind = (size > tile.short).long() + (size > tile.long).long()
+    group = which // tile.window * 3 + 2 - kind
+    longest = int(size.max()) + 1 if len(size) else 1
+    order = (group * longest + longest - 1 - size).argsort(stable=True)
+    which, size, group = which[order], size[order], group[order]
+    groups = 3 * (-(-len(starts) // tile.window))
+    parts = torch.tensor([own, tile.middle, 1], device=device).repeat(groups // 3)
+    each = tile.rows // parts
+    counts = torch.bincount(group, minlength=groups)
+    programs = -(-counts // each)
+    place = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[group]
+    program = (programs.cumsum(0) - programs)[group] + place // each[group]
+    per = torch.repeat_interleave(each, programs)
+    firsts = per.cumsum(0) - per
+    places = firsts[program] + place % each[group]
+    total = int(per.sum())
+    begins, stops, rows = (torch.zeros(total, dtype=torch.int64, device=device) for _ in range(3))
+    rows -= 1
+    begins[places], stops[places], rows[places] = starts[which], starts[which] + size, which
+    leads = place % each[group] == 0
+    steps = torch.zeros(len(per), dtype=torch.int64, device=device)
+    steps[program[leads]] = -(-size[leads] // parts[group[leads]])
+    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(groups // 3), programs)
+    none = steps[:0]
+    return Items(begins, stops, rows, 4 * firsts + kinds, steps, none, none)
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentSums:
+    """The segments of an index array in the order of a tile."""
+
+    tile: SegmentTile
+    items: Items
+    launches: dict[Any, tuple[BoundKernel, int, list[int]]] = field(default_factory=dict)
+
+    def run(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
+        """Write the sums to y [segments, n]. x [rows, n]; values, places: of the entries, in their order."""
+        key = x.dtype, y.dtype, None if values is None else values.dtype, x.shape
+        launch = self.launches.get(key) or self.launches.setdefault(key, self._launch(x, values, places, y))
+        run, programs, numbers = launch
+        items = self.items
+        pieces, width = items.pieces.shape[0], x.shape[1]
+        if pieces:
+            own = workspace(pieces * (programs // numbers[0]), 4 * pieces * width, x.device)
+            scratch, waiting = own.scratch.view(torch.float32), own.counters
+        else:
+            scratch = waiting = items.firsts
+        tensors = (x, x if values is None else values, places, *items, scratch, waiting, y)
+        run(programs, tensors, numbers)
+        return y
+
+    def _launch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
+        tile, width = self.tile, x.shape[1]
+        size = max(x.element_size(), y.element_size())
+        lanes = min(tile.lanes, 1 << (width - 1).bit_length())
+        vector = min(width & -width, 16 // size, lanes)
+        constants = {
+            "LANES": lanes,
+            "ROWS": tile.rows,
+            "WARPS": tile.warps,
+            "THREADS": max(1, min(tile.rows // tile.warps, 32 // max(1, lanes // vector))),
+            "MIDDLE": tile.middle,
+            "VECTOR": vector,
+            "EVEN": width % lanes == 0,
+            "FAR": max(x.numel(), y.numel()) >= _FAR,
+            "LONG": len(self.items.pieces) > 0,
+            "VALUED": values is not None,
+        }
+        programs = len(self.items.items)
+        numbers = [programs, width, x.shape[0]]
+        items = self.items
+        none = items.firsts
+        own = (none, none) if not len(none) else (x.new_empty(1, dtype=torch.float32), none)
+        tensors = (x, x if values is None else values, places, *items, *own, y)
+        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, tile.warps)
+        return made, programs * -(-width // lanes), numbers
+
+    def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
+        """As run, in plain torch."""
+        items, flat = self.items, places.reshape(-1).long()
+        held = (x.new_ones(()).expand(len(flat)) if values is None else values.reshape(-1)).float()
+        y.zero_()
+        total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
+        for start, stop, row in zip(items.starts.tolist(), items.stops.tolist(), items.rows.tolist(), strict=True):
+            if row < 0:
+                continue
+            which = slice(start, stop)
+            inside = (flat[which] >= 0) & (flat[which] < len(x))
+            total[row] += (held[which][inside, None] * x[flat[which][inside]].float()).sum(0)
+        return y.copy_(total)
+
+
+DEFAULT = SegmentTile()
+
+
+def prepared(array: Tensor, count: int, size: int, tile: SegmentTile = DEFAULT) -> SegmentSums:
+    """The sums over the segments of a sorted array for the values 0 to count - 1, each of whose positions stands for
+    `size` entries."""
+    return keep_for_graph(_prepared(array, count, size, tile))
+
+
+@cached_per_tensor
+def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
+    return SegmentSums(tile, arranged(bounds_of(array, count), size, tile))
