@@ -84,7 +84,7 @@ _GRAPHS: Mapping[str, Graph] = {
     "amazon0505-like": Graph(410_236, 4_878_875, 2.9, 20, 2760, 0.57, 40),
     "amazon0601-like": Graph(403_394, 3_387_388, 2.9, 20, 2760, 0.63, 32),
     "com-amazon-like": Graph(334_863, 1_851_744, 2.9, 549, 549),
-    "ppi-like": Graph(56_944, 818_716, 2.4, 700, 700, 0.87, 90),
+    "ppi-like": Graph(56_944, 818_716, 2.4, 700, 700, 0.84, 90),
 }
 _MOLECULES: Mapping[str, Molecules] = {
     "dd-like": Molecules(300_000, 1_700_000, 20, 280),

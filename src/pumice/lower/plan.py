@@ -402,7 +402,7 @@ def of_one(plan: Plan, operands: Sequence[Tensor], x: Tensor) -> Callable[[Tenso
     if len(names) != 1 or getattr(run, "dtype", None) != plan.dtype:
         return None
     (name,) = names
-    if isinstance(run, nest.NestStep | entry_sums.EntryStep):
+    if isinstance(run, nest.NestStep | entry_sums.EntryStep | segment_sums.SegmentStep):
         return run.of_one(given, name)
     if not isinstance(run, kernels.KernelExecutor):
         return None

@@ -9,7 +9,7 @@ def segment_sums(
     x, values, places, starts, stops, rows, items, steps, firsts, pieces, scratch, waiting, y, programs: "i64",
     width: "i64", size: "i64", LANES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, THREADS: tl.constexpr,
     MIDDLE: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr,
-    VALUED: tl.constexpr
+    VALUED: tl.constexpr, HINT: tl.constexpr = 0, INNER: tl.constexpr = False
 ):  # fmt: skip
     """y[rows[i], n] = sum over entries starts[i] <= e < stops[i] of values[e] * x[places[e], n]
 
@@ -17,9 +17,13 @@ def segment_sums(
     ROWS / WARPS or all of them to an item. items [programs]: 4 * the first item + 0, 1, 2 or 3 for these; steps
     [programs]: iterations. Items of all rows may be pieces of a segment: the program that finishes the last of `pieces`
     of them, the first of which is item `firsts`, adds up what they left in `scratch`."""
-    number = tl.program_id(0) % programs.to(tl.int32)
-    block = tl.program_id(0) // programs.to(tl.int32)
     blocks = tl.num_programs(0) // programs.to(tl.int32)
+    if INNER:
+        number = tl.program_id(0) // blocks
+        block = tl.program_id(0) % blocks
+    else:
+        number = tl.program_id(0) % programs.to(tl.int32)
+        block = tl.program_id(0) // programs.to(tl.int32)
     code = tl.load(items + number)
     turns = tl.load(steps + number)
     kind = code & 3
@@ -52,7 +56,10 @@ def segment_sums(
         address = tl.max_contiguous(
             tl.multiple_of(offset[:, None] + column[None, :], [1, VECTOR]), [1, LANES if EVEN else VECTOR]
         )
-        read = tl.load(x + address, mask=there[:, None], other=0).to(tl.float32)
+        if HINT & 1:
+            read = tl.load(x + address, mask=there[:, None], other=0, eviction_policy="evict_last").to(tl.float32)
+        else:
+            read = tl.load(x + address, mask=there[:, None], other=0).to(tl.float32)
         if VALUED:
             total += value[:, None] * read
             value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
@@ -60,11 +67,11 @@ def segment_sums(
             total += read
         place = following
     if kind == 0:
-        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, 1, VECTOR, EVEN, FAR)
+        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, 1, VECTOR, EVEN, FAR, HINT)
     elif kind == 1:
-        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, MIDDLE, VECTOR, EVEN, FAR)
+        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, MIDDLE, VECTOR, EVEN, FAR, HINT)
     elif kind == 2:
-        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, OWN, VECTOR, EVEN, FAR)
+        _store(total, item, rows, y, column, live, width, LANES, ROWS, WARPS, THREADS, OWN, VECTOR, EVEN, FAR, HINT)
     else:
         if LONG:
             _store_piece(
@@ -104,7 +111,7 @@ def _store_piece(
 @triton.jit
 def _store(
     total, item, rows, y, column, live, width, LANES: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr,
-    THREADS: tl.constexpr, PARTS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr
+    THREADS: tl.constexpr, PARTS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, HINT: tl.constexpr
 ):  # fmt: skip
     """Add up the PARTS rows of each item and write them to its row of y."""
     TURNS: tl.constexpr = ROWS // (WARPS * THREADS)
@@ -124,4 +131,7 @@ def _store(
     address = tl.max_contiguous(
         tl.multiple_of(offset[:, None] + column[None, :], [1, VECTOR]), [1, LANES if EVEN else VECTOR]
     )
-    tl.store(y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :])
+    if HINT & 2:
+        tl.store(y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :], cache_modifier=".cs")
+    else:
+        tl.store(y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :])

@@ -12,9 +12,9 @@ stay in the caches.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,15 +153,27 @@ class SegmentStep:
             found = finished(self.bound, operands, self.dtype, lambda dtype: self._sums(operands, dtype))
         return found if before is None else before + found
 
-    def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        roles, shape = self._roles, self.bound.shape
-        x, places = operands[roles.rows], operands[roles.places]
-        values = operands[roles.values] if roles.values else None
-        x = x.contiguous() if self._flat else x.reshape(x.shape[0], self._width).contiguous()
+    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+        """The step as a function of the gathered rows, of the same layout and dtype, the values being read where they
+        are now; None if more than one kernel is to be run."""
+        x = operands[name]
+        if not self._plain or name != self._roles.rows or not self._flat or not x.is_contiguous():
+            return None
+        ready, values, places = self._ready(operands)
+        call = ready.bound(x, values, places, self.dtype)
+        return None if call is None else lambda x: keep_for_graph(call)(x)
+
+    def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
+        roles = self._roles
+        places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
         size = places.shape[1] if places.ndim == 2 else 1
-        ready = prepared(operands[roles.segments], shape[0], size)
-        y = x.new_empty((shape[0], self._width), dtype=dtype)
-        ready.run(x, None if values is None else values.contiguous(), places.contiguous(), y)
+        return prepared(operands[roles.segments], self.bound.shape[0], size), values, places.contiguous()
+
+    def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        shape, x = self.bound.shape, operands[self._roles.rows]
+        x = x.contiguous() if self._flat else x.reshape(x.shape[0], self._width).contiguous()
+        ready, values, places = self._ready(operands)
+        y = ready.run(x, values, places, x.new_empty((shape[0], self._width), dtype=dtype))
         return y if self._flat else y.view(shape)
 
 
@@ -182,6 +194,8 @@ class SegmentTile(NamedTuple):
     long: int = 64
     turns: int = _TURNS
     window: int = _WINDOW
+    hint: int = 0
+    inner: bool = False
 
 
 class Items(NamedTuple):
@@ -258,9 +272,10 @@ def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) 
 
 @dataclass(frozen=True, eq=False)
 class SegmentSums:
-    """The segments of an index array in the order of a tile."""
+    """The segments of an index array in the order of a tile. launches: by dtypes and shape."""
 
     tile: SegmentTile
+    count: int
     items: Items
     launches: dict[Any, tuple[BoundKernel, int, list[int]]] = field(default_factory=dict)
 
@@ -269,16 +284,46 @@ class SegmentSums:
         key = x.dtype, y.dtype, None if values is None else values.dtype, x.shape
         launch = self.launches.get(key) or self.launches.setdefault(key, self._launch(x, values, places, y))
         run, programs, numbers = launch
-        items = self.items
-        pieces, width = items.pieces.shape[0], x.shape[1]
-        if pieces:
-            own = workspace(pieces * (programs // numbers[0]), 4 * pieces * width, x.device)
-            scratch, waiting = own.scratch.view(torch.float32), own.counters
-        else:
-            scratch = waiting = items.firsts
-        tensors = (x, x if values is None else values, places, *items, scratch, waiting, y)
-        run(programs, tensors, numbers)
+        run(programs, self._tensors(x, values, places, y, programs // numbers[0]), numbers)
         return y
+
+    def bound(
+        self, x: Tensor, values: Tensor | None, places: Tensor, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor] | None:
+        """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
+        y = x.new_empty((self.count, x.shape[1]), dtype=dtype)
+        launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
+        if launch is None or len(self.items.pieces):
+            return None if launch is None else partial(self._again, values, places, dtype)
+        run, programs, numbers = launch
+        tensors = self._tensors(x, values, places, y, programs // numbers[0])
+        given = [n for n, t in enumerate(tensors) if t is x or t is y]
+        start, shape, held = run.prepared(programs, tensors, numbers, given), tuple(y.shape), tensors[1:-1]
+        if start is None:
+            return partial(self._again, values, places, dtype)
+        xs = len(given) - 1
+
+        def call(x: Tensor, held: object = held) -> Tensor:
+            y = x.new_empty(shape, dtype=dtype)
+            if not start(*[x] * xs, y):
+                return self.run(x, values, places, y)
+            return y
+
+        return call
+
+    def _again(self, values: Tensor | None, places: Tensor, dtype: torch.dtype, x: Tensor) -> Tensor:
+        return self.run(x, values, places, x.new_empty((self.count, x.shape[1]), dtype=dtype))
+
+    def _tensors(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, blocks: int
+    ) -> tuple[Tensor, ...]:
+        """The tensors of a launch. blocks: of columns."""
+        items = self.items
+        scratch = waiting = items.firsts
+        if pieces := len(items.pieces):
+            own = workspace(pieces * blocks, 4 * pieces * x.shape[1], x.device)
+            scratch, waiting = own.scratch.view(torch.float32), own.counters
+        return (x, x if values is None else values, places, *items, scratch, waiting, y)
 
     def _launch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
         tile, width = self.tile, x.shape[1]
@@ -296,15 +341,13 @@ class SegmentSums:
             "FAR": max(x.numel(), y.numel()) >= _FAR,
             "LONG": len(self.items.pieces) > 0,
             "VALUED": values is not None,
+            "HINT": tile.hint,
+            "INNER": tile.inner,
         }
-        programs = len(self.items.items)
-        numbers = [programs, width, x.shape[0]]
-        items = self.items
-        none = items.firsts
-        own = (none, none) if not len(none) else (x.new_empty(1, dtype=torch.float32), none)
-        tensors = (x, x if values is None else values, places, *items, *own, y)
+        programs, blocks = len(self.items.items), -(-width // lanes)
+        tensors = self._tensors(x, values, places, y, blocks)
         made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, tile.warps)
-        return made, programs * -(-width // lanes), numbers
+        return made, programs * blocks, [programs, width, x.shape[0]]
 
     def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
         """As run, in plain torch."""
@@ -332,4 +375,4 @@ def prepared(array: Tensor, count: int, size: int, tile: SegmentTile = DEFAULT) 
 
 @cached_per_tensor
 def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    return SegmentSums(tile, arranged(bounds_of(array, count), size, tile))
+    return SegmentSums(tile, count, arranged(bounds_of(array, count), size, tile))

@@ -46,6 +46,7 @@ from pumice.ops.operands import (
 )
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
+from pumice.runtime.launch import has_triton
 from pumice.schedule.predict import Device
 from pumice.schedule.tuned_loops import loop_records
 from pumice.schedule.tuner import Clock, SearchProgress
@@ -174,6 +175,31 @@ class Einsum:
     def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
+        if len(operands) == 2 and (found := self._calls_of_one(operands)) is not None:
+            calls, x = found
+            return calls(x, lambda: self.checked(operands), lambda: self.prepared(operands, x))
+        return self.checked(operands)
+
+    def _calls_of_one(self, operands: Mapping[str, Operand]) -> tuple[CallsOfOne, Tensor] | None:
+        """The calls of a tensor and a sparse operand that is the same each time; None on a CPU, and for others."""
+        (name, x), (other, fixed) = operands.items()
+        if isinstance(x, Sparse):
+            name, x, other, fixed = other, fixed, name, x
+        if not isinstance(fixed, Sparse) or not isinstance(x, Tensor) or not has_triton(x):
+            return None
+        return fixed.kept((self, name, other), CallsOfOne.of_sparse), x
+
+    def prepared(self, operands: Mapping[str, Operand], x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """A call that ran, as a function of its operand x of the same layout; None if it is not one kernel or loop nest
+        that reads x once, or if something is to be checked or converted in each call."""
+        seen = self._checked_calls.get(facts_of(operands))
+        if seen is None or seen.statement is None or seen.checks:
+            return None
+        tensors, names = tensors_of(operands.values()), seen.statement.names
+        return plan.of_one(plan.plan_for(tensors, names, self.text, None, self.lowering), tensors, x)
+
+    def checked(self, operands: Mapping[str, Operand]) -> Any:
+        """The call with all checks of its operands."""
         facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
@@ -290,44 +316,51 @@ class _CheckedCall:
     joined: JoinedStatement | None = None
 
 
-class OneOperandEinsum:
-    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
-    in C (lower.nest), or one kernel on a GPU, are prepared once per layout of x, until fixed values, tuned schedules or
-    tiles change. Index arrays must not."""
+class CallsOfOne:
+    """Calls of a statement as functions of one operand, a tensor, prepared once per layout of it, until values of the
+    others, tuned schedules or tiles change. Index arrays must not."""
 
-    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
-        self._text, self._name, self._fixed = text, name, fixed
-        self._values = [t for t in tensors_of(fixed.values()) if t.is_floating_point()]
-        self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values = [t for t in values if t.is_floating_point()]
+        self._known: BoundedCache[tuple[Any, Callable[[Tensor], Tensor] | None]] = BoundedCache(16)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def of_sparse(fixed: Sparse) -> CallsOfOne:
+        return CallsOfOne(fixed.arrays)
+
+    def __call__(
+        self, x: Tensor, call: Callable[[], Tensor], prepare: Callable[[], Callable[[Tensor], Tensor] | None]
+    ) -> Tensor:
+        """The result for x. call: the call with all checks; prepare: the function of x, once that ran."""
         values = self._values
         if not (autograd.is_plain_on_cpu(x, values) if x.is_cpu else autograd.is_plain_call((x, *values))):
-            return self._einsum(x)
+            return call()
         try:
             # Kernels read values where they are, a nest may have packed them.
             state = _generation(x), [(t._version if x.is_cpu else 0, t.data_ptr()) for t in values]
         except RuntimeError:
             # Inference tensors have no version.
-            return self._einsum(x)
+            return call()
         layout = x.shape, x.stride(), x.dtype, x.device
-        known = self._calls.get(layout)
+        known = self._known.get(layout)
         if known is None or known[0] != state:
-            found = self._einsum(x)
-            self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+            found = call()
+            self._known.keep(layout, (state, prepare()))
             return found
-        return known[1](x)
+        return call() if known[1] is None else known[1](x)
 
-    def _einsum(self, x: Tensor) -> Tensor:
-        return _compiled(self._text, "")(**{**self._fixed, self._name: x})
 
-    def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The call as one loop nest or kernel, once it has run; None if it is no such."""
-        operands = {**self._fixed, self._name: x}
-        tensors, seen = tensors_of(operands.values()), _compiled(self._text, "")._checked_calls.get(facts_of(operands))
-        if seen is None or seen.statement is None:
-            return None
-        return plan.of_one(plan.plan_for(tensors, seen.statement.names, self._text, None, ""), tensors, x)
+class OneOperandEinsum:
+    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
+    in C (lower.nest), or one kernel on a GPU, are prepared; see CallsOfOne."""
+
+    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
+        self._einsum, self._name, self._fixed = _compiled(text, ""), name, fixed
+        self._calls = CallsOfOne(tensors_of(fixed.values()))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        operands, einsum = {**self._fixed, self._name: x}, self._einsum
+        return self._calls(x, lambda: einsum.checked(operands), lambda: einsum.prepared(operands, x))
 
 
 def _generation(x: Tensor) -> Hashable:
