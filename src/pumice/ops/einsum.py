@@ -46,7 +46,6 @@ from pumice.ops.operands import (
 )
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
-from pumice.runtime.launch import has_triton
 from pumice.schedule.predict import Device
 from pumice.schedule.tuned_loops import loop_records
 from pumice.schedule.tuner import Clock, SearchProgress
@@ -185,7 +184,7 @@ class Einsum:
         (name, x), (other, fixed) = operands.items()
         if isinstance(x, Sparse):
             name, x, other, fixed = other, fixed, name, x
-        if not isinstance(fixed, Sparse) or not isinstance(x, Tensor) or not has_triton(x):
+        if not isinstance(fixed, Sparse) or not isinstance(x, Tensor) or not x.is_cuda:
             return None
         return fixed.kept((self, name, other), CallsOfOne.of_sparse), x
 
