@@ -26,7 +26,21 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import block_sums, chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, segment_sums, unrolled, work
+from pumice.lower import (
+    block_sums,
+    chained,
+    cpu,
+    entry_sums,
+    graph,
+    inductor,
+    maps,
+    nest,
+    nest_tune,
+    rowwise,
+    segment_sums,
+    unrolled,
+    work,
+)
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -44,11 +58,13 @@ Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None
 
 @dataclass(frozen=True)
 class Lowering:
-    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model."""
+    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model.
+    named: it is never chosen, but asked for by name."""
 
     refusal: Refusal
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
     work: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], Work]
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -656,7 +672,7 @@ def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int,
 def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tuple[str, float, str]]:
     """(lowering, estimated seconds, reason for refusal) of every candidate lowering."""
     for name, lowering in LOWERINGS.items():
-        if wanted and name != wanted:
+        if name != wanted if wanted else lowering.named:
             continue
         # The interpreter is for tests and only used if requested by name.
         if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":
@@ -732,6 +748,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "nest": Lowering(nest.refusal, nest.run, work.nest_work),
         "rowwise": Lowering(rowwise.refusal, rowwise.run, rowwise.work),
+        "inductor": Lowering(inductor.refusal, inductor.run, work.graph_work, named=True),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }

@@ -132,6 +132,8 @@ def _store(
         tl.multiple_of(offset[:, None] + column[None, :], [1, VECTOR]), [1, LANES if EVEN else VECTOR]
     )
     if HINT & 2:
-        tl.store(y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :], cache_modifier=".cs")
+        tl.store(
+            y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :], cache_modifier=".cs"
+        )
     else:
         tl.store(y + address, total.to(y.dtype.element_ty), mask=(row >= 0)[:, None] & live[None, :])

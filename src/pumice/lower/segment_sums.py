@@ -314,9 +314,7 @@ class SegmentSums:
     def _again(self, values: Tensor | None, places: Tensor, dtype: torch.dtype, x: Tensor) -> Tensor:
         return self.run(x, values, places, x.new_empty((self.count, x.shape[1]), dtype=dtype))
 
-    def _tensors(
-        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, blocks: int
-    ) -> tuple[Tensor, ...]:
+    def _tensors(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, blocks: int) -> tuple[Tensor, ...]:
         """The tensors of a launch. blocks: of columns."""
         items = self.items
         scratch = waiting = items.firsts
@@ -325,7 +323,9 @@ class SegmentSums:
             scratch, waiting = own.scratch.view(torch.float32), own.counters
         return (x, x if values is None else values, places, *items, scratch, waiting, y)
 
-    def _launch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
+    def _launch(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
+    ) -> tuple[BoundKernel, int, list[int]]:
         tile, width = self.tile, x.shape[1]
         size = max(x.element_size(), y.element_size())
         lanes = min(tile.lanes, 1 << (width - 1).bit_length())

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
-from pumice.lower import nest, plan
+from pumice.lower import nest, nest_tune, plan
 from pumice.lower.call import global_settings
 from pumice.ops import autograd
 from pumice.ops.direct import choices_of_windows, windowed
@@ -44,7 +44,7 @@ from pumice.ops.operands import (
     validate_operands,
     value_names_of,
 )
-from pumice.ops.sparse import Sparse
+from pumice.ops.sparse import Sparse, sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
 from pumice.schedule.tuned_loops import loop_records
@@ -52,6 +52,7 @@ from pumice.schedule.tuner import Clock, SearchProgress
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+Measure = Callable[[Callable[[], object]], float]
 
 
 def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
@@ -73,8 +74,9 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
         ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
-    lowering: "triton", "chained", "blocks", "entries", "unrolled", "gathered", "nest", "rowwise", "graph" or
-        "reference"; default: the cheapest by the cost model, see explain(). "triton/bf16x3" (or ieee, tf32x3, tf32)
+    lowering: "triton", "chained", "blocks", "entries", "segments", "unrolled", "gathered", "nest", "rowwise",
+        "inductor", "graph" or "reference"; default: the cheapest by the cost model, see explain(); "inductor" compiles
+        for seconds and is never the default. "triton/bf16x3" (or ieee, tf32x3, tf32)
         sets the precision of float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and
         "nest/skimcaffe" give the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md); "nest"
         takes the tuned one, or that of a rule.
@@ -283,6 +285,31 @@ class Einsum:
             lines.append(str(step))
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
+
+    def grouped(self, name: str, /, *, measure: Measure | None = None, **operands: Any) -> Sparse:
+        """The operand of this name in its format, with the group size that makes the statement the fastest on the
+        device of the operands: of the powers of two below and above the square root of the mean row length (Insum,
+        section 4.2).
+
+        operands: as in a call; the one of this name as `sparse` takes it. measure: seconds of a call; default: of the
+        GPU with a cold cache, on a CPU of the thread.
+        Raises OptionError if the statement was compiled without a format of this name, or its groups have sizes."""
+        form = dict(self.formats).get(name)
+        level = parse_format(form).grouped if form else None
+        if form is None or level is None or level.sizes:
+            raise OptionError(
+                f"{name} is expected to have a format with a group without a size, as `k:G`; found {form}"
+            )
+        made = {group: sparse(operands[name], form, group=group) for group in ("below sqrt", "above sqrt")}
+        below, above = made.values()
+        if below.format == above.format:
+            return below
+        seconds = measure or (kernels.measured if below.device.type == "cuda" else nest_tune.seconds_of)
+        calls = {x: partial(self, **{**operands, name: x}) for x in (below, above)}
+        for call in calls.values():
+            call()
+        times = {x: seconds(call) for x, call in calls.items()}
+        return min(times, key=times.__getitem__)
 
     def _checked(self, operands: Mapping[str, Operand]) -> _CheckedOperands:
         """Check and convert the operands."""
