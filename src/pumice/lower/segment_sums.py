@@ -29,10 +29,6 @@ from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
 from pumice.runtime.workspace import workspace
 from pumice.schedule.predict import Work
 
-_TURNS = 16
-"""Iterations that a program should take at most: longer segments get more rows, or are cut."""
-_WINDOW = 2048
-"""Segments that keep together."""
 _FAR = 1 << 31
 
 
@@ -183,91 +179,89 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class SegmentTile(NamedTuple):
-    """lanes: columns of a program; rows: entries that it reads at once; short, long: entries up to which a segment gets
-    one row, or `middle` rows; window: segments that keep together."""
+    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns. short, long: entries up to
+    which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at most: longer segments
+    are cut. window: segments that keep together."""
 
-    lanes: int = 32
-    rows: int = 16
-    warps: int = 1
+    rows: int = 8
+    blocks: int = 4
     middle: int = 4
-    short: int = 24
-    long: int = 64
-    turns: int = _TURNS
-    window: int = _WINDOW
+    short: int = 12
+    long: int = 32
+    turns: int = 16
+    window: int = 1024
     hint: int = 0
-    inner: bool = False
 
 
-class Items(NamedTuple):
-    """The order of the work; see segment_kernels.segment_sums. pieces: of cut segments, at the front."""
+class Order(NamedTuple):
+    """The work of programs; see segment_kernels.segment_sums. firsts, pieces: of cut segments, which come first."""
 
-    starts: Tensor
-    stops: Tensor
-    rows: Tensor
-    items: Tensor
-    steps: Tensor
+    slots: Tensor
+    codes: Tensor
     firsts: Tensor
     pieces: Tensor
 
 
-def arranged(bounds: Tensor, size: int, tile: SegmentTile) -> Items:
-    """The items of segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
+def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
+    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
     starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
-    cut = lengths > tile.rows // tile.warps * tile.turns
-    pieces, plain = cut.nonzero()[:, 0], (~cut).nonzero()[:, 0]
-    long, short = _pieces(starts, lengths, pieces, tile), _windows(starts, lengths, plain, tile)
-    begin = len(long.starts)
-    joined = [torch.cat(both) for both in zip(long[:3], short[:3], strict=True)]
-    items = torch.cat([long.items, short.items + 4 * begin])
-    ints = [x.int() for x in (*joined, items, torch.cat([long.steps, short.steps]), long.firsts, long.pieces)]
-    return Items(*ints)
+    cut = lengths > tile.rows * tile.turns
+    long = _pieces(starts, lengths, cut.nonzero()[:, 0], tile)
+    short = _windows(starts, lengths, (~cut).nonzero()[:, 0], tile)
+    firsts, pieces = long.firsts, long.pieces
+    if len(pieces):
+        firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (firsts, pieces))
+    joined = torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces
+    return Order(*(x.int() for x in joined))
 
 
-def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Items:
-    """Items of all rows of a program, the longest segments first."""
+def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+    """A program for each piece of these segments, the longest first."""
     which = which[lengths[which].argsort(descending=True, stable=True)]
-    most = tile.rows * tile.turns
-    counts = -(-lengths[which] // most)
+    counts = -(-lengths[which] // (tile.rows * tile.turns))
     segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
     firsts = (counts.cumsum(0) - counts)[segment]
     number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
     each = -(-lengths[of] // counts[segment])
     begins = starts[of] + number * each
     stops = torch.minimum(begins + each, starts[of] + lengths[of])
+    part = torch.arange(tile.rows, device=starts.device)
+    slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
     steps = -(-(stops - begins).clamp(min=0) // tile.rows)
-    items = 4 * torch.arange(len(segment), device=starts.device) + 3
-    return Items(begins, stops, of, items, steps, firsts, counts[segment])
+    return Order(slots, 4 * steps + 2, firsts, counts[segment])
 
 
-def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Items:
-    """Items of one warp at most, by windows of segments."""
-    device, own = starts.device, tile.rows // tile.warps
-    size = lengths[which]
+def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+    """Programs for segments that are not cut, by windows of segments: in each those that get most rows first, longer
+    ones before shorter ones."""
+    device, size = starts.device, lengths[which]
     kind = (size > tile.short).long() + (size > tile.long).long()
     group = which // tile.window * 3 + 2 - kind
     longest = int(size.max()) + 1 if len(size) else 1
     order = (group * longest + longest - 1 - size).argsort(stable=True)
     which, size, group = which[order], size[order], group[order]
-    groups = 3 * (-(-len(starts) // tile.window))
-    parts = torch.tensor([own, tile.middle, 1], device=device).repeat(groups // 3)
+    windows = -(-len(starts) // tile.window)
+    # Of each group of a window: rows of a segment, segments of a program.
+    parts = torch.tensor([tile.rows, tile.middle, 1], device=device).repeat(windows)
     each = tile.rows // parts
-    counts = torch.bincount(group, minlength=groups)
+    counts = torch.bincount(group, minlength=3 * windows)
     programs = -(-counts // each)
     place = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[group]
-    program = (programs.cumsum(0) - programs)[group] + place // each[group]
-    per = torch.repeat_interleave(each, programs)
-    firsts = per.cumsum(0) - per
-    places = firsts[program] + place % each[group]
-    total = int(per.sum())
-    begins, stops, rows = (torch.zeros(total, dtype=torch.int64, device=device) for _ in range(3))
-    rows -= 1
-    begins[places], stops[places], rows[places] = starts[which], starts[which] + size, which
-    leads = place % each[group] == 0
-    steps = torch.zeros(len(per), dtype=torch.int64, device=device)
-    steps[program[leads]] = -(-size[leads] // parts[group[leads]])
-    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(groups // 3), programs)
-    none = steps[:0]
-    return Items(begins, stops, rows, 4 * firsts + kinds, steps, none, none)
+    program, place = (programs.cumsum(0) - programs)[group] + place // each[group], place % each[group]
+    total = int(programs.sum())
+    slots = torch.tensor([0, 0, -1], device=device)[:, None].expand(total, 3, tile.rows).clone()
+    own = parts[group]
+    of = torch.repeat_interleave(torch.arange(len(which), device=device), own)
+    part = torch.arange(len(of), device=device) - (own.cumsum(0) - own)[of]
+    row = (place * own)[of] + part
+    slots[program[of], 0, row] = starts[which][of] + part
+    slots[program[of], 1, row] = (starts[which] + size)[of]
+    slots[program[of], 2, row] = which[of]
+    steps = torch.zeros(total, dtype=torch.int64, device=device)
+    leads = place == 0
+    steps[program[leads]] = -(-size[leads] // own[leads])
+    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(windows), programs)
+    return Order(slots, 4 * steps + kinds, steps[:0], steps[:0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +270,7 @@ class SegmentSums:
 
     tile: SegmentTile
     count: int
-    items: Items
+    order: Order
     launches: dict[Any, tuple[BoundKernel, int, list[int]]] = field(default_factory=dict)
 
     def run(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
@@ -293,7 +287,7 @@ class SegmentSums:
         """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
         y = x.new_empty((self.count, x.shape[1]), dtype=dtype)
         launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
-        if launch is None or len(self.items.pieces):
+        if launch is None or len(self.order.pieces):
             return None if launch is None else partial(self._again, values, places, dtype)
         run, programs, numbers = launch
         tensors = self._tensors(x, values, places, y, programs // numbers[0])
@@ -316,51 +310,46 @@ class SegmentSums:
 
     def _tensors(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, blocks: int) -> tuple[Tensor, ...]:
         """The tensors of a launch. blocks: of columns."""
-        items = self.items
-        scratch = waiting = items.firsts
-        if pieces := len(items.pieces):
+        order = self.order
+        scratch = waiting = order.firsts
+        if pieces := len(order.pieces):
             own = workspace(pieces * blocks, 4 * pieces * x.shape[1], x.device)
             scratch, waiting = own.scratch.view(torch.float32), own.counters
-        return (x, x if values is None else values, places, *items, scratch, waiting, y)
+        return (x, x if values is None else values, places, *order, scratch, waiting, y)
 
-    def _launch(
-        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
-    ) -> tuple[BoundKernel, int, list[int]]:
+    def _launch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
         tile, width = self.tile, x.shape[1]
         size = max(x.element_size(), y.element_size())
-        lanes = min(tile.lanes, 1 << (width - 1).bit_length())
-        vector = min(width & -width, 16 // size, lanes)
+        lanes = min(128 // size, 1 << (width - 1).bit_length())
+        blocks = min(max(1, tile.blocks * size // 4), 1 << (-(-width // lanes) - 1).bit_length())
         constants = {
             "LANES": lanes,
+            "BLOCKS": blocks,
             "ROWS": tile.rows,
-            "WARPS": tile.warps,
-            "THREADS": max(1, min(tile.rows // tile.warps, 32 // max(1, lanes // vector))),
             "MIDDLE": tile.middle,
-            "VECTOR": vector,
-            "EVEN": width % lanes == 0,
+            "VECTOR": min(width & -width, 16 // size, lanes),
+            "EVEN": width % (lanes * blocks) == 0,
             "FAR": max(x.numel(), y.numel()) >= _FAR,
-            "LONG": len(self.items.pieces) > 0,
+            "LONG": len(self.order.pieces) > 0,
             "VALUED": values is not None,
             "HINT": tile.hint,
-            "INNER": tile.inner,
         }
-        programs, blocks = len(self.items.items), -(-width // lanes)
-        tensors = self._tensors(x, values, places, y, blocks)
-        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, tile.warps)
-        return made, programs * blocks, [programs, width, x.shape[0]]
+        programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
+        tensors = self._tensors(x, values, places, y, groups)
+        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, 1)
+        return made, programs * groups, [programs, width, x.shape[0]]
 
     def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
         """As run, in plain torch."""
-        items, flat = self.items, places.reshape(-1).long()
+        flat, rows = places.reshape(-1).long(), self.tile.rows
         held = (x.new_ones(()).expand(len(flat)) if values is None else values.reshape(-1)).float()
-        y.zero_()
         total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
-        for start, stop, row in zip(items.starts.tolist(), items.stops.tolist(), items.rows.tolist(), strict=True):
-            if row < 0:
-                continue
-            which = slice(start, stop)
-            inside = (flat[which] >= 0) & (flat[which] < len(x))
-            total[row] += (held[which][inside, None] * x[flat[which][inside]].float()).sum(0)
+        for slots, code in zip(self.order.slots.tolist(), self.order.codes.tolist(), strict=True):
+            step = (1, self.tile.middle, rows)[code & 3]
+            for begin, stop, segment in zip(*slots, strict=True):
+                read = [e for e in range(begin, min(stop, begin + (code >> 2) * step), step) if 0 <= flat[e] < len(x)]
+                if segment >= 0:
+                    total[segment] += (held[read][:, None] * x[flat[read]].float()).sum(0)
         return y.copy_(total)
 
 
@@ -375,4 +364,4 @@ def prepared(array: Tensor, count: int, size: int, tile: SegmentTile = DEFAULT) 
 
 @cached_per_tensor
 def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    return SegmentSums(tile, count, arranged(bounds_of(array, count), size, tile))
+    return SegmentSums(tile, count, ordered(bounds_of(array, count), size, tile))
