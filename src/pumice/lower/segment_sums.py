@@ -98,16 +98,10 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     roles = roles_of(statement)
     if isinstance(roles, str):
         return roles
-    places, x = operands[roles.places], operands[roles.rows]
+    x = operands[roles.rows]
     kinds = [x.dtype, *([operands[roles.values].dtype] if roles.values else [])]
     if any(kind not in _TYPES for kind in kinds):
         return "a factor is not of float32, float16 or bfloat16"
-    read = {**bound.extents}
-    entry = math.prod(read[n] for n in indices_of(statement) if n not in indices_of(*statement.target.indices[1:]))
-    if any(extent.start for extent in bound.ranges.values()) or entry != places.numel():
-        return "not all entries are read"
-    if x.shape[1:] != bound.shape[1:] or [read[e.bare or ""] for e in statement.target.indices[1:]] != [*x.shape[1:]]:
-        return "not all columns are read"
     if math.prod(x.shape[1:]) < _FEW:
         return f"there are fewer than {_FEW} columns"
     if 0 in bound.shape or 0 in bound.extents.values():
@@ -160,10 +154,11 @@ class SegmentStep:
         return None if call is None else lambda x: keep_for_graph(call)(x)
 
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
-        roles = self._roles
+        roles, count = self._roles, self.bound.shape[0]
         places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
+        tile = SegmentTile.default(places.numel() / count, operands[roles.rows].element_size())
         size = places.shape[1] if places.ndim == 2 else 1
-        return prepared(operands[roles.segments], self.bound.shape[0], size), values, places.contiguous()
+        return prepared(operands[roles.segments], count, size, tile), values, places.contiguous()
 
     def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shape, x = self.bound.shape, operands[self._roles.rows]
@@ -191,6 +186,11 @@ class SegmentTile(NamedTuple):
     turns: int = 16
     window: int = 1024
     hint: int = 0
+
+    @classmethod
+    def default(cls, mean: float, itemsize: int) -> SegmentTile:
+        """The tile for segments of so many entries, and values of so many bytes."""
+        return cls()
 
 
 class Order(NamedTuple):
@@ -317,7 +317,9 @@ class SegmentSums:
             scratch, waiting = own.scratch.view(torch.float32), own.counters
         return (x, x if values is None else values, places, *order, scratch, waiting, y)
 
-    def _launch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
+    def _launch(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
+    ) -> tuple[BoundKernel, int, list[int]]:
         tile, width = self.tile, x.shape[1]
         size = max(x.element_size(), y.element_size())
         lanes = min(128 // size, 1 << (width - 1).bit_length())
@@ -353,10 +355,7 @@ class SegmentSums:
         return y.copy_(total)
 
 
-DEFAULT = SegmentTile()
-
-
-def prepared(array: Tensor, count: int, size: int, tile: SegmentTile = DEFAULT) -> SegmentSums:
+def prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
     """The sums over the segments of a sorted array for the values 0 to count - 1, each of whose positions stands for
     `size` entries."""
     return keep_for_graph(_prepared(array, count, size, tile))
