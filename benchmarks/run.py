@@ -21,6 +21,7 @@ from benchmarks.suites import (
     layer_ablation,
     layer_accuracy,
     layers,
+    map_steps,
     maps,
     points,
     pruned,
@@ -29,13 +30,15 @@ from benchmarks.suites import (
     spmm,
     structures,
     tiled,
+    tuner_groupings,
     tuner_layers,
+    tuner_movement,
     tuner_passes,
     tuner_ways,
     workloads,
 )
 from benchmarks.suites.einsum_conv import conv
-from benchmarks.suites.einsum_figures import ablation, figure7, table3
+from benchmarks.suites.einsum_figures import ablation, figure7, lines, table3
 from benchmarks.suites.engine_equal import equal
 from benchmarks.suites.engine_varied import varied
 from benchmarks.suites.estimates import estimates
@@ -45,6 +48,8 @@ from benchmarks.suites.host import first_call, host
 from benchmarks.suites.messages import messages
 from benchmarks.suites.ranks import training
 from benchmarks.suites.retrieval import retrieval
+from benchmarks.suites.sensitivity import sensitivity
+from benchmarks.suites.shells import algorithms as shell_algorithms
 from benchmarks.suites.shells import shells
 from benchmarks.suites.stream import stream
 from benchmarks.suites.tensor_product import tensor_product
@@ -62,6 +67,7 @@ _TABLE = (
             "utilisation": roofline.utilisation,
             "ablation": layer_ablation.ablation,
             "redundancy": roofline.redundancy,
+            "sensitivity": sensitivity,
             "default-tile": partial(layer_ablation.default_tile, passed=FORWARD),
             "host": host,
             "first-call": first_call,
@@ -87,6 +93,7 @@ _TABLE = (
             "messages": messages,
             "figure7": figure7,
             "table3": table3,
+            "lines": lines,
             "ablation": ablation,
             "compile": compile_times,
         },
@@ -107,6 +114,7 @@ _TABLE = (
             "pyramid": maps.pyramids,
             "scaling": maps.scaling,
             "ablation": maps.ablation,
+            "steps": map_steps.steps,
         },
     ),
     Suite("tiled", {"memory": tiled.memory}),
@@ -115,11 +123,16 @@ _TABLE = (
     Suite(
         "tuner",
         {
-            "movement": tuner_layers.data_movement,
-            "grouping": tuner_layers.grouping,
+            "movement": tuner_movement.data_movement,
+            "breakdown": tuner_movement.breakdown,
+            "grouping": tuner_groupings.grouping,
+            "batching": tuner_groupings.batching,
+            "offsets": tuner_groupings.offsets,
+            "strategies": tuner_groupings.strategies,
             "splits": tuner_ways.splits,
             "sorted": tuner_ways.sorted_rows,
             "hybrid": tuner_ways.hybrid,
+            "reordering": tuner_ways.reordering,
             "bindings": tuner_ways.bindings,
             "networks": tuner_ways.networks,
             "layers": tuner_passes.layers,
@@ -148,6 +161,7 @@ _TABLE = (
             "networks": workloads.networks,
             "estimates": estimates,
             "shells": shells,
+            "shell-algorithms": shell_algorithms,
             "spconv-net": partial(workloads.networks, given={SPCONV_NET.name: SPCONV_NET}, batch=1),
         },
         every=False,

@@ -8,7 +8,7 @@ waymo_1f_5cm/k3/C64/fwd/tuned. The family's pattern parses it: `group` and `seri
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.harness.rows import Row
@@ -34,6 +34,8 @@ SAME_RUN, RECORDED, BOUND = "same run", "recorded", "bound"
 """Sources of a peer's value; BOUND: a lower bound of the time."""
 VARIED = "time over varied scans"
 """The metric of a network timed over several scans in turn; over a single scan the metric is "time"."""
+PEAK = "peak memory"
+"""The metric of peak memory (harness.memory), in rows of the clock `count`."""
 DEFAULT = "default"
 """The name of our untuned way, also as the peer of tuned ways."""
 
@@ -87,6 +89,11 @@ class Family:
     bounds: tuple[str, ...] = ()
     metric: str = "time"
 
+    @property
+    def of_memory(self) -> bool:
+        """True if ratios are of memory, not of time."""
+        return self.metric == PEAK
+
     def place(self, row: Row) -> Place | None:
         """The place of a row's case; None if the row does not belong to this family."""
         if row.suite != self.suite or row.metric != self.metric:
@@ -131,20 +138,54 @@ def _engine(mode: str, way: str) -> Family:
     return Family("engine", f"{way} {mode}", rf"{_NETWORK}/{mode}(?:/tuned)?/{way}", rivals)
 
 
+_SHELL = r"shell_(?P<group>\d+/B\d+)/k3/(?P<series>C\d+)/(?P<precision>fp16|fp32)"
+ALGORITHMS: Mapping[str, str] = {
+    "explicit-gemm": "explicit_gemm",
+    "implicit-gemm-table": "implicit_gemm",
+    "implicit-gemm-table-split-k": "implicit_gemm_splitk",
+    "implicit-gemm-sorted": "masked_implicit_gemm",
+    "implicit-gemm-split-k": "masked_implicit_gemm_splitk",
+}
+"""FlexGEMM's algorithms by our dataflows, in the order of its article."""
+_SHELLS = {name: Rivals((name,)) for name in ("spconv", "FlexGEMM", "torchsparse")}
 _POINTS = {
     "torch_cluster": Rivals(("torch_cluster",)),
     "SciPy": Rivals(("SciPy",)),
     "all pairs": Rivals(("cdist",)),
 }
-FAMILIES: tuple[Family, ...] = (
+_TIMED: tuple[Family, ...] = (
     *(
         Family("stream", f"{told}{way} {name}", rf"{STREAM}/{mode}/{kind}{way}", _SPCONV, (), "p50")
-        for mode, name in (("infer", "inference"), ("train", "training"))
+        for mode, name in (
+            ("infer", "inference"),
+            ("infer-tf32", "inference in tf32"),
+            ("infer-fp32", "inference in fp32"),
+            ("train", "training"),
+        )
         for kind, told in (("", ""), ("compat-", "spconv's code on pumice.compat, "))
         for way in ("eager", "compiled", "captured")
     ),
     *(Family("workloads", mode, _mode(mode), _SPCONV) for mode in MODES),
     Family("workloads", "inference, varied scans", rf"{_mode('inference')}/over-.+", _SPCONV, (), VARIED),
+    *(
+        Family("workloads", f"a layer on shells, {name}", rf"{_SHELL}/{kind}(?:/(?P<way>tuned))?", _SHELLS)
+        for kind, name in (
+            ("fwd", "forward"),
+            (r"map\+fwd", "the first, with its map"),
+            (r"fwd\+bwd", "training"),
+            (r"map\+fwd\+bwd", "the first, with its map, training"),
+        )
+    ),
+    *(
+        Family(
+            "workloads",
+            f"{flow} on shells, {name}",
+            rf"algorithms/{_SHELL}/{kind}/{flow}",
+            {**_SHELLS, "FlexGEMM by the same algorithm": Rivals((f"FlexGEMM {algorithm} (",))},
+        )
+        for flow, algorithm in ALGORITHMS.items()
+        for kind, name in (("fwd", "forward"), (r"fwd\+bwd", "training"))
+    ),
     *(Family("tuner", mode, _mode(mode), {**_SPCONV, **_DEFAULT}) for mode in MODES),
     *(
         Family("tuner", f"tuned {mode}", rf"{_NETWORK}/{mode}/networks-tuned", _DEFAULT, (), "convolutions")
@@ -210,14 +251,6 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         "graph",
-        "R-GCN, peak memory",
-        r"relational/(?P<group>[^/]+)/(?P<series>.+)/memory",
-        {"RGCNConv": Rivals(("PyG RGCNConv",)), "FastRGCNConv": Rivals(("PyG FastRGCNConv",))},
-        (),
-        "peak memory",
-    ),
-    Family(
-        "graph",
         "reductions by an index",
         r"segment/(?P<group>[^/]+/[^/]+)/(?P<series>C\d+)/(?P<way>[^/]+)",
         {
@@ -257,6 +290,19 @@ FAMILIES: tuple[Family, ...] = (
     Family("ucf", "neighbour tables", r"retrieval/(?P<group>[^/]+)/table", _SPCONV),
     Family("cpu-conv", "layers", rf"{_LAYER}/fp32/fwd", _SPCONV),
 )
+
+
+def _with_memory(family: Family) -> Iterator[Family]:
+    """A family, and behind it that of the peak memory of its cases if they are measured for it."""
+    yield family
+    rivals = {name: rival for name, rival in family.rivals.items() if rival.source == SAME_RUN}
+    if family.suite in _MEASURED and family.metric == "time" and rivals:
+        yield replace(family, name=f"{family.name}, {PEAK}", metric=PEAK, rivals=rivals, bounds=())
+
+
+_MEASURED = ("workloads", "conv-forward", "conv-train", "maps", "einsum", "graph", "points")
+"""Suites whose cases are measured for peak memory."""
+FAMILIES: tuple[Family, ...] = tuple(each for family in _TIMED for each in _with_memory(family))
 """All families, in the order of the report."""
 
 

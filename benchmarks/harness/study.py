@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.harness.families import PEAK
+from benchmarks.harness.memory import peak
 from benchmarks.harness.results import geomean, grouped
 from benchmarks.harness.rows import Peer, Row, device_name, row_of
 from benchmarks.harness.timing import Times, clocks, together
@@ -273,6 +275,28 @@ def measured(setup: Setup, case: Case, ours: Sequence[Way], peers: Sequence[Way]
         return
     theirs = [r for r in (ready(setup, case, way, False) for way in peers) if r]
     yield from timed(setup, case, mine, theirs)
+    yield from memory_rows(setup, {f"{case.name}/{own.name}": own for own in mine}, theirs, DTYPES[case.dtype])
+
+
+def memory_rows(setup: Setup, ours: Mapping[str, Ready], theirs: Sequence[Ready], dtype: str = "") -> Iterator[Row]:
+    """On a GPU, the peak memory of each of our ways (by the case of its rows) beside each peer's; a way that runs out
+    of memory, or that takes none (a captured graph has its own), has no row."""
+    found: dict[str, float] = {}
+    for name, way in (*ours.items(), *((way.name, way) for way in theirs)):
+        try:
+            size = peak(way.call, setup.device)
+        except RuntimeError as reason:
+            recover(setup)
+            setup.say(f"  {name}: {PEAK}: {one_line(reason)}")
+            continue
+        if size:
+            found[name] = size
+    if found:
+        setup.say(f"  {PEAK}: {', '.join(f'{name} {size:.4g} MB' for name, size in found.items())}")
+    for case in (case for case in ours if case in found):
+        for way in (way for way in theirs if way.name in found):
+            peer = Peer(way.name, found[way.name], package=way.package)
+            yield setup.row(case, found[case], "count", peer, PEAK, "MB", dtype)
 
 
 def timed(setup: Setup, case: Case, mine: Sequence[Ready], theirs: Sequence[Ready]) -> Iterator[Row]:
@@ -300,7 +324,7 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
 
     families: prefixes of the peers' names, by family.
     """
-    compared = [found for found in rows if found.peer_source == "same run"]
+    compared = [found for found in rows if found.peer_source == "same run" and found.metric == "time"]
     for family, names in families.items():
         peers = [found for found in compared if found.peer.startswith(names)]
         for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):

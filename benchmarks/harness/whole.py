@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import Case, Ready, Setup, Way, ready, recover, times_told
+from benchmarks.harness.study import Case, Ready, Setup, Way, memory_rows, ready, recover, times_told
 from benchmarks.harness.timing import Times, busy, clocks, together
 from pumice.errors import PumiceError
 
@@ -65,15 +65,18 @@ def spent(setup: Setup, case: str, clock: str, ways: Sequence[Ready], seconds: f
 def compared(
     setup: Setup, case: str, mine: Ready, theirs: Sequence[Ready], seconds: float = 0.0, **about: Any
 ) -> Iterator[Row]:
-    """Time ours against each peer and yield a row per clock and peer; without peers the times are only printed.
+    """Time ours against each peer and yield a row per clock and peer, and of the peak memory; without peers the times
+    are only printed.
 
-    about: metric and dtype of the rows.
+    about: metric and dtype of the rows; rows of another metric than the time have none of memory beside.
     """
     for clock in clocks(setup.device):
         times = spent(setup, case, clock, (mine, *theirs), seconds)
         for one in theirs if times else ():
             peer = Peer(one.name, times[one.name].median, package=one.package)
             yield setup.row(case, times[mine.name], clock, peer, **about)
+    if about.get("metric", "time") == "time":
+        yield from memory_rows(setup, {case: mine}, theirs, about.get("dtype", ""))
 
 
 def in_tf32(call: Callable[[], Result]) -> Callable[[], Result]:

@@ -90,7 +90,7 @@ def in_tf32(call: Callable[[], Result], tuner: Any = None) -> Callable[[], Resul
     chosen = tuner or new_tuner()
 
     def run() -> Result:
-        with _multiplying(chosen):
+        with multiplying(chosen):
             return call()
 
     return run
@@ -110,7 +110,7 @@ def new_tuner() -> Any:
 
 
 @contextmanager
-def _multiplying(tuner: Any) -> Iterator[None]:
+def multiplying(tuner: Any) -> Iterator[None]:
     """Let spconv multiply in tf32, with this tuner, within a block."""
     operators: Any = import_module("spconv.pytorch.ops")
     constants: Any = import_module("spconv.constants")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import pumice as pm
 from benchmarks.harness.study import TOLERANCE, error
 from benchmarks.harness.timing import synchronize
+from benchmarks.harness.whole import multiplying
 from benchmarks.peers import spconv as spconv_peer
 from benchmarks.peers import spconv_nets
 from benchmarks.scenes.stream import Source, samples
@@ -35,7 +36,28 @@ from pumice.compat import install, uninstall
 
 Tell = Callable[[str, Any], object]
 
-MODES = ("infer", "train")
+
+@dataclass(frozen=True)
+class Mode:
+    """training: a step of it. On a GPU: precision: of products; dtype: of features and weights, before autocast."""
+
+    precision: str = "fp16"
+    dtype: torch.dtype = torch.float16
+    training: bool = False
+
+    @property
+    def allowed(self) -> float:
+        """Relative errors of results on a GPU that come of the precision."""
+        return TOLERANCE[torch.float32 if self.precision == "fp32" else torch.float16]
+
+
+MODES: Mapping[str, Mode] = {
+    "infer": Mode(),
+    "infer-tf32": Mode("tf32", torch.float32),
+    "infer-fp32": Mode("fp32", torch.float32),
+    "train": Mode(dtype=torch.float32, training=True),
+}
+"""By name; on a CPU, where all is float32, the first and the last."""
 WAYS = ("spconv", "eager", "compiled", "captured", "compat-eager", "compat-compiled", "compat-captured")
 """compat-: the network in spconv's layers, unchanged, on pumice.compat."""
 CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -64,6 +86,10 @@ class Asked:
     source: Source = Source()
     limit: float = math.inf
     quick: bool = False
+
+    @property
+    def training(self) -> bool:
+        return MODES[self.mode].training
 
     @property
     def compat(self) -> bool:
@@ -129,7 +155,7 @@ class Ready:
         """The tensors to compare: the loss and gradients, or the result."""
         found = self.run(self.maker(sample)())
         if training:
-            return {"loss": found, "gradients": self.side.gradients(found)}
+            return {"loss": found.clone(), "gradients": self.side.gradients(found)}
         return {"result": self.side.result(found)}
 
 
@@ -156,13 +182,34 @@ def _stand_in() -> Iterator[None]:
 
 def _measure(asked: Asked, tell: Tell) -> None:
     device = torch.device(asked.device)
-    half = device.type == "cuda" and asked.mode == "infer"
-    given = samples(asked.source, asked.count, device, torch.float16 if half else torch.float32)
+    dtype = MODES[asked.mode].dtype if device.type == "cuda" else torch.float32
+    given = samples(asked.source, asked.count, device, dtype)
     sizes = [len(one) for one in given]
     tell("voxels", (min(sizes), max(sizes)))
     net = _network(asked, given[0])
     kept = copy.deepcopy(net)
-    synchronize(device)
+    with _multiplying(asked):
+        ready = _timed(asked, net, given, tell)
+        found = [ready.results(one, asked.training) for one in given[:CHECKED]]
+    errors = _errors(asked, found, kept, given[:CHECKED])
+    tell("errors", errors)
+    tell("wrong", _wrong(errors, asked))
+
+
+@contextmanager
+def _multiplying(asked: Asked) -> Iterator[None]:
+    """The precision of the mode is that of float32 products meanwhile, in torch, Pumice and spconv."""
+    if MODES[asked.mode].precision != "tf32":
+        yield
+        return
+    theirs = spconv_peer.multiplying(spconv_peer.new_tuner()) if asked.way == "spconv" else nullcontext()
+    with multiplying("tf32"), theirs:
+        yield
+
+
+def _timed(asked: Asked, net: nn.Module, given: Sequence[Sample], tell: Tell) -> Ready:
+    """The network made ready, and called on all scenes in two rounds."""
+    synchronize(given[0].coords.device)
     begin = _now()
     ready = _ready(asked, net, max(given, key=len))
     if asked.form != "eager":
@@ -173,9 +220,7 @@ def _measure(asked: Asked, tell: Tell) -> None:
                 tell(name, ready.timed(one))
     if ready.captured is not None:
         tell("fallbacks", sum(ready.captured.fallbacks.values()))
-    errors = _errors(asked, ready, kept, given[:CHECKED])
-    tell("errors", errors)
-    tell("wrong", _wrong(errors, device))
+    return ready
 
 
 def _network(asked: Asked, sample: Sample) -> nn.Module:
@@ -186,7 +231,7 @@ def _network(asked: Asked, sample: Sample) -> nn.Module:
         if isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and norm.running_var is not None:
             norm.running_mean.normal_(0, 0.1)
             norm.running_var.uniform_(0.5, 1.5)
-    return net.to(sample.feats.device, sample.feats.dtype).train(asked.mode == "train")
+    return net.to(sample.feats.device, sample.feats.dtype).train(asked.training)
 
 
 def _now() -> list[float]:
@@ -203,7 +248,7 @@ def _ready(asked: Asked, net: nn.Module, largest: Sample, mixed: bool = True) ->
     if of_spconv and not asked.compat:
         spconv_peer.train_without_cuda()
     ready = Ready((Side.spconv if of_spconv else Side.ours)(net, largest), lambda x: None, of_spconv)
-    if asked.mode == "train":
+    if asked.training:
         return _training(asked, ready, largest, mixed)
     if asked.form == "captured":
         with torch.no_grad():
@@ -245,15 +290,16 @@ def _training(asked: Asked, ready: Ready, largest: Sample, mixed: bool) -> Ready
     return replace(ready, run=step)
 
 
-def _errors(asked: Asked, ready: Ready, net: nn.Module, given: Sequence[Sample]) -> dict[str, float]:
-    """Relative errors by result, the largest over these scenes, against the same weights in float32."""
-    exact, training = _exact(asked, net, given[0]), asked.mode == "train"
+def _errors(
+    asked: Asked, found: Sequence[Mapping[str, Any]], net: nn.Module, given: Sequence[Sample]
+) -> dict[str, float]:
+    """Relative errors of these results, the largest over the scenes, against the same weights in float32."""
+    exact = _exact(asked, net, given[0])
     errors: dict[str, float] = {}
-    for sample in given:
-        found = ready.results(sample, training)
-        truths = exact.results(replace(sample, feats=sample.feats.float()), training)
+    for own, sample in zip(found, given, strict=True):
+        truths = exact.results(replace(sample, feats=sample.feats.float()), asked.training)
         for name, truth in truths.items():
-            distance = error(found[name], truth)
+            distance = error(own[name], truth)
             errors[name] = distance if distance != distance else max(distance, errors.get(name, 0.0))
     return errors
 
@@ -269,11 +315,13 @@ def _exact(asked: Asked, net: nn.Module, sample: Sample) -> Ready:
         return _ready(replace(asked, way="eager"), exact_copy(wide, torch.float32), sample, mixed=False)
 
 
-def _wrong(errors: Mapping[str, float], device: torch.device) -> str:
+def _wrong(errors: Mapping[str, float], asked: Asked) -> str:
+    device = torch.device(asked.device)
+    allowed = MODES[asked.mode].allowed if device.type == "cuda" else TOLERANCE[torch.float32]
     # The reference is spconv's result, with the sums that its threads lose on a CPU.
     lost = spconv_peer.slack(device) if device.type == "cpu" and torch.get_num_threads() > 1 else 1.0
     for name, found in errors.items():
-        bound = SLACK[name][device.type] * lost * TOLERANCE[torch.float16 if device.type == "cuda" else torch.float32]
+        bound = SLACK[name][device.type] * lost * allowed
         if not found < bound:
             return f"{name}: relative error {found:.2g}, expected below {bound:g}"
     return ""

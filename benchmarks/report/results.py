@@ -12,22 +12,25 @@ from benchmarks.report.charts import Bars, Chart, Lines, RangeBar, Ranges, by_nu
 from benchmarks.report.summary import Line, headlines, lines
 from benchmarks.suites.roofline import ALL_TAPS, SPLITS
 
-FASTER = "times as fast"
+FASTER, LESS = "times as fast", "times as little memory"
 _WALKS = {ALL_TAPS: "all taps", **{name: f"{n} split{'s' * (n > 1)}" if n else name for name, n in SPLITS.items()}}
 
 
 def overview(rows: Sequence[Row]) -> Iterator[Chart]:
-    """For each device, a chart of all means on one axis, the greatest first."""
-    found = headlines(lines(rows))
-    for device in dict.fromkeys(line.device for line in found):
-        own = sorted((line for line in found if line.device == device), key=lambda line: -line.mean.geomean)
-        spans = tuple(map(_span, own))
-        clocks = ", ".join(dict.fromkeys(line.clock for line in own))
-        title = f"geometric mean (cases), least and most; clock {clocks}"
-        used = [row for line in own for row in line.rows]
-        note = "Every comparison in short: ours against the best of its rivals, on a logarithmic axis."
-        panels = (Ranges(title, FASTER, spans),)
-        yield Chart(f"overview-{stem(device)}", f"Speed-ups: {device}", note, told(used), panels)
+    """For each device, a chart of all means on one axis, the greatest first; and one of peak memory."""
+    every = lines(rows)
+    for name, what, axis, found in (
+        ("overview", "Speed-ups", FASTER, headlines(every)),
+        ("memory", "Peak memory", LESS, [line for line in every if line.family.of_memory]),
+    ):
+        for device in dict.fromkeys(line.device for line in found):
+            own = sorted((line for line in found if line.device == device), key=lambda line: -line.mean.geomean)
+            spans = tuple(map(_span, own))
+            clocks = ", ".join(dict.fromkeys(line.clock for line in own))
+            title = f"geometric mean (cases), least and most; clock {clocks}"
+            used = [row for line in own for row in line.rows]
+            note = "Every comparison in short: ours against the best of its rivals, on a logarithmic axis."
+            yield Chart(f"{name}-{stem(device)}", f"{what}: {device}", note, told(used), (Ranges(title, axis, spans),))
 
 
 def _span(line: Line) -> RangeBar:
@@ -43,10 +46,12 @@ def speedups(rows: Sequence[Row]) -> Iterator[Chart]:
     for family in FAMILIES:
         for device in dict.fromkeys(line.device for line in found if line.family == family):
             own = [line for line in found if line.family == family and line.device == device]
-            title = f"{family.suite}: {family.name}, times as fast as a peer"
+            title = f"{family.suite}: {family.name}, {LESS if family.of_memory else FASTER} as a peer"
             name = stem(f"{family.suite}-{family.name}" + ("" if _alone(found, family) else f"-{device}"))
             used = [row for line in own for row in line.rows]
-            yield Chart(name, title, _note(family), told(used), tuple(_panels(own)))
+            yield Chart(
+                name, title, _note(family), told(used), tuple(_panels(own, LESS if family.of_memory else FASTER))
+            )
 
 
 def _alone(found: Sequence[Line], family: Family) -> bool:
@@ -58,14 +63,15 @@ def _note(family: Family) -> str:
     return f"{told} Dashed: the geometric mean, where it is of one precision." if family.rivals else told
 
 
-def _panels(own: Sequence[Line]) -> Iterator[Bars]:
+def _panels(own: Sequence[Line], axis: str) -> Iterator[Bars]:
     groups: tuple[str, ...] = ()
     for (clock, rivals), parts in grouped(own, lambda line: (line.clock, line.rivals)).items():
         cells = [one for line in parts for one in line.found]
         groups = groups or _sorted(cells)
         extra = tuple(name for name in _sorted(cells) if name not in groups)
         title = f"against {rivals}, clock {clock}: {_means(cells)}"
-        yield _bars(title, [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)], cells)
+        shown = [name for name in (*groups, *extra) if any(one.place.group == name for one in cells)]
+        yield _bars((title, axis), shown, cells)
 
 
 def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:
@@ -76,7 +82,7 @@ def _sorted(cells: Sequence[Compared]) -> tuple[str, ...]:
     return tuple(sorted(names, key=lambda name: -geomean(one.ratio for one in cells if one.place.group == name)))
 
 
-def _bars(title: str, groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
+def _bars(titles: tuple[str, str], groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
     series = list(dict.fromkeys(_series(cells, one) for one in cells))
     series = sorted(series, key=by_number) if numbered(series) else series
     held = {(one.place.group, _series(cells, one)): one for one in cells}
@@ -89,7 +95,7 @@ def _bars(title: str, groups: Sequence[str], cells: Sequence[Compared]) -> Bars:
         values[name] = tuple(None if one is None else one.ratio for one in own)
         notes[name] = tuple("" if one is None else _cell(one) for one in own)
     means = list(_by_precision(cells).values())
-    return Bars(title, FASTER, tuple(groups), values, means[0] if len(means) == 1 else None, notes)
+    return Bars(*titles, tuple(groups), values, means[0] if len(means) == 1 else None, notes)
 
 
 def _by_precision(cells: Sequence[Compared]) -> dict[str, float]:
@@ -158,6 +164,31 @@ def scaling(rows: Sequence[Row]) -> Iterator[Chart]:
         yield Chart(f"maps-scaling-{stem(device)}", title, "Lower is better.", told(used), (panel,))
 
 
+def offset_sizes(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Pairs per kernel offset of the maps of networks, a panel per network; see the study `offsets` of the tuner."""
+    own = [(row, found) for row in rows if (found := re.fullmatch(_OFFSETS, row.case)) and row.metric == _PAIRS]
+    # Counted, and so the same on all devices.
+    newest = {(found["network"], found["map"], int(found["tap"])): row for row, found in own}
+    panels = []
+    for network in dict.fromkeys(network for network, _, _ in newest):
+        maps = dict.fromkeys(name for of, name, _ in newest if of == network)
+        steps = range(1 + max(tap for of, _, tap in newest if of == network))
+        values = {name: tuple(_pairs(newest.get((network, name, tap))) for tap in steps) for name in maps}
+        panels.append(Lines(network, "pairs", tuple(f"W{tap}" for tap in steps), values, about="kernel offset"))
+    if panels:
+        note = (
+            "Of submanifold maps up to the centre, since mirror images have as many pairs; of strided maps all. "
+            "Offsets are numbered with the last coordinate running fastest."
+        )
+        yield Chart("offset-sizes", "Map sizes by kernel offset", note, told([row for row, _ in own]), tuple(panels))
+
+
+def _pairs(row: Row | None) -> float | None:
+    return row.value if row is not None and row.value else None
+
+
+_OFFSETS = r"(?P<network>[^/]+)/[^/]+/inference/offsets-W(?P<tap>\d+)/(?P<map>.+)"
+_PAIRS = "fact:pairs"
 _SCALING = r"scaling/surface_\d+/k3"
 _REDUNDANCY = r"redundancy/[^/]+/k3/b\d+/[^/]+"
 

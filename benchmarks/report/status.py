@@ -19,6 +19,9 @@ Generated from `bench/results.jsonl` by `python -m benchmarks report --markdown`
 speed-up is the baseline's time over ours, both of one run; `recorded` marks a baseline's time of another run. `wall` is
 wall-clock time from an idle device to an idle device, `gpu` the time of its kernels alone. A newer row replaces an
 older one of the same case, metric, baseline, clock and device.
+
+Lines of peak memory (clock `count`) compare what a call takes at most on the GPU above what was allocated at its start,
+results included: the baseline's memory over ours, so that more than 1 is less memory.
 """
 
 CAVEATS: Mapping[str, str] = {

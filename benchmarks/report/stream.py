@@ -15,7 +15,12 @@ from benchmarks.harness.rows import Row
 from benchmarks.report.charts import Chart, RangeBar, Ranges, stem
 from benchmarks.report.summary import CLOCKS
 
-MODES: Mapping[str, str] = {"infer": "inference", "train": "training"}
+MODES: Mapping[str, str] = {
+    "infer": "inference",
+    "infer-tf32": "inference in tf32",
+    "infer-fp32": "inference in fp32",
+    "train": "training",
+}
 _WAYS = ("eager", "compiled", "captured")
 _SPCONV, _ABSENT = "spconv", "–"
 _P50, _WORST, _FIRST, _MAKE = "p50", "max_second_half", "first_call", "make"
@@ -76,7 +81,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
     """Cells by network, mode, device and clock, in the order of the rows; tiny scenes are left out."""
     found: dict[tuple[str, str, str, str], Cell] = {}
     for row in rows:
-        place = re.fullmatch(rf"{STREAM}/(?P<mode>\w+)/(?P<way>\w+)(?P<again>/repeated)?", row.case)
+        place = re.fullmatch(rf"{STREAM}/(?P<mode>[\w-]+)/(?P<way>\w+)(?P<again>/repeated)?", row.case)
         if row.suite != "stream" or row.clock not in CLOCKS or place is None or row.case.startswith("tiny/"):
             continue
         key = place["group"], place["mode"], row.device, row.clock

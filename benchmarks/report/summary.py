@@ -15,6 +15,8 @@ CLOCKS: Mapping[str, str] = {
     "cpu": "the processor's time for the process, whatever else runs on the machine",
 }
 """Clocks, with what their times include."""
+_SHOWN = (*CLOCKS, "count")
+"""Clocks of lines, in order; peak memory has the clock `count`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def bounded(rows: Sequence[Row]) -> list[Line]:
 
 
 def headlines(found: Sequence[Line]) -> list[Line]:
-    """The lines by one clock per family and device: `gpu` if there is one."""
+    """The lines of times, by one clock per family and device: `gpu` if there is one."""
+    found = [line for line in found if not line.family.of_memory]
     alone = {(line.family, line.device) for line in found if line.clock == "gpu"}
     return [line for line in found if line.clock == "gpu" or (line.family, line.device) not in alone]
 
@@ -101,8 +104,8 @@ def _parts(rows: Sequence[Row]) -> Iterator[tuple[Family, tuple[str, str, str], 
 
         def part(row: Row, family: Family = family) -> tuple[str, str, str] | None:
             place = family.place(row)
-            return (row.device, row.clock, place.precision) if place and row.clock in CLOCKS else None
+            return (row.device, row.clock, place.precision) if place and row.clock in _SHOWN else None
 
         parts = grouped(rows, part)
-        order = sorted(parts, key=lambda key: list(CLOCKS).index(key[1]))
+        order = sorted(parts, key=lambda key: _SHOWN.index(key[1]))
         yield from ((family, key, parts[key]) for key in order)

@@ -1,10 +1,11 @@
-"""Rows of the suite `tuner` as Markdown tables, one for each study.
+"""The results file as Markdown tables: papers' figures beside ours, and the studies of the suite `tuner` in full.
 
-    python -m benchmarks.report.tables bench/results.jsonl                       prints them
-    python -m benchmarks.report.tables bench/results.jsonl docs/ablations.md     writes them into a page, between
-                                                                                     its marks <!-- table: STUDY -->
+    python -m benchmarks.report.tables bench/results.jsonl                       prints the studies, a table for each
+    python -m benchmarks.report.tables bench/results.jsonl docs/ablations.md     writes the papers' tables into a page
 
-A table has a line for each network (or layer) and way, and a column for each measure. Superseded rows are left out.
+The page has marks <!-- table: PAPER --> and <!-- end -->, between which tables are written. A study's table has a line
+for each network (or layer) and way, and a column for each measure; superseded rows are left out. A paper's table has a
+line for each setting of its tables and figures (report.ablations).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from benchmarks.harness.results import current, grouped, read
 from benchmarks.harness.rows import Row
+from benchmarks.report.ablations import LINES
+from benchmarks.report.picks import Line
 from pumice.errors import OptionError
 
 SUITE = "tuner"
@@ -68,13 +71,22 @@ def studies(rows: Iterable[Row]) -> list[str]:
 
 
 def filled(page: str, rows: Sequence[Row]) -> str:
-    """The page with tables written between its markers; a study without rows is marked as not measured."""
+    """The page with the papers' tables written between its marks. Raises OptionError for a mark of no known paper."""
 
     def table(found: re.Match[str]) -> str:
-        lines = list(tables(rows, found[2])) or ["Not measured yet.", ""]
-        return f"{found[1]}{chr(10).join(lines)}{found[3]}"
+        if found[2] not in LINES:
+            raise OptionError(f"the mark {found[2]!r} names no paper; there are {', '.join(LINES)}")
+        return f"{found[1]}{chr(10).join(_beside(LINES[found[2]], rows))}\n{found[3]}"
 
     return _MARKS.sub(table, page)
+
+
+def _beside(lines: Sequence[Line], rows: Sequence[Row]) -> Iterator[str]:
+    """The table of a paper."""
+    yield _line(["", "setting", "paper", "ours", "measured on"])
+    yield _line(["---"] * 5)
+    for line in lines:
+        yield _line(line.cells(rows))
 
 
 def _told(own: Sequence[tuple[Place, Row]], device: str) -> Iterator[str]:
@@ -151,7 +163,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the tables of a results file, or write them into a page."""
+    """Print the studies of a results file, or write the papers' tables into a page."""
     if not 1 <= len(arguments) <= 2:
         raise OptionError(f"expected a ledger, and a page to write into if any; found {len(arguments)} arguments")
     rows = read(Path(arguments[0]))

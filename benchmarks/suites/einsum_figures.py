@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.rows import ANY, Peer, Row
 from benchmarks.harness.study import Case, Setup, Way, as_graph, as_step, eager, line, measured, switched
 from benchmarks.harness.timing import Times
+from benchmarks.peers.published import figure
 from benchmarks.scenes import matrices
 from benchmarks.scenes.layers import exact
 from benchmarks.suites import einsum_conv, spmm
 from benchmarks.suites.first_call import first_calls
+from benchmarks.suites.tensor_product import PER_SAMPLE
 from pumice.lower.dataflow import CONV
 from pumice.ops.sparse import sparse
 
-# One point-cloud convolution on an RTX 3090, as published by Insum: compile + tune, conversion, run (ms), lines.
-PUBLISHED = {
-    "Insum (paper)": {"compile": 14.8e3, "conversion": 0.55, "run": 0.47},
-    "TACO (paper)": {"compile": 10.0, "conversion": 0.47, "run": 253.53, "lines": 10},
-    "SparseTIR (paper)": {"compile": 320.0, "conversion": 13.47, "run": 1.05, "lines": 860},
+PUBLISHED = {f"{name} (paper)": dict(column) for name, column in figure("Insum", "table 3").values.items()}
+"""One point-cloud convolution on an RTX 3090, by compiler: milliseconds to compile, to tune, of
+conversion and of a run, and lines."""
+STATEMENTS: Mapping[str, tuple[str, str]] = {
+    "structured": (spmm.TEXT, "structured SpMM (TorchBSR)"),
+    "unstructured": (spmm.TEXT, "unstructured SpMM (Sputnik)"),
+    "tensor-product": (PER_SAMPLE, "tensor product (e3nn)"),
+    "conv": (CONV, "sparse convolution (TorchSparse)"),
 }
+"""The four applications: our statement, and the paper's row."""
 
 
 class Swept(NamedTuple):
@@ -118,7 +124,8 @@ def _counts(setup: Setup, case: str, swept: Swept, rows: list[Row]) -> Iterator[
     setup.say(f"{case}: size, gathers + scatters, MB, padding, ms")
     for size in _sizes(swept.occupancy):
         cost = group_cost(swept.occupancy, size, itemsize)
-        spent = {found.clock: found.value for found in rows if found.case == f"{case}/g{size}"}
+        own = [found for found in rows if found.case == f"{case}/g{size}" and found.metric == "time"]
+        spent = {found.clock: found.value for found in own}
         times = ", ".join(f"{value:.4g} ({clock})" for clock, value in spent.items()) or "FAILED"
         padding = cost.padded / max(1, cost.gathers)
         setup.say(f"  {size:>3} {cost.total:>10} {cost.bytes / 1e6:8.2f} {padding:6.1%}  {times}")
@@ -138,7 +145,7 @@ def table3(setup: Setup) -> Iterator[Row]:
     run = list(measured(setup, Case(case, setup.half, exact(layer)), [einsum_conv.planned(layer)], [peer]))
     convert = list(einsum_conv.conversions(setup, case, layer))
     build = first_calls(setup, ["conv"], warm=0)["conv"]["cold"]
-    found: dict[str, Times] = {"compile": build, "lines": Times.exactly(len(CONV.splitlines()))}
+    found: dict[str, Times] = {"compile": build, "lines": Times.exactly(_lines(CONV))}
     wall = [r for r in run if r.clock == "wall"]
     if wall:
         found["run"] = Times(wall[0].value, wall[0].p20, wall[0].p80)
@@ -161,6 +168,21 @@ def _say_table(setup: Setup, found: dict[str, Times]) -> None:
     mine = {metric: times.median for metric, times in found.items()}
     for name, column in {"pumice": mine, **PUBLISHED}.items():
         setup.say(f"  {name:<18}" + "".join(f"{column[m]:>12.5g}" if m in column else f"{'-':>12}" for m in metrics))
+
+
+def lines(setup: Setup) -> Iterator[Row]:
+    """Lines of the four applications: of our statement, and of the library that the paper replaces (table 1)."""
+    counted = figure("Insum", "table 1").values
+    for name, (text, row) in STATEMENTS.items():
+        if setup.wants(f"lines/{name}"):
+            replaced = counted[row]["lines"]
+            setup.say(f"lines/{name}: {_lines(text)} here, {replaced:g} of {row}")
+            peer = Peer(f"{row}, by the paper", replaced, "recorded")
+            yield replace(setup.row(f"lines/{name}", _lines(text), "count", peer, "lines", "lines"), device=ANY)
+
+
+def _lines(text: str) -> int:
+    return len(text.strip().splitlines())
 
 
 def ablation(setup: Setup) -> Iterator[Row]:

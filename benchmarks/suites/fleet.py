@@ -193,6 +193,8 @@ def _labelled(setup: Setup, folder: Path, net: Path, stop: int | None) -> list[S
     setup.say((folder / "said").read_text().strip().splitlines()[-1] if stop is None else f"killed at {seen[-1].done}")
     # Neither before the first output, nor while the process ended.
     begun = [one for one in seen if one.done > seen[0].done and one.host]
+    if not begun:
+        raise RuntimeError(f"nothing was labelled: {(folder / 'said').read_text()[-300:]}")
     last = next(i for i, one in enumerate(begun) if one.done == begun[-1].done)
     return begun[: last + 1]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import pumice as pm
-from benchmarks.harness.rows import Peer, Row
+from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Case, Setup, Way, measured, summarize
 from benchmarks.peers.graphs import Layer, PaddedConv, looped, pyg
 from benchmarks.scenes.graphs import LIKE, REAL, Edges, generated, read
@@ -74,8 +74,6 @@ def _network(setup: Setup, name: str, edges: Edges, sizes: tuple[int, int, int])
         found = [_way(label, make, convs, x, backward) for label, make in ways.items()]
         ours = [found[0], _captured(convs, graph, x, backward), *[_compiled(convs, graph, x)] * (not backward)]
         yield from measured(setup, Case(case, torch.float32, truth), ours, found[1:])
-        if setup.device.type == "cuda":
-            yield from _memory(setup, case, found)
 
 
 def _way(label: str, make: Callable[..., Made], convs: Convs, x: Tensor, backward: bool) -> Way:
@@ -144,26 +142,6 @@ def _exact(convs: Convs, edges: Edges, x: Tensor, backward: bool) -> Tensor:
     with torch.set_grad_enabled(backward):
         y = looped(second, edges, looped(first, edges, leaf).relu())
         return torch.autograd.grad(y.square().mean(), leaf)[0] if backward else y
-
-
-def _memory(setup: Setup, case: str, ways: Sequence[Way]) -> Iterator[Row]:
-    found: dict[str, float] = {}
-    for way in ways:
-        try:
-            call = way.make()
-            call()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call()
-            found[way.name] = (torch.cuda.max_memory_allocated() - before) / 1e6
-        except (ModuleNotFoundError, torch.cuda.OutOfMemoryError) as reason:
-            setup.say(f"  {case}/memory: {way.name}: {type(reason).__name__}")
-    setup.say(f"{case}/memory: {', '.join(f'{name} {size:.1f} MB' for name, size in found.items())}")
-    for name, size in found.items():
-        if name != "ours" and "ours" in found:
-            yield setup.row(
-                f"{case}/memory", found["ours"], "count", Peer(name, size), "peak memory", "MB", torch.float32
-            )
 
 
 # Reductions by an index

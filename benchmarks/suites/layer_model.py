@@ -24,7 +24,7 @@ from pumice.language.bind import BoundStatement
 from pumice.lower import maps, plan
 from pumice.lower.dataflow import CONV, GROUPED_CONV
 from pumice.lower.kernel import DEFAULT, runner, tile_of, use_tuning_mode
-from pumice.schedule.predict import DEVICES
+from pumice.schedule.predict import DEVICES, Device
 from pumice.schedule.tile import PROCESSORS, Tile, occupancy, power_above
 
 LATENCY = 0.6e-6
@@ -179,9 +179,8 @@ def _columns(layer: Layer, tile: Tile) -> tuple[int, int]:
     return -(-outputs // tile.columns), each * max(1, min(layer.groups, tile.columns // width))
 
 
-def bounds(needed: Needs, floor: float = 0.0) -> Mapping[str, float]:
-    """Lower bounds in seconds on an H200, by name. floor: the time of an empty kernel."""
-    gpu = DEVICES["cuda"]
+def bounds(needed: Needs, floor: float = 0.0, gpu: Device = DEVICES["cuda"]) -> Mapping[str, float]:
+    """Lower bounds in seconds, by name. floor: the time of an empty kernel. gpu: by default an H200."""
     return {
         "memory": needed.memory / gpu.memory,
         "cache": needed.cache / gpu.cache,
@@ -203,12 +202,12 @@ def in_turn(needed: Needs) -> float:
     return max(found["memory"], found["latency"], busiest * max(found["cache"], found["matrix"]))
 
 
-def why(needed: Needs, floor: float) -> Mapping[str, float]:
+def why(needed: Needs, floor: float, gpu: Device = DEVICES["cuda"]) -> Mapping[str, float]:
     """Seconds that the largest bound omits, by reason, the largest first."""
-    found = bounds(needed, floor)
+    found = bounds(needed, floor, gpu)
     name = max(found, key=found.__getitem__)
     busy = sorted(seconds for n, seconds in found.items() if n not in ("latency", name))
-    waves, gpu = max(needed.waves, 1e-9), DEVICES["cuda"]
+    waves = max(needed.waves, 1e-9)
     left = {
         "loads and products take turns": busy[-1],
         "what is gathered does not stay in the L2": needed.missed * (1 / gpu.memory - 1 / gpu.cache),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness import study
 from benchmarks.harness.rows import Peer, Row, device_name
 from benchmarks.harness.study import Setup, one_line
 from benchmarks.harness.timing import Times, busy, captured, together
@@ -76,6 +77,7 @@ def submanifold(setup: Setup) -> Iterator[Row]:
         setup.say(f"{case}: {len(filed)} voxels, {default(filed.cloud()).structure}")
         for one in done:
             yield from _map_rows(setup, case, one.name, found, KNOWN.get(name, Known()))
+        yield from _memory_rows(setup, case, done, peer)
 
 
 def _map_work(name: str, voxels: Voxels, truth: Truth, schedule: MapSchedule | None = None) -> Work:
@@ -95,6 +97,13 @@ def _map_rows(setup: Setup, case: str, name: str, found: Clocks, known: Known) -
         if clock == "gpu":
             peers += _recorded(setup, found, known)
         yield from rows_of(setup, f"{case}/{name}", clock, times[name], peers or [Peer("itself", times[name].median)])
+
+
+def _memory_rows(setup: Setup, case: str, done: Sequence[Ready], peers: Sequence[Ready]) -> Iterator[Row]:
+    """Peak memory of eager calls."""
+    ours = {f"{case}/{one.name}": study.Ready(one.name, one.call, "", 0.0) for one in done}
+    theirs = [study.Ready(one.name, one.call, spconv_peer.package(), 0.0) for one in peers]
+    yield from study.memory_rows(setup, ours, theirs, "int32")
 
 
 def _recorded(setup: Setup, found: Clocks, known: Known) -> Iterator[Peer]:

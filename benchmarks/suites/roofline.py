@@ -13,9 +13,12 @@ from benchmarks.harness.rows import ANY, Peer, Row
 from benchmarks.harness.study import Case, Ready, Setup, Way, by_choice, ready, timed
 from benchmarks.harness.timing import together
 from benchmarks.scenes.clouds import layer_scenes
-from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, forward, layer_of, map_of
+from benchmarks.scenes.layers import Choice, Trained, Width, cells, exact, forward, layer_of, layer_on, map_of
+from benchmarks.scenes.network_layers import layers_of
+from benchmarks.scenes.workloads import WORKLOADS, fresh, narrow, samples, stand_in
 from benchmarks.suites.layer_model import Needs, Step, Walk, bounds, needs, walks, why
 from pumice.coords import KernelMap, SortSpec
+from pumice.errors import OptionError
 from pumice.schedule.predict import DEVICES
 
 FORM = "compacted"
@@ -43,7 +46,7 @@ def roofline(setup: Setup) -> Iterator[Row]:
     floor = _floor(setup)
     for cell in cells(setup, Choice("roofline")):
         layer = layer_of(setup, cell)
-        done = _checked(setup, cell, layer)
+        done = _checked(setup, cell.case, layer)
         needed = _needed(setup, layer)
         in_ms = {name: 1e3 * seconds for name, seconds in bounds(needed, floor).items()}
         rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0], in_ms), [done], [])) if done else []
@@ -54,9 +57,9 @@ def roofline(setup: Setup) -> Iterator[Row]:
     _say_table(setup, found, floor)
 
 
-def _checked(setup: Setup, cell: Cell, layer: Trained) -> Ready | None:
+def _checked(setup: Setup, case: str, layer: Trained) -> Ready | None:
     way = Way("tuned" if setup.thorough else "default", lambda: by_choice(setup, partial(forward, layer)))
-    return ready(setup, Case(cell.case, setup.half, exact(layer)), way, ours=True)
+    return ready(setup, Case(case, setup.half, exact(layer)), way, ours=True)
 
 
 def _needed(setup: Setup, layer: Trained) -> Needs:
@@ -120,45 +123,97 @@ def _reasons(placed: Placed, floor: float) -> str:
     return f"below 50 %: {told}; with the bound {explained:.0%} of {1e6 * placed.spent:.1f} us"
 
 
+MINKUNET = "minkunet-kitti-1x"
+"""The network whose layers are held against dense products, that of the paper."""
+_TINY = 120
+"""Maximum voxels of its scan in a quick run."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A product by torch.mm: [rows, inner] x [inner, outputs]."""
+
+    rows: int
+    inner: int
+    outputs: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.outputs
+
+    def way(self, setup: Setup, case: str) -> Ready | None:
+        """The product, checked by its first rows."""
+        a = setup.filled(self.rows, self.inner, dtype=setup.half)
+        b = setup.filled(self.inner, self.outputs, dtype=setup.half, seed=2)
+        truth = a[:_CHECKED].double() @ b.double()
+        way = Way("torch.mm", lambda: partial(torch.mm, a, b), "torch", view=lambda y: y[:_CHECKED])
+        return ready(setup, Case(case, setup.half, truth), way, ours=False)
+
+
 def utilisation(setup: Setup) -> Iterator[Row]:
-    """Each cell against torch.mm over its pairs, [pairs, C] x [C, C]: TorchSparse++ figure 8."""
+    """Layers against torch.mm: TorchSparse++ figure 8.
+
+    Each cell has a product over its pairs, [pairs, C] x [C, C]; each submanifold layer of a MinkUNet, as in the paper,
+    the product of equivalent size, [outputs, 27 C] x [27 C, C_out].
+    """
     found: dict[str, Mapping[str, float]] = {}
     for cell in cells(setup, Choice("utilisation")):
-        layer = layer_of(setup, cell)
-        done, dense = _checked(setup, cell, layer), _dense(setup, cell)
-        if done is None or dense is None:
-            continue
-        needed = _needed(setup, layer)
-        rows = list(timed(setup, Case(cell.case, setup.half, layer.feats[:0]), [done], [dense]))
-        yield from rows
-        for own in (r for r in rows if r.clock == setup.clock):
-            rates = found[cell.case] = _rates_beside(own, needed)
-            for name in ("useful", "padded"):
-                peer = Peer("torch.mm", rates["torch.mm"], package="torch")
-                yield setup.row(own.case, rates[name], own.clock, peer, name, "TFLOP/s")
+        dense = Dense(len(cell.found.pairs().inputs), cell.channels, cell.channels)
+        yield from _beside(setup, cell.case, layer_of(setup, cell), dense, found)
+    for case, layer in _of_minkunet(setup):
+        outputs, volume, inputs = layer.weight.shape
+        yield from _beside(setup, case, layer, Dense(layer.rows, volume * inputs, outputs), found)
     _say_rates(setup, found)
 
 
-def _dense(setup: Setup, cell: Cell) -> Ready | None:
-    """torch.mm with as many rows as there are pairs."""
-    pairs, width = len(cell.found.pairs().inputs), cell.channels
-    a, b = setup.filled(pairs, width, dtype=setup.half), setup.filled(width, width, dtype=setup.half, seed=2)
-    truth = a[:_CHECKED].double() @ b.double()
-    way = Way("torch.mm", lambda: partial(torch.mm, a, b), "torch", view=lambda y: y[:_CHECKED])
-    return ready(setup, Case(cell.case, setup.half, truth), way, ours=False)
+def _beside(
+    setup: Setup, case: str, layer: Trained, product: Dense, found: dict[str, Mapping[str, float]]
+) -> Iterator[Row]:
+    """Times and rates of a layer and of a dense product; the rates are kept in `found`."""
+    done, dense = _checked(setup, case, layer), product.way(setup, case)
+    if done is None or dense is None:
+        return
+    needed = _needed(setup, layer)
+    rows = list(timed(setup, Case(case, setup.half, layer.feats[:0]), [done], [dense]))
+    yield from rows
+    for own in (r for r in rows if r.clock == setup.clock):
+        rates = found[case] = _rates_beside(own, needed, product)
+        for name in ("useful", "padded"):
+            peer = Peer("torch.mm", rates["torch.mm"], package="torch")
+            yield setup.row(own.case, rates[name], own.clock, peer, name, "TFLOP/s")
 
 
-def _rates_beside(own: Row, needed: Needs) -> Mapping[str, float]:
-    """TFLOP/s: useful, padded, and of torch.mm over as many pairs."""
+def _of_minkunet(setup: Setup) -> Iterator[tuple[str, Trained]]:
+    """The submanifold layers of MinkUNet on a scan, numbered as in it; those of equal map and channels once."""
+    workload = narrow(stand_in(WORKLOADS[MINKUNET])) if setup.quick else WORKLOADS[MINKUNET]
+    try:
+        (sample,) = samples(workload, setup.device, setup.half, count=1, most=_TINY if setup.quick else 0)
+    except OptionError as reason:
+        setup.say(f"{MINKUNET} is left out: {reason}")
+        return
+    net = workload.model().to(setup.device, setup.half).eval()
+    seen: set[tuple[int, int, int]] = set()
+    for number, met in enumerate(layers_of(net, fresh(sample)), 1):
+        width = Width(met.inputs, met.outputs)
+        case, key = f"utilisation/{MINKUNET}/{number:02d}/C{width}", (id(met.found), met.inputs, met.outputs)
+        if met.found.relation.policy != "same" or key in seen or not setup.wants(case):
+            continue
+        seen.add(key)
+        unread = sample.coords.new_empty(met.found.num_outputs, 4)
+        yield case, layer_on(setup, met.found, unread, width)
+
+
+def _rates_beside(own: Row, needed: Needs, product: Dense) -> Mapping[str, float]:
+    """TFLOP/s: useful, padded, and of torch.mm."""
     return {
         "useful": 1e-9 * needed.useful / own.value,
         "padded": 1e-9 * needed.padded / own.value,
-        "torch.mm": 1e-9 * needed.useful / own.peer_value,
+        "torch.mm": 1e-9 * product.flops / own.peer_value,
     }
 
 
 def _say_rates(setup: Setup, found: Mapping[str, Mapping[str, float]]) -> None:
-    setup.say("cell, useful TFLOP/s, padded TFLOP/s, TFLOP/s of torch.mm of as many pairs, useful share, padded share")
+    setup.say("cell, useful TFLOP/s, padded TFLOP/s, TFLOP/s of torch.mm, useful share, padded share")
     for case, rates in found.items():
         dense = rates["torch.mm"]
         told = " ".join(f"{rate:8.2f}" for rate in rates.values())

@@ -1,6 +1,7 @@
 """The suite `stream`: networks as users write them, over scenes without repetition, beside spconv in the same run.
 
-A case is NET/MODE/WAY, such as unet/infer/eager, followed by `/repeated` for a second round over the same scenes. Each
+A case is NET/MODE/WAY, such as unet/infer/eager or unet/infer-tf32/compiled (inference on a GPU is in fp16, where the
+mode names no other precision), followed by `/repeated` for a second round over the same scenes. Each
 way runs in its own process (probes/stream_way.py), so that its first call is the first of a process, and is rejected if
 its results differ from spconv's. Metrics, by the wall clock and on a CPU also by processor time; only `first_call` and
 `total` include the first call:
@@ -92,8 +93,9 @@ def stream(say: Say, options: Options) -> Iterator[Row]:
     clock = "the wall clock" if device.type == "cuda" else "the processor's time"
     say(f"{device_name(device)}, torch {torch.__version__}; {files}; milliseconds by {clock}")
     for net in [options.case] if options.case else list(NETS):
-        for mode in MODES:
-            yield from _mode(run, net, mode)
+        for mode, how in MODES.items():
+            if device.type == "cuda" or how.precision == "fp16":
+                yield from _mode(run, net, mode)
     setup.settle()
 
 
@@ -110,7 +112,8 @@ def _mode(run: Stream, net: str, mode: str) -> Iterator[Row]:
         if way == "spconv":
             rivals = figures
         else:
-            yield from _rows(setup, run.name(net, mode, way), figures, rivals)
+            precision = MODES[mode].precision if setup.device.type == "cuda" else ""
+            yield from _rows(setup, (run.name(net, mode, way), precision), figures, rivals)
 
 
 def _seen(run: Stream, asked: Asked) -> Seen:
@@ -218,11 +221,13 @@ def _sentence(run: Stream, seen: Seen) -> str:
     return ", ".join(parts)
 
 
-def _rows(setup: Setup, name: str, figures: Figures, rivals: Figures) -> Iterator[Row]:
+def _rows(setup: Setup, about: tuple[str, str], figures: Figures, rivals: Figures) -> Iterator[Row]:
+    """The rows of a way. about: its case, and its precision, "" for the device's."""
+    name, precision = about
     for key, times in figures.items():
         clock, (again, _, metric) = key[0], key[1].rpartition("/")
         peer = Peer("itself", times.median)
         if key in rivals and clock != "count":
             peer = Peer("spconv", rivals[key].median, package=spconv_peer.package())
         case = f"{name}/{again}" if again else name
-        yield setup.row(case, times, clock, peer, metric, _UNITS.get(metric, "ms"))
+        yield setup.row(case, times, clock, peer, metric, _UNITS.get(metric, "ms"), precision)

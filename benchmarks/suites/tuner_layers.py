@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,25 +12,18 @@ from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Case, Setup, Way, ready
 from benchmarks.harness.timing import Times, busy, together
 from benchmarks.scenes.layers import Cell, Choice, Trained, cells, exact, layer_of
-from benchmarks.scenes.network_layers import Fed, Met, layers_of
+from benchmarks.scenes.network_layers import Fed, layers_of
 from benchmarks.scenes.workloads import fresh
 from benchmarks.suites.tuner_cases import Subjected, Writer, say_published, spent, spent_in_pieces, subjects
 from pumice.coords import KernelMap
 from pumice.coords.lookup import Neighbours
-from pumice.engine.measure import by_part
 from pumice.errors import PumiceError
-from pumice.lower import dataflow, reference
+from pumice.lower import dataflow, movement, reference
 from pumice.ops import Dataflow, conv_features
-from pumice.schedule.dataflow import DATAFLOWS, Grouping, padding
-from pumice.schedule.predict import DEVICES
+from pumice.schedule.dataflow import DATAFLOWS, Grouping
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
 """The networks of the studies movement and grouping, those of the papers' tables."""
-_L2 = 50e6
-"""Bytes of an H200's L2 available to features."""
-_RUNS = 5
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values tried by TorchSparse's tuner
-SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S tried by TorchSparse's tuner
 
 
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:
@@ -68,195 +59,15 @@ def products(layers: Sequence[Fed], groupings: Sequence[Grouping]) -> Run:
     for one, grouping in zip(layers, groupings, strict=True):
         how = dataflow.layout(one.found, grouping)
         filters = reference.grouped(one.weight.contiguous(), 1)
-        gathered = one.feats.index_select(0, how.gather)
-        made.append(torch.no_grad()(partial(dataflow.multiplied, gathered, filters, how)))
+        gathered = movement.gather_slots(one.feats, how.inputs)
+        made.append(torch.no_grad()(partial(_multiplied, one.feats, gathered, filters, how)))
     return made
 
 
-# Movement
-
-MOVEMENTS: Mapping[str, tuple[bool, str]] = {
-    "fp32": (False, "vectorised"),
-    "vectorised": (True, "vectorised"),
-    "fused": (True, "fused"),
-    "locality-aware": (True, "locality-aware"),
-}
-"""By name: whether in half precision, and the kind of data movement. torch always gathers and scatters vectorised, so
-there is no scalar baseline."""
-
-
-def data_movement(setup: Setup) -> Iterator[Row]:
-    """Gather and scatter of all convolutions: in fp32, in half precision, fused, and in the order of the outputs."""
-    for subject in subjects(setup, "movement", NETWORKS):
-        say_published(setup, "movement")
-        yield from _movements(setup, subject)
-
-
-def _movements(setup: Setup, subject: Subjected) -> Iterator[Row]:
-    half = fed(setup, subject)
-    # The same values in both precisions, so that one reference serves both.
-    full = [one.to(torch.float32) for one in half]
-    sides = {True: half, False: full}
-    names = {name: f"gather-gemm-scatter-{kind}-separate" for name, (_, kind) in MOVEMENTS.items()}
-    runs = {
-        name: in_turn(sides[narrow], [DATAFLOWS[names[name]]] * len(half)) for name, (narrow, _) in MOVEMENTS.items()
-    }
-    truths = [one.exact()[0] for one in half]
-    if not checked(setup, subject.case("movement", "all"), subject.dtype, truths, runs):
-        return
-    del truths
-    times = spent_in_pieces(setup, runs)
-    moved = {name: _moved(setup, run, sides[MOVEMENTS[name][0]]) for name, run in runs.items()}
-    yield from _movement_rows(setup, subject, half, times, moved)
-
-
-def _moved(setup: Setup, run: Run, layers: Sequence[Fed]) -> Times:
-    """Time outside of matrix products: on a GPU by kernel, else the whole minus the products alone."""
-    if setup.device.type == "cuda":
-        try:
-            each, _ = by_part([partial(results, run)] * _RUNS)
-            return Times.of([1e3 * (sum(parts.values()) - parts.get("product", 0.0)) for parts in each])
-        except PumiceError as reason:
-            setup.say(f"  movement is the whole less the products alone: {reason}")
-    alone = products(layers, [Grouping("separate")] * len(layers))
-    times = spent_in_pieces(setup, {"whole": run, "products": alone})
-    return Times.exactly(max(0.0, times["whole"].median - times["products"].median))
-
-
-def _movement_rows(
-    setup: Setup, subject: Subjected, layers: Sequence[Fed], times: Mapping[str, Times], moved: Mapping[str, Times]
-) -> Iterator[Row]:
-    write = Writer(setup, subject, "movement")
-    before = moved["fp32"].median
-    for name, (narrow, _) in MOVEMENTS.items():
-        yield write.timed(name, times[name], Peer("fp32", times["fp32"].median))
-        yield write.timed(name, moved[name], Peer("fp32", before), "part:movement")
-        size, own = layers[0].feats.element_size() if narrow else 4, moved[name].median
-        volume = sum(_bytes(one.met, size) for one in layers)
-        yield write.counted(name, "fact:bytes gathered and scattered", 1e-9 * volume, "GB")
-        setup.say(
-            f"{subject.case('movement', name)}: {times[name].median:.4g} ms, of it movement {own:.4g} "
-            f"({_times(before, own)} fp32), {1e-9 * volume:.3g} GB at {_rate(volume, own)}"
-        )
-    largest = max(one.feats.numel() * one.feats.element_size() for one in layers)
-    yield write.counted("locality-aware", "fact:largest features", 1e-6 * largest, "MB", Peer("L2", 1e-6 * _L2))
-
-
-def _bytes(met: Met, size: int) -> float:
-    """Bytes that gather and scatter move at least: for each pair both rows, read and written."""
-    return 2.0 * met.pairs * (met.inputs + met.outputs) * size
-
-
-def _times(before: float, after: float) -> str:
-    return f"{before / after:.2f}x" if after else "all of"
-
-
-def _rate(volume: float, milliseconds: float) -> str:
-    return f"{1e-9 * volume / milliseconds:.3g} TB/s" if milliseconds else "no time that can be told"
-
-
-# Grouping
-
-
-def grouping(setup: Setup) -> Iterator[Row]:
-    """Matrix products of all convolutions on gathered rows: each kernel offset alone, in pairs, in runs, and in groups
-    tuned for each layer."""
-    for subject in subjects(setup, "grouping", NETWORKS):
-        say_published(setup, "grouping")
-        yield from _groupings(setup, subject)
-
-
-def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
-    layers = fed(setup, subject)
-    chosen = {
-        **{kind: [Grouping(kind)] * len(layers) for kind in ("separate", "symmetric", "fixed", "adaptive")},
-        "adaptive-tuned": _tuned(setup, layers),
-    }
-    truths = [one.exact()[0] for one in layers]
-    runs = {name: _grouped(layers, how) for name, how in chosen.items()}
-    if not checked(setup, subject.case("grouping", "all"), subject.dtype, truths, runs):
-        return
-    del truths
-    times = spent_in_pieces(setup, {name: products(layers, how) for name, how in chosen.items()})
-    yield from _grouping_rows(setup, subject, layers, chosen, times)
-
-
-def _grouped(layers: Sequence[Fed], how: Sequence[Grouping]) -> Run:
-    plain = DATAFLOWS["gather-gemm-scatter-fused-separate"]
-    return in_turn(layers, [replace(plain, name="grouped", grouping=each) for each in how])
-
-
-def _tuned(setup: Setup, layers: Sequence[Fed]) -> list[Grouping]:
-    """For each layer the best epsilon and S among TorchSparse's; values that give the same groups are tried once."""
-    known: dict[tuple[int, int, int], Grouping] = {}
-    for one in layers:
-        key = (id(one.found), one.met.inputs, one.met.outputs)
-        if key not in known:
-            known[key] = _best(setup, one)
-    found = [known[id(one.found), one.met.inputs, one.met.outputs] for one in layers]
-    told = sorted({str(how) for how in found})
-    setup.say(f"  tuned for {len(known)} different layers: {', '.join(told)}")
-    return found
-
-
-def _best(setup: Setup, one: Fed) -> Grouping:
-    counts = one.found.pairs().sizes.tolist()
-    candidates = (Grouping("adaptive", epsilon=epsilon, size=size) for epsilon, size in product(EPSILONS, SIZES))
-    distinct = {how.groups(counts): how for how in candidates}
-    calls = {str(groups): products([one], [how])[0] for groups, how in distinct.items()}
-    times = spent(setup, calls, seconds=1e-3)
-    return distinct[min(distinct, key=lambda groups: times[str(groups)].median)]
-
-
-def _grouping_rows(
-    setup: Setup,
-    subject: Subjected,
-    layers: Sequence[Fed],
-    chosen: Mapping[str, Sequence[Grouping]],
-    times: Mapping[str, Times],
-) -> Iterator[Row]:
-    write = Writer(setup, subject, "grouping")
-    useful = sum(one.met.flops for one in layers)
-    ceiling = Peer("dense ceiling", 1e-12 * DEVICES["cuda"].matrix, "recorded")
-    separate = Peer("separate", times["separate"].median)
-    for name, how in chosen.items():
-        rate = 1e-9 * useful / times[name].median
-        share, multiplies = _padded(layers, how)
-        yield write.timed(name, times[name], separate)
-        yield write.row(name, rate, setup.clock, ceiling, "rate", "TFLOP/s")
-        yield write.counted(name, "fact:padding", share, "share")
-        yield write.counted(name, "fact:products", multiplies, "calls")
-        gain = separate.value / times[name].median
-        setup.say(
-            f"{subject.case('grouping', name)}: {times[name].median:.4g} ms, {gain:.2f}x, {rate:.4g} TFLOP/s, "
-            f"{share:.1%} of the rows padding, {multiplies} products"
-        )
-    least = 1e3 * sum(map(partial(_least, size=layers[0].feats.element_size()), layers))
-    yield write.counted("separate", "fact:least", least, "ms", Peer("separate", separate.value))
-
-
-def _padded(layers: Sequence[Fed], how: Sequence[Grouping]) -> tuple[float, int]:
-    """The share of padding rows, weighted by work, and the number of matrix products."""
-    work = filled = 0.0
-    calls = 0
-    for one, each in zip(layers, how, strict=True):
-        counts, channels = one.found.pairs().sizes.tolist(), one.met.inputs * one.met.outputs
-        for group in each.groups(counts):
-            rows = sum(counts[tap] for tap in group.taps)
-            if not rows:
-                continue
-            share = padding(counts, group.taps) if group.batched else 0.0
-            calls += 1 if group.batched else sum(counts[tap] > 0 for tap in group.taps)
-            work += rows / (1 - share) * channels
-            filled += rows * share / (1 - share) * channels
-    return (filled / work if work else 0.0), calls
-
-
-def _least(one: Fed, size: int) -> float:
-    """Lower bound on an H200 for a layer's products in seconds: multiplied, read and written once."""
-    gpu = DEVICES["cuda"]
-    moved = one.met.pairs * (one.met.inputs + one.met.outputs) * size + one.weight.numel() * size
-    return max(one.met.flops / gpu.matrix, moved / gpu.memory)
+def _multiplied(x: Tensor, gathered: Tensor, filters: Tensor, how: dataflow.PairLayout) -> Tensor:
+    """All products of a layer; that of the offset without movement reads the features."""
+    dataflow.middle_product(x, filters, how)
+    return dataflow.multiplied(gathered, filters, how)
 
 
 # Dataflows

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.families import VARIED
+from benchmarks.harness.families import PEAK, VARIED
 from benchmarks.harness.rows import Peer, Row
 from benchmarks.harness.study import Case, Ready, Setup, Way, by_choice, goals_told, mean_told
 from benchmarks.harness.whole import checked, compared, in_tf32
@@ -158,7 +158,7 @@ class Found:
     ratios: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
 
     def add(self, mode: Mode, workload: Workload, made: Row) -> None:
-        if made.peer_source == "same run":
+        if made.peer_source == "same run" and made.metric != PEAK:
             name = f"{mode.name}, {VARIED}" if made.metric == VARIED else mode.name
             self.ratios.setdefault((name, made.clock), {})[workload.name] = made.ratio
 

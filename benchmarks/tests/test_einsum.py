@@ -31,6 +31,7 @@ EXPECTED = {
     "messages": {"module"},
     "figure7": {"g1", "g8"},
     "table3": {"random_400"},
+    "lines": {"structured", "unstructured", "tensor-product", "conv"},
     "ablation": {"COO", "+ group", "+ block", "+ lazy broadcasting"},
     "compile": {"cold", "warm"},
 }

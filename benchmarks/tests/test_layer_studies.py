@@ -24,6 +24,8 @@ from benchmarks.suites.layer_ablation import IDEAS
 from benchmarks.suites.layer_accuracy import GOALS, Found
 from benchmarks.suites.layer_model import Needs, walks
 from benchmarks.suites.roofline import Placed
+from benchmarks.suites.sensitivity import HALVED
+from benchmarks.suites.sensitivity import seconds as sensitivity_of
 from pumice.coords import Relation, kernel_map
 from pumice.errors import PumiceError
 from pumice.ops import SparseTensor
@@ -246,6 +248,16 @@ def test_utilisation_holds_layers_against_a_dense_product(study):
     assert all(r["peer"] == "torch.mm" for r in rows) and found["padded"]["value"] > found["useful"]["value"]
 
 
+def test_layers_of_a_minkunet_are_held_against_products_of_all_taps(study):
+    out, rows = study("utilisation", only="minkunet-kitti-1x/0")
+    cases = dict.fromkeys(r["case"] for r in rows)
+    # Its stem of two layers, both of which are submanifold.
+    assert list(cases)[:2] == [f"utilisation/minkunet-kitti-1x/{layer}/default" for layer in ("01/C4-8", "02/C8")]
+    (mm,) = {r["peer_value"] for r in rows if r["case"] == list(cases)[1] and r["metric"] == "padded"}
+    time = next(r for r in rows if r["case"] == list(cases)[1] and r["metric"] == "time")
+    assert mm * time["peer_value"] * 1e9 == pytest.approx(2 * 120 * 27 * 8 * 8, rel=0.05), out
+
+
 @pytest.mark.parametrize("name", ["roofline", "utilisation"])
 def test_rates_of_wrong_results_are_not_told(monkeypatch, name):
     monkeypatch.setattr(layer_cells, "conv_features", lambda x, *_: torch.zeros_like(x))
@@ -416,3 +428,20 @@ def test_switches_are_put_back():
         assert torch.are_deterministic_algorithms_enabled()
         raise KeyError
     assert ([s.fp32_precision for s in switches], torch.are_deterministic_algorithms_enabled()) == before
+
+
+# sensitivity
+
+
+def test_half_of_a_rate_takes_longer_and_never_twice_as_long(study):
+    out, rows = study("sensitivity", only="minkunet")
+    assert {r["case"].rpartition("/")[2] for r in rows} == set(HALVED) and {r["device"] for r in rows} == {"any"}
+    assert all(1 <= r["value"] <= 2 and r["unit"] == "x" for r in rows) and "42 layers" in out
+    assert {r["peer_value"] for r in rows if r["peer_source"] == "recorded"} == {1.2, 1.4}
+
+
+def test_the_rate_that_limits_is_the_one_that_counts():
+    layers = [Needs(useful=1e12, padded=1e12, memory=1e6, cache=1e6, programs=1e6)]
+    whole = sensitivity_of(layers, DEVICES["cuda"])
+    assert sensitivity_of(layers, HALVED["arithmetic"]) / whole == pytest.approx(2, rel=0.01)
+    assert sensitivity_of(layers, HALVED["memory"]) / whole == pytest.approx(1, rel=0.01)

@@ -17,6 +17,7 @@ from benchmarks.harness.timing import Times
 from benchmarks.scenes import clouds as map_scenes
 from benchmarks.suites import map_work
 from benchmarks.suites import maps as bench_maps
+from benchmarks.suites.map_steps import STEPS, made, truths_of
 from pumice.env import Settings
 from pumice.errors import OptionError, PumiceError
 
@@ -31,6 +32,7 @@ EXPECTED = {
     "pyramid": {"chain", "level-by-level", "host"},
     "scaling": {"k3", "all", "large"},
     "ablation": {"sorted-staged", "sorted", "listed"},
+    "steps": set(STEPS),
 }
 
 
@@ -253,6 +255,15 @@ def test_a_plan_without_enough_room_is_wrong(voxels):
     assert map_work.wrong_plan(map_work.planned(map_work.submanifold(voxels), room), truth) == ""
     tight = map_work.Room(room.outputs, room.entries // 2, room.block)
     assert map_work.wrong_plan(map_work.planned(map_work.submanifold(voxels), tight), truth)
+
+
+def test_steps_make_the_maps_of_a_chain(voxels):
+    relations = [map_work.WINDOW, map_work.SUPPORT, map_work.WINDOW, map_work.HALVED]
+    truths = truths_of(voxels, relations)
+    assert [len(t.outputs) for t in truths] == [len(t.rows) for t in truths] and len(truths[3].outputs) < len(voxels)
+    for name, step in STEPS.items():
+        found = made(step, voxels, truths)
+        assert [map_work.wrong_map(own, truth) for own, truth in zip(found, truths, strict=True)] == [""] * 4, name
 
 
 def test_a_network_names_the_map_that_is_wrong(voxels):

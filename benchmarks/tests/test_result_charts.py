@@ -147,6 +147,7 @@ def test_parts_of_spconv_and_of_what_was_not_tuned():
 
 def test_parts_of_a_study_are_none_of_a_pass():
     assert list(parts([network("net/fp16/inference/movement-fused", "part:movement", 1.0, 2.0)])) == []
+    assert list(parts([network("net/fp16/inference/breakdown-fused", "part:other", 1.0, 2.0)])) == []
 
 
 def test_passes_that_a_study_asks_for_are_not_added_up():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ from benchmarks.suites import stream as suite
 from benchmarks.suites.stream import figures_of
 from benchmarks.tests.ledgers import timed
 from pumice.errors import FileError, OptionError
+from pumice.lower.kernel import float32_precision
 
 CPU = torch.device("cpu")
 
@@ -200,6 +202,39 @@ def test_a_unet_agrees_with_its_twin(folder, fake):
     assert seen.wrong == "" and seen.errors["result"] < 1e-5 and len(seen.calls) == len(seen.again) == 2
 
 
+@pytest.mark.parametrize("way", ["eager", "spconv"])
+@pytest.mark.parametrize("mode", ["infer", "infer-tf32", "infer-fp32"])
+def test_each_precision_is_that_of_its_mode(folder, fake, monkeypatch, mode, way):
+    """Of float32 products while calls are timed, in spconv by a tuner of its own; the reference is exact."""
+    told, timed_, exact = [], stream_way._timed, stream_way._exact
+
+    def noted(call):
+        return lambda *given: [told.append((float32_precision(), list(tuners))), call(*given)][1]
+
+    @contextmanager
+    def multiplying(tuner):
+        tuners.append(tuner)
+        yield
+        tuners.clear()
+
+    tuners = []
+    monkeypatch.setattr(stream_way.spconv_peer, "new_tuner", lambda: "tuner")
+    monkeypatch.setattr(stream_way.spconv_peer, "multiplying", multiplying)
+    monkeypatch.setattr(stream_way, "_timed", noted(timed_))
+    monkeypatch.setattr(stream_way, "_exact", noted(exact))
+    seen = Seen()
+    stream_way.run(Asked("encoder", mode, way, "cpu", 2, Source(str(folder)), quick=True), seen.add)
+    of_mode = "tf32" if mode == "infer-tf32" else "tf32x3"
+    assert told == [(of_mode, ["tuner"] * (mode == "infer-tf32" and way == "spconv")), ("tf32x3", [])]
+    assert seen.wrong == "" and len(seen.again) == 2
+
+
+def test_fp32_is_allowed_less_than_tf32():
+    modes = stream_way.MODES
+    assert modes["infer-fp32"].allowed < modes["infer-tf32"].allowed == modes["infer"].allowed
+    assert [name for name, mode in modes.items() if mode.training] == ["train"]
+
+
 def test_rows_of_wrong_results_are_refused(command, folder, fake, monkeypatch):
     monkeypatch.setattr(Kept, "forward", lambda self, x: Tensor(2 * pm.nn.Conv3d.forward(self, x.x), x.keys))
     ran, rows = quick(command, folder, "--case", "encoder", "--only", "infer/eager")
@@ -265,6 +300,7 @@ ROWS = [
     *rows_of("unet/infer/eager/repeated", 21.0, 22.0, 1.0, 28.0),
     *rows_of("encoder/train/eager", 8.0, 9.0, 2000.0, 4.0, device="CPU", clock="cpu"),
     *rows_of("tiny/encoder/train/eager", 8.0, 9.0, 2000.0, 4.0),
+    *rows_of("unet/infer-tf32/compiled", 6.0, 7.0, 1300.0, 24.0, device="Another GPU"),
 ]
 
 
@@ -275,6 +311,7 @@ def test_the_table_has_losses_too():
         "| unet, inference, GPU, wall | 30 (60) | 90 (1,106) | 5 (6) | 3.3 (3.9) | 0.33, 6.00, 9.09 | "
         "0.7, 50, 1.3, 53 |",
         "| encoder, training, CPU, cpu | 4 (8) | 8 (9) | – | – | 0.50, –, – | 0.7, 2, –, – |",
+        "| unet, inference in tf32, Another GPU, wall | 24 (48) | – | 6 (7) | – | –, 4.00, – | 0.7, –, 1.3, – |",
     ]
     assert stream_table([timed("a", 1, 2)]) == ""
 
@@ -286,7 +323,7 @@ def test_the_table_stands_on_the_page_of_figures():
 
 def test_bars_end_at_the_median_and_lines_at_the_worst_call():
     charts = {chart.name: chart for chart in streams(ROWS)}
-    assert set(charts) == {"stream-gpu", "stream-cpu-cpu"}
+    assert set(charts) == {"stream-gpu", "stream-cpu-cpu", "stream-another-gpu"}
     (panel,) = charts["stream-gpu"].panels
     assert isinstance(panel, Ranges) and panel.title == "inference, clock wall"
     assert [(span.name, span.value, span.most, span.kind) for span in panel.spans] == [
@@ -305,4 +342,4 @@ def test_ratios_are_of_medians_and_of_each_way():
         (f.name, f"{one.ratio:.2f}") for f in FAMILIES if f.suite == "stream" for one in compared(ROWS, f, "spconv")
     }
     inference = {("eager inference", "0.33"), ("compiled inference", "6.00"), ("captured inference", "9.09")}
-    assert names == inference | {("eager training", "0.50")}
+    assert names == inference | {("eager training", "0.50"), ("compiled inference in tf32", "4.00")}

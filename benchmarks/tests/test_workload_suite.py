@@ -11,7 +11,7 @@ from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness import timing
 from benchmarks.harness import whole as whole_calls
-from benchmarks.harness.families import FAMILIES, VARIED
+from benchmarks.harness.families import ALGORITHMS, FAMILIES, VARIED
 from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Ready, Setup
 from benchmarks.peers import spconv_nets
@@ -19,7 +19,9 @@ from benchmarks.scenes.workloads import SPCONV_NET, WORKLOADS, samples, stand_in
 from benchmarks.suites import shells as bench_shells
 from benchmarks.suites import workloads as bench_workloads
 from benchmarks.suites.workloads import GOALS, ON_CPU, ON_GPU, RECORDED, Found, Side
+from benchmarks.tests.ledgers import made
 from pumice.errors import OptionError, PumiceError
+from pumice.schedule.dataflow import DATAFLOWS
 
 ONE = "minkunet-nuscenes-1f"
 
@@ -251,6 +253,36 @@ def test_shells(suite):
     assert "shell_16" not in out and all(row["case"].startswith("shell_8/") for row in rows)
 
 
+def test_algorithms_on_shells(suite):
+    """Every algorithm of FlexGEMM's article by a dataflow of ours, forward and training."""
+    out, rows = suite("shell-algorithms")
+    for passed in ("fwd", "fwd+bwd"):
+        (line,) = (
+            text for text in out.splitlines() if text.startswith(f"algorithms/shell_8/B2/k3/C16/fp32/{passed} fp32 w")
+        )
+        assert all(f"{flow} " in line for flow in ALGORITHMS) and "FAILED" not in out
+    assert set(ALGORITHMS) < set(DATAFLOWS)
+    places = {f.name for row in rows for f in FAMILIES if f.place(Row(**row))}
+    assert not rows or {f"{flow} on shells, training" for flow in ALGORITHMS} <= places
+
+
+@pytest.mark.parametrize(
+    "case, name, way",
+    [
+        ("shell_8/B16/k3/C1024/fp16/fwd", "a layer on shells, forward", ""),
+        (
+            "shell_1024/B2/k3/C64/fp16/map+fwd+bwd/tuned",
+            "a layer on shells, the first, with its map, training",
+            "tuned",
+        ),
+        ("algorithms/shell_1024/B1/k3/C64/fp16/fwd/implicit-gemm-table", "implicit-gemm-table on shells, forward", ""),
+    ],
+)
+def test_families_of_shells(case, name, way):
+    found = {family.name: family.place(made(suite="workloads", case=case)) for family in FAMILIES}
+    assert [(n, place.way, place.precision) for n, place in found.items() if place] == [(name, way, "fp16")]
+
+
 @pytest.mark.parametrize("size, batch", [(8, 2), (32, 1)])
 def test_cells_of_a_shell(size, batch):
     coords = bench_shells.shell_coords(size, batch, torch.device("cpu"))
@@ -269,7 +301,7 @@ def test_a_wrong_layer_is_not_timed(monkeypatch):
 
 
 def test_studies_that_are_known():
-    with pytest.raises(OptionError, match="unknown; there are networks, estimates, shells"):
+    with pytest.raises(OptionError, match="unknown; there are networks, estimates, shells, shell-algorithms"):
         list(bench.run("workloads", print, bench.Options(case="shell", device="cpu")))
 
 

@@ -212,6 +212,32 @@ def test_a_kernel_for_each_layer(name, tmp_path):
     assert calls <= 6 * LAYERS[name] + 132
 
 
+def test_levels_share_memory(tmp_path, monkeypatch):
+    """An arena is little larger than what lives at once; slots are never shared by values that do."""
+    runs, allocate = [], stretch.StretchRun.allocate
+
+    def spy(self, starting):
+        runs.append([(one.starts, self.rows(one.at_y) * one.starts.width) for one in starting])
+        allocate(self, starting)
+
+    monkeypatch.setattr(stretch.StretchRun, "allocate", spy)
+    program = pm.compile(UNet().eval())
+    with emulated(tmp_path):
+        program(cloud(0, rows=3000))
+    (found,) = runs
+    inside = [(buffer, size) for buffer, size in found if not buffer.own]
+    slots = {}
+    for buffer, size in inside:
+        slots.setdefault(buffer.slot, []).append((buffer.born, buffer.last, size))
+    for own in slots.values():
+        own.sort()
+        assert all(last < born for (_, last, _), (born, _, _) in zip(own, own[1:], strict=False))
+    times = range(max(buffer.last for buffer, _ in inside) + 1)
+    live = max(sum(size for buffer, size in inside if buffer.born <= t <= buffer.last) for t in times)
+    total = sum(max(size for _, _, size in own) for own in slots.values())
+    assert len(slots) < 10 and total <= 1.5 * live
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_scenes_without_voxels(name, tmp_path):
     net = strange(NETS[name]())

@@ -33,7 +33,7 @@ from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
 from pumice.lower.maps import FORMS
 from pumice.schedule import tile as schedule
-from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow
+from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow, Grouping
 from pumice.schedule.tile import Tile
 from pumice.testing import random_tensor
 
@@ -367,9 +367,12 @@ def map_problems(
 
 # Dataflows by name, where kernels run
 def flow_checks() -> Checks:
-    kernels = {name: flow for name, flow in DATAFLOWS.items() if flow.grouping is None and flow.movement != "explicit"}
+    kernels = {name: flow for name, flow in DATAFLOWS.items() if flow.movement != "explicit"}
+    kernels = {name: flow for name, flow in kernels.items() if flow.grouping in (None, Grouping("adaptive"))}
     found = {f"dataflow {name}": partial(check_flow, flow, 1) for name, flow in kernels.items()}
-    for name in ("fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"):
+    gathering = [f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware")]
+    implicit = "implicit-gemm-split2", "implicit-gemm-table", "implicit-gemm-table-split-k"
+    for name in ("fetch-on-demand-deterministic", *implicit, *gathering):
         found[f"dataflow {name} in groups"] = partial(check_flow, kernels[name], 2)
     for name in ("fetch-on-demand", "fetch-on-demand-deterministic"):
         found[f"dataflow {name} over a graph"] = partial(check_graph_flow, kernels[name])

@@ -45,13 +45,13 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
-from pumice.lower import norm, segment_sums, unrolled
+from pumice.lower import movement, norm, segment_sums, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
-LOWER = ("row_kernels", "segment_kernels")
+LOWER = ("row_kernels", "movement_kernels", "segment_kernels")
 """Files of kernels in pumice.lower, besides those of pumice.coords."""
 _TYPES = {
     torch.uint8: "*u8",
@@ -139,6 +139,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(ranking, "has_triton", lambda tensor: True),
         patch.object(norm, "has_triton", lambda tensor: True),
         patch.object(by_rows, "has_triton", lambda tensor: True),
+        patch.object(movement, "has_triton", lambda tensor: True),
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
@@ -175,6 +176,7 @@ def variants() -> tuple[Variant, ...]:
             by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
             _maxima(torch.zeros(60, channels, dtype=dtype))
             _over_items(torch.zeros(60, channels, dtype=dtype))
+            _movements(torch.zeros(60, channels, dtype=dtype))
             target = unrolled.Target((9, channels), dtype)
             unrolled._sum_by_rows(torch.zeros(60, channels), torch.arange(60) % 9, target)
         for dtype, width in ((torch.float16, 128), (torch.bfloat16, 72), (torch.float32, 128), (torch.float32, 9)):
@@ -228,6 +230,18 @@ def _over_items(x: Tensor) -> None:
     items = torch.arange(len(x)) // 20
     by_rows.spread_items(by_rows.sum_items(x, items, 3), items)
     by_rows.max_items(x, items, 3)
+
+
+def _movements(x: Tensor) -> None:
+    """Rows to and from slots, in both orders, and one element at a time."""
+    for distinct in (False, True):
+        slots = movement.Slots(torch.arange(len(x), dtype=torch.int32), len(x), False, distinct)
+        for scalar in (False, True):
+            movement.gather_slots(x, slots, scalar)
+            movement.scatter_slots(torch.zeros(x.shape), x, slots, scalar)
+    movement.gather_stationary(x, slots)
+    for base in (None, x):
+        movement.scatter_stationary(x, slots, base)
 
 
 def _cloud(dim: int) -> CoordBuffer:
@@ -337,9 +351,14 @@ INSTRUCTIONS = {
     "min64": r"\batom\.\S*min\.s64",
     "cas64": r"\batom\.\S*cas\.b64",
     "cas32": r"\batom\.\S*cas\.b32",
+    "load16": r"\bld\.global\S*\.v4\.b32",
     "popc": r"\bpopc\.b32|\bv_bcnt_u32",
     # A count of bits in steps: every other one first.
     "halves": r"\b1431655765\b|\b0x55555555\b",
+    # Accesses of 16 bytes, of one or two bytes, and additions of four numbers in memory.
+    "wide": r"\b(?:ld|st)\.global\.v4\.b32",
+    "narrow": r"\b(?:ld|st)\.global\.b(?:8|16)\b",
+    "add4": r"\batom\.\S*add\.v4\.f32",
 }
 
 

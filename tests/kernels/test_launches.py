@@ -101,6 +101,46 @@ def test_rows_are_entered_in_32_bits(built):
     assert built.instructions["cas32"] > 0 and built.instructions["cas64"] == 0
 
 
+READING = ("lookup_kernels.insert", "lookup_kernels.number_rows", "chain_kernels.insert_cells")
+"""Kernels that read coordinates."""
+
+
+@chosen(*READING, targets=NVIDIA, D=3)
+def test_the_16_bytes_of_a_row_are_one_load(built, job):
+    """By a thread for each row; a "wide" table compares rows axis by axis."""
+    constants = dict(job.variant.constants)
+    expected = constants["BLOCK"] >= 32 * job.variant.warps and constants.get("KIND") != "wide"
+    assert bool(built.instructions["load16"]) == expected
+
+
 @chosen(*COUNTING, targets=NVIDIA)
 def test_bits_are_counted_by_one_instruction(built):
     assert built.instructions["popc"] > 0 and built.instructions["halves"] == 0
+
+
+MOVEMENT = [f"movement_kernels.{way}_{order}" for way in ("gather", "scatter") for order in ("slots", "stationary")]
+
+
+def moving(scalar, channels, *dtypes):
+    """Jobs that move rows of whole vectors in some dtypes."""
+    jobs = [job for job in JOBS if job.variant.kernel in MOVEMENT and job.target in NVIDIA]
+    kept = [
+        job
+        for job in jobs
+        if job.variant.tensors[0] in dtypes
+        and dict(job.variant.constants)["C"] in channels
+        and dict(job.variant.constants).get("SCALAR", False) == scalar
+    ]
+    return pytest.mark.parametrize("job", kept, ids=lambda job: job.name)
+
+
+@moving(False, (96, 256), "*fp16", "*bf16")
+def test_rows_move_in_vectors(built, job):
+    assert built.instructions["wide"] >= 1 and built.instructions["narrow"] == 0
+    atomic = dict(job.variant.constants).get("ATOMIC", False)
+    assert (built.instructions["add4"] > 0) == (atomic and job.target == "sm_90")
+
+
+@moving(True, (96, 256), "*fp16", "*bf16")
+def test_scalar_movement_is_of_one_element_at_a_time(built, job):
+    assert built.instructions["narrow"] > 0 and built.instructions["wide"] == built.instructions["add4"] == 0

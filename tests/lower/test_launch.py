@@ -244,6 +244,21 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
         assert kernels.float32_precision() == expected
 
 
+def test_wide_gradients_of_weights_are_six_products(monkeypatch):
+    """Of float32, where that is faster; forward products and narrow ones are three."""
+    text = "W[k[g],n,c] += y[o[g,q],n] * x[i[g,q],c]"
+    for channels, expected in ((128, "bf16x6"), (32, "tf32x3")):
+        shapes = {"W": (27, channels, channels), "x": (50, channels), "y": (50, channels)}
+        shapes |= {"k": (4,), "o": (4, 16), "i": (4, 16)}
+        bound = bind(parse(text), shapes)
+        assert kernels.default_precision(bound) == expected
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+        assert kernels.default_precision(bound) == "tf32"
+        monkeypatch.undo()
+    forward = bind(parse("Y[m,n] = X[m,c] * W[n,c]"), {"X": (500, 128), "W": (128, 128)})
+    assert kernels.default_precision(forward) == "tf32x3"
+
+
 # operands that are held
 
 

@@ -92,6 +92,20 @@ def test_every_dataflow_has_a_cost(flow, name, device):
     assert 0 < total_seconds(flow, [LayerWork(empty, empty, (4, 1), itemsize=8)], [name], device) < 1e-2
 
 
+@pytest.mark.parametrize("name", PASSES)
+def test_an_offset_of_every_row_with_itself_costs_no_movement(name):
+    same, other = (MapStats(inputs, 10**6, (400_000, 10**6, 400_000)) for inputs in (10**6, 2 * 10**6))
+    assert (same.unmoved, other.unmoved) == (10**6, 0)
+    fused = DATAFLOWS["gather-gemm-scatter-fused-separate"]
+    costs = [flow_seconds(fused, LayerWork(side, side, (64, 64), itemsize=2), name, "cuda") for side in (same, other)]
+    assert costs[0] < 0.7 * costs[1]
+    explicit = [
+        flow_seconds(DATAFLOWS["explicit-gemm"], LayerWork(side, side, (64, 64)), name, "cuda")
+        for side in (same, other)
+    ]
+    assert explicit[0] == explicit[1]
+
+
 def test_the_input_gradient_reads_the_other_side():
     up, down = side(1000, 8000, {"compacted": (900,)}, 64), side(8000, 8000, {"compacted": (1000,)}, 64)
     one = LayerWork(down, up, (16, 64))
@@ -99,6 +113,18 @@ def test_the_input_gradient_reads_the_other_side():
         flow("sorted"), LayerWork(up, down, (64, 16)), "forward", "cuda"
     )
     assert set(layouts(flow("sorted"), one, "dgrad", "cuda")) != set(layouts(flow("sorted"), one, "forward", "cuda"))
+
+
+def test_weight_gradients_over_tiles():
+    """As many operations as entries of whole tiles; a table has all. The layout is that of the tiles, and its own."""
+    one = work(WAYMO, 128)
+    spent = {name: flow_seconds(flow(name), one, "wgrad", "cuda") for name in ("unsorted", "sorted", "table")}
+    pairs = flow_seconds(PLANNED, one, "wgrad", "cuda")
+    assert pairs == flow_seconds(DATAFLOWS["fetch-on-demand"], one, "wgrad", "cuda")
+    assert pairs < spent["sorted"] < spent["unsorted"] < spent["table"]
+    keys = set(layouts(flow("sorted"), one, "wgrad", "cuda"))
+    assert len(keys) == 2 and set(layouts(flow("sorted"), one, "forward", "cuda")) < keys
+    assert not layouts(flow("table"), one, "wgrad", "cuda")
 
 
 def names(passes, device):
@@ -110,9 +136,12 @@ def test_what_does_the_same_is_tried_once():
     assert "implicit-gemm-sorted" in names(["forward"], "cpu")
     assert names(["forward"], "cuda") == set(DATAFLOWS) - {"implicit-gemm-sorted"}
     weights = names(["wgrad"], "cuda")
-    assert not any(name.startswith("implicit") or name == "fetch-on-demand" for name in weights)
-    assert "gather-gemm-scatter-locality-aware-fixed" not in weights, "as the fused one for weights"
-    assert "gather-gemm-scatter-fused-fixed" in weights and "explicit-gemm" in weights
+    assert "fetch-on-demand" not in weights, "it is what the planner picks for weights"
+    assert {"implicit-gemm-sorted", "implicit-gemm-split3", "implicit-gemm-table"} < weights
+    assert "implicit-gemm-table-split-k" not in weights, "as the other one over the table for weights"
+    assert "fetch-on-demand-deterministic" not in weights, "as the vectorised one by offset for weights"
+    assert {f"gather-gemm-scatter-{way}-fixed" for way in ("vectorised", "fused", "locality-aware")} <= weights
+    assert "explicit-gemm" in weights
     both = equivalence_key(DATAFLOWS["gather-gemm-scatter-vectorised-separate"], "wgrad", "cuda")
     assert both == equivalence_key(DATAFLOWS["fetch-on-demand-deterministic"], "wgrad", "cuda")
 
@@ -131,6 +160,7 @@ def test_what_may_be_taken():
     fetch, gather = DATAFLOWS["fetch-on-demand"], DATAFLOWS["gather-gemm-scatter-fused-fixed"]
     assert not is_applicable("forward", fetch, deterministic=True, library=True)
     assert is_applicable("forward", flow("sorted"), deterministic=True, library=False)
-    assert not is_applicable("wgrad", flow("sorted"), deterministic=True, library=True)
+    assert is_applicable("wgrad", flow("sorted"), deterministic=True, library=True), "a fixed order over tiles"
+    assert not is_applicable("wgrad", fetch, deterministic=True, library=True)
     assert not is_applicable("forward", gather, deterministic=False, library=False)
     assert is_applicable("forward", gather, deterministic=False, library=True)

@@ -19,6 +19,7 @@ from pumice.schedule.tile import (
     power_above,
     size_class,
     splits,
+    table_parts,
 )
 
 MATMUL = parse("C[m,n] = A[m,k] * B[k,n]")
@@ -270,12 +271,10 @@ def test_products_of_products_are_left_to_few_warps():
 
 
 def test_few_tiles_are_made_narrower():
-    """Of 32 bits. Groups of pairs are a batch: there are as many tiles as groups."""
-    weights = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]")
-    for groups, columns in ((1000, 128), (100, 64)):
-        sizes = {"g": groups, "q": 2048, "c": 128, "n": 128}
-        found = default(Problem(contraction_roles(weights, sizes), sizes, chained=True, bits=32))
-        assert found.columns == columns
+    """Of 32 bits."""
+    for tiles, sides in ((3000, (128, 128)), (40, (64, 64))):
+        found = default(convolution(128, 12, tiles, columns=128, bits=32))
+        assert (found.rows, found.columns) == sides
 
 
 @pytest.mark.parametrize(
@@ -295,13 +294,14 @@ def test_turns_are_half_as_deep_where_the_last_would_be_mostly_empty(channels, t
     assert default(convolution(channels, 12, tiles, 96, bits=32)).reduced == 32
 
 
+@pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("channels", [32, 64, 128, 256])
-def test_gradients_of_weights_have_one_tile(channels):
+def test_gradients_of_weights_have_one_tile(channels, bits):
     """For any number of groups of pairs: each is a kernel to compile."""
     weights, found = parse("W[k[g],c,n] += x[i[g,q],c] * y[o[g,q],n]"), set()
     for groups in (1, 8, 33, 66, 133, 264, 265, 528, 2000, 40000):
         sizes = {"g": groups, "q": 1024, "c": channels, "n": channels}
-        tile = default(Problem(contraction_roles(weights, sizes), sizes, chained=True))
+        tile = default(Problem(contraction_roles(weights, sizes), sizes, chained=True, bits=bits))
         side = min(128, channels)
         assert (tile.rows, tile.columns, tile.prefetch_indices) == (side, side, True)
         found.add(tile)
@@ -320,6 +320,30 @@ def test_a_long_loop_of_few_tiles_is_shared(sizes, shared):
     found = splits(contraction_roles(MATMUL, sizes), sizes)
     assert (found > 1) == shared
     assert found <= sizes["k"]
+
+
+@pytest.mark.parametrize(
+    "rows, columns, volume, parts",
+    [
+        (100, 64, 27, 27),  # one tile: as many parts as kernel offsets
+        (8_000, 64, 27, 5),  # 63 tiles, twice 132 programs
+        (17_000, 128, 27, 2),
+        (1_000_000, 64, 27, 2),  # never fewer than two
+        (1_000_000, 64, 1, 1),
+        (0, 0, 27, 27),
+        (3_400, 128, 27, 9),  # 27 tiles: 10 parts, of three offsets each
+    ],
+)
+def test_parts_of_a_split_over_the_table(rows, columns, volume, parts):
+    assert table_parts(rows, columns, volume) == parts
+
+
+@pytest.mark.parametrize("volume", [1, 2, 8, 27, 125])
+@pytest.mark.parametrize("rows", [0, 1, 1000, 5000, 20_000, 10**6])
+def test_no_part_is_empty(rows, volume):
+    parts = table_parts(rows, 64, volume)
+    each = -(-volume // parts)
+    assert (parts - 1) * each < volume <= parts * each
 
 
 def test_segments_are_not_shared():

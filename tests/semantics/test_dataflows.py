@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import Counter
 from functools import lru_cache, partial
 
 import cases
@@ -11,11 +12,14 @@ import torch
 from cases import Case
 
 import pumice as pm
-from pumice.coords import Relation, kernel_map
+from pumice.coords import MultiMap, Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
 from pumice.lower import dataflow as lowered
+from pumice.lower import maps, movement
+from pumice.lower.dataflow import Pass
+from pumice.lower.movement import Slots
 from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
-from pumice.schedule.dataflow import PASSES
+from pumice.schedule.dataflow import GROUPINGS, PASSES, chosen, skipping, split_dataflow
 from pumice.testing import assert_close, random_tensor
 
 CASES = [
@@ -35,6 +39,7 @@ LIBRARY = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None
 STATED = [name for name in DATAFLOWS if name not in LIBRARY]
 FEW = ["explicit-gemm", *(f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware"))]
 FEW += ["fetch-on-demand", "fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"]
+FEW += ["implicit-gemm-table-split-k"]
 """One of each engine."""
 
 
@@ -90,6 +95,82 @@ def test_what_the_planner_picks_goes_with_others(case, device):
             cases.assert_close(once, want, torch.float64, pass_)
         with torch.no_grad():
             cases.assert_close(cases.run(case, ops, asked).feats, y, torch.float64, "inference")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 27, 31])
+def test_any_number_of_splits(count, device):
+    """By a name made by one rule, a layer's three passes; no more ranges than there are kernel offsets."""
+    flow = split_dataflow(count)
+    assert chosen(flow.name) == (flow, flow, flow) and flow.splits == count
+    x, w, found, rows = layer()
+    x, w = (t.to(device).requires_grad_() for t in (x, w))
+    found = (
+        found if device == "cpu" else kernel_map(random_tensor(40, 4, 3, device=device).geometry, Relation.of(3, 3))[0]
+    )
+    y, want = (conv_features(x, w, found, rows, dataflow=how) for how in (flow.name, "explicit-gemm"))
+    for once, again in zip(_gradients(y, x, w), _gradients(want, x, w), strict=True):
+        assert_close(once.detach(), again.detach())
+    form = {0: "unsorted", 1: "compacted"}.get(count, f"split{min(count, 27)}")
+    assert [lowered.forms(Pass(name, flow, found, 1)) for name in PASSES] == [(form + end,) for end in ("", "_t", "_w")]
+    assert len(maps.FORMS[form].arrays(found)) == max(1, min(count, 27))
+
+
+def _gradients(y, x, w):
+    return y, *torch.autograd.grad(y.square().sum(), (x, w))
+
+
+@pytest.mark.parametrize("name", ["split", "split1", "split0", "split02", "split-2", "split2.5", "splits", "parallel"])
+def test_a_number_of_splits_that_is_none(name):
+    with pytest.raises(OptionError, match=f"dataflow 'implicit-gemm-{name}' is unknown; .* implicit-gemm-splitN for"):
+        chosen(f"implicit-gemm-{name}")
+    with pytest.raises(KeyError):
+        maps.FORMS[name]
+    with pytest.raises(OptionError, match="at least 0, found -1"):
+        split_dataflow(-1)
+
+
+def test_weights_over_tiles_are_those_of_an_offset_in_a_row():
+    """Weight-stationary: every tile of an offset, in the order of tiles, with the pairs of the map."""
+    _, _, found, _ = layer()
+    pairs = {(int(o), int(k)): int(found.rows()[o, k]) for o, k in (found.rows() >= 0).nonzero()}
+    for base in ("unsorted", "compacted", "split2", "split5", "online"):
+        (part,) = maps.FORMS[f"{base}_w"].arrays(found)
+        assert part["k"].tolist() == sorted(part["k"].tolist())
+        if base == "online":
+            rows = part["rows"][part["tile"].long()]
+            part = {"o": rows, "k": part["k"], "i": found.rows()[rows.clamp(min=0).long(), part["k"][:, None].long()]}
+            part["i"][rows < 0] = -1
+            part["o"] = torch.where(part["i"] < 0, -1, part["o"])
+        assert torch.equal(part["o"] < 0, part["i"] < 0) and (part["i"] >= 0).any(1).all()
+        taps = part["k"][:, None].expand_as(part["i"])[part["i"] >= 0]
+        met = zip(part["o"][part["i"] >= 0].tolist(), taps.tolist(), strict=True)
+        assert dict(zip(met, part["i"][part["i"] >= 0].tolist(), strict=True)) == pairs
+        assert len(taps) == len(pairs)
+
+
+def test_weights_over_tiles_are_added_by_as_many_programs_as_fill_a_gpu():
+    assert lowered._entries_at_once((128, 27, 128), 100) == 32 == lowered._entries_at_once((128, 27, 128), 6500)
+    assert (
+        lowered._entries_at_once((256, 27, 384), 3200) == 128 and lowered._entries_at_once((1024, 27, 1024), 64) == 64
+    )
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_skipped_pass_builds_its_layout_and_runs_nothing(name, pass_, monkeypatch):
+    x, w, found, rows = layer()
+    y = torch.ones(rows, len(w), dtype=x.dtype)
+    flow = getattr(skipping(name, [p for p in PASSES if p != pass_]), pass_)
+    given = {"forward": (x, w), "dgrad": (y, w), "wgrad": (x, y)}[pass_]
+    shape = Pass(pass_, DATAFLOWS[name], found.without_storages(), 1)(given).shape
+    once = found.without_storages()
+    monkeypatch.setattr(lowered, "ENGINES", dict.fromkeys(lowered.ENGINES, lambda *given: pytest.fail("it ran")))
+    skipped = Pass(pass_, flow, once, 1)
+    assert torch.equal(skipped(given), torch.zeros(shape, dtype=x.dtype))
+    assert once.cached_keys() or once.transpose().cached_keys(), "its layout was not built"
+    then = Epilogue(scale=torch.ones(shape[1], dtype=x.dtype), shift=torch.ones(shape[1], dtype=x.dtype))
+    if pass_ == "forward":
+        assert torch.equal(skipped(given, then), torch.ones(shape, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("name", DATAFLOWS)
@@ -204,6 +285,80 @@ def test_an_infinity_stays_where_it_is_met(name):
         assert torch.equal(a.isfinite(), b.isfinite())
 
 
+GATHERING = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None]
+
+
+def moves(monkeypatch):
+    """A count, kept up to date, of the slots whose rows are gathered and scattered."""
+    found: Counter[str] = Counter()
+
+    def counted(name, run, *given):
+        (slots,) = (one for one in given if isinstance(one, Slots))
+        found[name] += int((slots.rows < slots.count).sum())
+        return run(*given)
+
+    monkeypatch.setattr(movement, "_by_kernels", lambda x: False)
+    for name, way in (("_gather_torch", "gather"), ("_scatter_torch", "scatter"), ("_sums_torch", "scatter")):
+        monkeypatch.setattr(movement, name, partial(counted, way, getattr(movement, name)))
+    return found
+
+
+@pytest.mark.parametrize("name", GATHERING)
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (1, 1), (3, 2)])
+def test_the_middle_offset_is_not_moved(name, kernel, stride, monkeypatch, device):
+    """Every pass moves the pairs of the other offsets once on either side, and the middle one of a submanifold map not
+    at all."""
+    x, w, found, rows = layer(kernel=kernel, stride=stride)
+    x, w, found = x.to(device), w.to(device), found.to(device)
+    y = torch.ones(rows, 5, dtype=x.dtype, device=device)
+    pairs = len(found.pairs().inputs) - (rows if stride == 1 else 0)
+    counts = moves(monkeypatch)
+    for pass_, given, want in (
+        ("forward", (x, w), (pairs, pairs)),
+        ("dgrad", (y, w), (pairs, pairs)),
+        ("wgrad", (x, y), (2 * pairs, 0)),
+    ):
+        counts.clear()
+        lowered.Pass(pass_, DATAFLOWS[name], found, 1)(given)
+        assert (counts["gather"], counts["scatter"]) == want
+    assert lowered.layout(found, DATAFLOWS[name].grouping).middle == (kernel**3 // 2 if stride == 1 else None)
+
+
+@pytest.mark.parametrize("kind", GROUPINGS)
+def test_a_relation_of_every_node_with_itself_is_not_moved(kind):
+    """Among the relations of a graph, wherever it stands; one that exchanges nodes is."""
+    ends, exchanged = torch.arange(6), torch.tensor([1, 0, 2, 3, 4, 5])
+    taps = torch.arange(3).repeat_interleave(6)
+    found, _ = MultiMap.of((torch.cat([exchanged, ends, ends[:0], exchanged]), ends.repeat(3)), taps, (6, 6, 3))
+    how = lowered.layout(found, Grouping(kind))
+    assert how.middle == 1 and sorted(tap for block in how.blocks for tap in block.taps) == [0, 2]
+
+
+def test_rows_of_slots():
+    """Sorted by kernel offset; padding has no row; the slots of a row ascend."""
+    _, _, found, rows = layer()
+    how = lowered.layout(found, Grouping("adaptive", epsilon=1.0))
+    (block,) = how.blocks
+    longest, counts = (block.last - block.first) // 26, found.pairs().sizes
+    assert longest == max(int(n) for k, n in enumerate(counts) if k != 13)
+    for place, tap in enumerate(block.taps):
+        at = slice(place * longest, place * longest + int(counts[tap]))
+        have = found.rows()[:, tap] >= 0
+        assert torch.equal(how.outputs.rows[at].long(), have.nonzero()[:, 0])
+        assert torch.equal(how.inputs.rows[at], found.rows()[have, tap])
+    padding = (how.inputs.rows == found.num_inputs).nonzero()[:, 0]
+    assert (
+        torch.equal(padding, how.outputs.padding)
+        and how.inputs.padded
+        and len(padding) == 26 * longest - (int(counts.sum()) - rows)
+    )
+    for side in (how.inputs, how.outputs):
+        slots, starts = side.lists
+        for row in range(rows):
+            want = (side.rows == row).nonzero()[:, 0]
+            assert torch.equal(slots[starts[row] : starts[row + 1]].long(), want)
+
+
 def test_columns_in_slices(monkeypatch):
     x, w, found, rows = layer()
     x, w = x.clone().requires_grad_(), w.requires_grad_()
@@ -217,7 +372,7 @@ def test_columns_in_slices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed", 2)]
+    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed")]
 )
 def test_a_grouping_of_ones_own(grouping):
     flow = Dataflow("mine", "locality-aware", "pairs", "a test", grouping=grouping)
@@ -256,6 +411,27 @@ def test_products_of_an_output_are_added_by_tap(monkeypatch):
     of = taps[:, None].expand_as(places).flatten()[order]
     assert torch.equal(torch.stack([outputs.long(), of.long()], 1), (rows >= 0).nonzero())
     assert torch.equal(inputs.flatten()[order], rows[outputs.long(), of.long()])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 9, 27])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_split_k_of_any_number_of_parts(monkeypatch, parts, groups):
+    """Parts of as many offsets, the last filled up; their sums are kept in float32 at least."""
+    monkeypatch.setattr(lowered, "table_parts", lambda rows, columns, volume: parts)
+    made, plans = [], lowered._plans_in_parts
+    monkeypatch.setattr(lowered, "_plans_in_parts", lambda *given: made.append(plans(*given)) or made[-1])
+    x, w, found, rows = layer(channels=(4, 6))
+    x, w = x.clone().requires_grad_(), w[:, :, : 4 // groups].clone().requires_grad_()
+    y, want = (conv_features(x, w, found, rows, groups, dataflow=how) for how in ("implicit-gemm-table-split-k", None))
+    assert_close(y.detach(), want.detach())
+    grads = [torch.autograd.grad(t, (x, w), torch.ones_like(t)) for t in (y, want)]
+    for got, right in zip(*grads, strict=True):
+        assert_close(got, right)
+    shapes = [products.shape for products, _ in made]
+    assert [shape[:2] for shape in shapes] == [(rows, parts)] * 2 and {p.dtype for p, _ in made} == {torch.float64}
+    half = [t.detach().half() for t in (x, w)]
+    assert conv_features(*half, found, rows, groups, dataflow="implicit-gemm-table-split-k").dtype == torch.float16
+    assert [made[-1][number].dtype for number in (0, 1)] == [torch.float32, torch.float16]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

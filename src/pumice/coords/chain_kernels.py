@@ -7,7 +7,7 @@ of levels (BufferedChain)."""
 import triton
 import triton.language as tl
 
-from pumice.coords.lookup_kernels import _slot
+from pumice.coords.lookup_kernels import _slot, _load_rows
 from pumice.coords.tile_kernels import _in_order, _or, _step
 
 DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
@@ -62,10 +62,9 @@ def _room_of(limits, level, most, BUFFERED: tl.constexpr):
 
 
 @triton.jit
-def _reached(coords, moves, i, level, valid, a: tl.constexpr, D: tl.constexpr):
-    """(first, last, True if not empty): range of coordinates along axis a that row i reaches on a level. moves: see
-    chain._moves."""
-    low = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0)
+def _reached(low, moves, level, valid, a: tl.constexpr, D: tl.constexpr):
+    """(first, last, True if not empty): range of coordinates along axis a that the coordinate `low` reaches on a level.
+    moves: see chain._moves."""
     if D == 1:
         # Differences may exceed int32.
         low = low.to(tl.int64)
@@ -103,7 +102,8 @@ def insert_cells(
         living = tl.load(count).to(tl.int64)
     valid = i < living
     lane = tl.arange(0, LANES)[None, :]
-    item = tl.load(coords + i * (D + 1), mask=valid, other=0).to(tl.int64)
+    b, c0, c1, c2, c3 = _load_rows(coords, i, valid, D)
+    item = b.to(tl.int64)
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
     half = (item * 0 + 1) << (AXIS - 1)
     tag = level.to(tl.int64) - 4
@@ -111,7 +111,8 @@ def insert_cells(
     linear = ((tag << TAG) + (item << (D * AXIS)))[:, None] + tl.zeros([1, LANES], tl.int64)
     morton = linear
     for a in tl.static_range(D):
-        c = tl.load(coords + i * (D + 1) + 1 + a, mask=valid, other=0).to(tl.int64)
+        own = c0 if a == 0 else (c1 if a == 1 else (c2 if a == 2 else c3))
+        c = own.to(tl.int64)
         low = low0 if a == 0 else (low1 if a == 1 else (low2 if a == 2 else low3))
         high = high0 if a == 0 else (high1 if a == 1 else (high2 if a == 2 else high3))
         fits = (c >= low) & (c <= high) & (c > -half + 64) & (c < half - 64)
@@ -123,7 +124,7 @@ def insert_cells(
                 box = words + COUNTS + STRIDE * a
                 tl.atomic_max(box + 1, (tl.max(tl.where(valid, c, -FAR)) + FAR).to(tl.int32))
                 tl.atomic_max(box + 2, (tl.max(tl.where(valid, -c, -FAR)) + FAR).to(tl.int32))
-        begin, end, any_ = _reached(coords, moves, i, level, valid, a, D)
+        begin, end, any_ = _reached(own, moves, level, valid, a, D)
         value = begin.to(tl.int64)[:, None] + lane // WIDE ** (D - 1 - a) % WIDE
         there = there & fits[:, None] & any_[:, None] & (value <= end[:, None])
         biased = value + half[:, None]
@@ -230,10 +231,11 @@ def _key_at(
     here, offsets, stride, j, v, level, turned, valid, on, D: tl.constexpr, AXIS: tl.constexpr
 ):  # fmt: skip
     """(keys of the neighbours on `level` of output rows j at kernel offsets v, True where one can exist)."""
-    item = tl.load(here + j.to(tl.int64) * (D + 1), mask=valid, other=0).to(tl.int64)
+    b, c0, c1, c2, c3 = _load_rows(here, j.to(tl.int64), valid, D)
+    item = b.to(tl.int64)
     key = (((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS)))[:, None] + v.to(tl.int64) * 0
     for a in tl.static_range(D):
-        c = tl.load(here + j.to(tl.int64) * (D + 1) + 1 + a, mask=valid, other=0)[:, None]
+        c = (c0 if a == 0 else (c1 if a == 1 else (c2 if a == 2 else c3)))[:, None]
         o = tl.load(offsets + v * D + a)
         step = tl.load(stride + SIDE * a)
         if AXIS == 32:

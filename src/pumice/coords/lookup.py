@@ -213,7 +213,7 @@ class Table:
         if kind == "bitmap":
             self._table, _ = prefix_counts(self._table)
             self._values = torch.empty(cloud.capacity, dtype=torch.int32, device=cloud.device)
-            tensors = (cloud.coords, cloud.count, zero, self._table, self._values)
+            tensors = (cloud.coords, cloud.count, self._table, self._values)
             constants = {"D": cloud.dim, "BLOCK": _INSERT_BLOCK}
             kernel("lookup_kernels.number_rows")(programs, tensors, numbers[:-2], constants)
 

@@ -84,25 +84,42 @@ def _cell(
 
 
 @triton.jit
+def _load_rows(coords, r, there, D: tl.constexpr):
+    """int32: batch index and coordinates along axes 0 to 3 of rows r [R], -1 where masked; axes from D on are not to be
+    read. The 16 bytes of a row of three axes are one load."""
+    if D == 3:
+        row = tl.load(coords + r[:, None] * 4 + tl.arange(0, 4)[None, :], mask=there[:, None], other=-1)
+        even, odd = tl.split(tl.reshape(row, [row.shape[0], 2, 2]))
+        b, c1 = tl.split(even)
+        c0, c2 = tl.split(odd)
+        c3 = c2
+    else:
+        at = coords + r * (D + 1)
+        b, c0 = tl.load(at, mask=there, other=-1), tl.load(at + 1, mask=there, other=-1)
+        c1, c2, c3 = c0, c0, c0
+        if D > 1:
+            c1 = tl.load(at + 2, mask=there, other=-1)
+        if D > 3:
+            c2, c3 = tl.load(at + 3, mask=there, other=-1), tl.load(at + 4, mask=there, other=-1)
+    return b, c0, c1, c2, c3
+
+
+@triton.jit
 def _home(
     coords, r, there,
     batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, edge,
     D: tl.constexpr,
 ):  # fmt: skip
-    """(row-major key of row r's coordinates times the steps, True if in the keyed range less `edge` per side)."""
-    at = coords + r * (D + 1)
-    b = tl.load(at, mask=there, other=-1).to(tl.int64)
-    v = tl.load(at + 1, mask=there, other=0).to(tl.int64) * step0 - low0
-    key, near = _entered(b, there & (b >= 0) & (b < batch), v, size0, edge)
+    """(row-major key of row r's coordinates times the steps, True if in the keyed range less `edge` per side); r [R]"""
+    b, c0, c1, c2, c3 = _load_rows(coords, r, there, D)
+    key, near = b.to(tl.int64), there & (b >= 0) & (b < batch)
+    key, near = _entered(key, near, c0.to(tl.int64) * step0 - low0, size0, edge)
     if D > 1:
-        v = tl.load(at + 2, mask=there, other=0).to(tl.int64) * step1 - low1
-        key, near = _entered(key, near, v, size1, edge)
+        key, near = _entered(key, near, c1.to(tl.int64) * step1 - low1, size1, edge)
     if D > 2:
-        v = tl.load(at + 3, mask=there, other=0).to(tl.int64) * step2 - low2
-        key, near = _entered(key, near, v, size2, edge)
+        key, near = _entered(key, near, c2.to(tl.int64) * step2 - low2, size2, edge)
     if D > 3:
-        v = tl.load(at + 4, mask=there, other=0).to(tl.int64) * step3 - low3
-        key, near = _entered(key, near, v, size3, edge)
+        key, near = _entered(key, near, c3.to(tl.int64) * step3 - low3, size3, edge)
     return key, near
 
 
@@ -200,8 +217,8 @@ def insert(
             batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, D,
         )  # fmt: skip
     else:
-        key, inside = _cell(
-            coords, offsets, r, k, live, live,
+        key, inside = _home(
+            coords, r, live,
             batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
         )  # fmt: skip
     _report(status, RANGE, live & (inside == 0))
@@ -318,7 +335,7 @@ def pair_up(
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def number_rows(
-    coords, count, offsets, pairs, values,
+    coords, count, pairs, values,
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64",
     size0: "i64", size1: "i64", size2: "i64", size3: "i64",
     step0: "i64", step1: "i64", step2: "i64", step3: "i64", margin: "i64",
@@ -327,8 +344,8 @@ def number_rows(
     """values[n] = the row of the n-th set cell of a bitmap. pairs: from pair_up."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live = r < tl.load(count)
-    key, inside = _cell(
-        coords, offsets, r, tl.zeros([BLOCK], tl.int32), live, live,
+    key, inside = _home(
+        coords, r, live,
         batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin, D,
     )  # fmt: skip
     hit, rank = _paired(pairs, key, inside)
@@ -409,14 +426,15 @@ def neighbours(
     MIRROR: search the first half of a submanifold map's offsets and write each hit twice; no masks."""
     PER: tl.constexpr = 31 if LANES == 32 else LANES
     ASKED: tl.constexpr = K // 2 if MIRROR else K
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    base, near = _home(
+        coords, r, r < tl.load(count),
+        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin - reach, D,
+    )  # fmt: skip
+    base, near, r = base[:, None], near[:, None], r[:, None]
     lane = tl.arange(0, LANES)[None, :]
     live = r < tl.load(count)
     there = r < capacity
-    base, near = _home(
-        coords, r, live,
-        batch, low0, low1, low2, low3, size0, size1, size2, size3, step0, step1, step2, step3, margin - reach, D,
-    )  # fmt: skip
     for word in range(0, (ASKED + PER - 1) // PER):
         k = word * PER + lane
         tapped = (lane < PER) & (k < ASKED)

@@ -241,7 +241,7 @@ class _DryRun:
         """Seconds to build the kernel maps: on a CPU measured, since they are built anyway."""
         if self.machine.on_gpu:
             found = {id(one.table): one for one in maps_below(self.given.geometry, set())}
-            return sum(map_seconds(max(one.num_inputs, one.num_outputs)) for one in found.values())
+            return sum(map_seconds(max(one.num_inputs, one.num_outputs), self.training) for one in found.values())
         x = fresh(self.given)
         now = clock()
         begin = now()

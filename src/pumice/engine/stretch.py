@@ -42,6 +42,8 @@ _ALIGNED = 256
 _ADDRESS = 16
 """Bytes: alignment of the addresses that kernels take."""
 _NONE = -1
+_SHARE_OF_LEVEL = 0.4
+"""Guess of voxels of a level over those of the finer one, between lidar scans (0.5 to 0.75) and surfaces (0.25)."""
 
 
 # Module by module
@@ -212,21 +214,24 @@ class Stretch:
         return places
 
     def _give_slots(self) -> None:
-        """Assign arena slots: buffers of one level and width share a slot if their lifetimes do not overlap."""
-        free: dict[Hashable, list[int]] = {}
-        live: list[tuple[Buffer, Hashable]] = []
-        count = 0
+        """Assign arena slots: buffers share a slot if their lifetimes do not overlap, if possible those of like sizes.
+        As the sizes of levels are unknown, they are guessed."""
+        sizes: list[float] = []
+        free: list[int] = []
+        live: list[Buffer] = []
         for number, step in enumerate(self.products):
-            buffer, key = self.places[step.node].buffer, (step.level, self.places[step.node].buffer.width)
+            buffer = self.places[step.node].buffer
             if buffer.born == number and not buffer.own:
-                if free.get(key):
-                    buffer.slot = free[key].pop()
-                else:
-                    buffer.slot, count = count, count + 1
-                live.append((buffer, key))
-            for one in [one for one in live if one[0].last <= number]:
-                live.remove(one)
-                free.setdefault(one[1], []).append(one[0].slot)
+                needed = buffer.width * _SHARE_OF_LEVEL ** _depth(step.level)
+                if not free:
+                    free, sizes = [len(sizes)], [*sizes, 0.0]
+                # The least growth, then the least left unused.
+                buffer.slot = min(free, key=lambda slot: (max(0.0, needed - sizes[slot]), sizes[slot] - needed))
+                free.remove(buffer.slot)
+                sizes[buffer.slot] = max(sizes[buffer.slot], needed)
+                live.append(buffer)
+            free += [one.slot for one in live if one.last <= number]
+            live = [one for one in live if one.last > number]
 
     def _wired(self, number: int, step: Product) -> Wired:
         buffer = self.places[step.node].buffer
@@ -414,6 +419,11 @@ def _sources(step: Product) -> list[tuple[Mapping[str, Any], str]]:
     nothing: Mapping[str, Any] = {}
     own += [nothing] * 4 if norm is None else [norm._buffers, norm._buffers, norm._parameters, norm._parameters]
     return [*zip(own, _TENSORS, strict=True)]
+
+
+def _depth(level: Any) -> int:
+    """Relations between a level and the finest, see trace._level_over."""
+    return 1 + _depth(level[0]) if isinstance(level, tuple) else 0
 
 
 def _channels(step: Product) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,8 +65,8 @@ DTYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-PRECISIONS = ("ieee", "tf32x3", "bf16x3", "tf32")
-"""Precisions of float32 products, most exact first: relative errors of 1e-7, 1e-6, 1e-5 and 5e-4."""
+PRECISIONS = ("ieee", "tf32x3", "bf16x6", "bf16x3", "tf32")
+"""Precisions of float32 products, most exact first: relative errors of 1e-7, 1e-6, 1e-6, 1e-5 and 5e-4."""
 _COMPILERS = 8
 """Threads that compile kernels while tuning."""
 _STATIC = 1024
@@ -262,7 +263,7 @@ class KernelExecutor:
         device, statement = operands[self._used[0]].device, self.bound.statement
         if self._empty or statement.accumulate or is_capturing(device) or tuning_mode() == TIMING:
             return None
-        precision = self.precision or float32_precision()
+        precision = self.precision or default_precision(self.bound)
         generated = self.generate(self._like(operands), self._tile(operands), self.splits, precision)
         return TileFamily(self, generated, self._like(operands), device, False)
 
@@ -342,7 +343,7 @@ class KernelExecutor:
 
     def _launch_key(self, operands: Mapping[str, Tensor]) -> tuple[Any, ...]:
         """Cache key of a launch; with the generation of tuned tiles, so that new ones apply from the next call on."""
-        precision = self.precision or float32_precision()
+        precision = self.precision or default_precision(self.bound)
         used = [operands[name] for name in self._used]
         before = operands.get(BEFORE)
         kind = None if before is None else before.dtype
@@ -352,7 +353,7 @@ class KernelExecutor:
         """The explicit tile, the tuned one, or the default; autotunes first in TIMING mode."""
         if self.tile is not None:
             return self.tile
-        precision = self.precision or float32_precision()
+        precision = self.precision or default_precision(self.bound)
         on_gpu = operands[self._used[0]].is_cuda
         if tuning_mode() == TIMING and on_gpu and not ledger().look(_key(self.bound, operands, precision)):
             tune(self.bound, operands, self.dtype, measured, precision)
@@ -372,7 +373,7 @@ class KernelExecutor:
         kernel = self._kernels.get(known)
         if kernel is None:
             kernel = self._kernels[known] = self.generate(
-                given, tile or key[0], self.splits, self.precision or float32_precision()
+                given, tile or key[0], self.splits, self.precision or default_precision(self.bound)
             )
         return kernel.sized(given, part)
 
@@ -429,7 +430,7 @@ def tune(
     fit the device are skipped.
     """
     times: dict[Tile, float] = {}
-    precision = precision or float32_precision()
+    precision = precision or default_precision(bound)
     candidates = tiles.candidates(_problem(bound, operands, _form(bound)))
     attempts = {tile: KernelExecutor(bound, dtype, tile, precision) for tile in candidates}
     device = operands[_used(bound)[0]].device
@@ -481,7 +482,7 @@ def tile_of(
     """
     found = None
     if tuning_mode() != DEFAULT:
-        found = ledger().get(_key(bound, operands, precision or float32_precision(), key, device))
+        found = ledger().get(_key(bound, operands, precision or default_precision(bound), key, device))
     if found is not None:
         try:
             _check_fit(bound, operands, found)
@@ -608,6 +609,12 @@ def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
     if tile.stream_k_chunk and torch.version.hip:
         raise OptionError(f"tile {tile}: not on AMD, where a program cannot know that its stores are visible")
     return exchanged(form) if tile.swapped else form
+
+
+def can_share_segments(bound: BoundStatement, tile: Tile) -> bool:
+    """True if programs with this tile may share segments (Tile.stream_k_chunk)."""
+    form = _form_in(bound, tile)
+    return form.segment is not None and not form.laned and not form.stacked and not torch.version.hip
 
 
 @lru_cache(maxsize=1024)
@@ -768,15 +775,19 @@ def _problem(
 ) -> Problem:
     """Input of the tile heuristics. key: sizes, default: those of the operands."""
     segments, mean, _ = key = key or _size_key(bound, operands, form)
-    statement = bound.statement
-    turning = {*form.loops, *form.reduced}
-    chained = any(turning & set(indices_of(array)) for array in arrays_of(*statement.terms))
+    chained = _is_chained(bound, form)
     bits = _bits([operands[name] for name in _used(bound)])
     stacks = _can_stack(bound, operands)
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
     mean = min(mean, longest) if mean < 2 * longest else mean
     return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, max(segments, 1), packs, waits, longest)
+
+
+def _is_chained(bound: BoundStatement, form: ContractionRoles) -> bool:
+    """True if index arrays have indices that a program loops over: loads use loaded indices."""
+    turning = {*form.loops, *form.reduced}
+    return any(turning & set(indices_of(array)) for array in arrays_of(*bound.statement.terms))
 
 
 def _longest(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> int:
@@ -930,17 +941,30 @@ def float32_precision() -> str:
     return "ieee" if torch.version.hip else "tf32x3"
 
 
+def default_precision(bound: BoundStatement) -> str:
+    """`float32_precision` of a statement. A product that is added to its result, as a weight gradient, with 64 or more
+    rows and columns is faster as six products of bfloat16 than as three of tf32 (see tile._tile_of_wide_sums)."""
+    setting, form = float32_precision(), _form(bound)
+    if setting != "tf32x3" or not form.atomic or form.folds or form.within or not _is_chained(bound, form):
+        return setting
+    sides = (math.prod(bound.extents[name] for name in names) for names in (form.rows, form.columns))
+    return "bf16x6" if min(sides) >= 64 else setting
+
+
 def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10) -> float:
     """Median GPU seconds of `runs` calls with a cold cache; stops early if far slower than `best`."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-    times: list[float] = []
-    for _ in range(runs + 2):
+    times, nap = list[float](), _TIMING_SLEEP_CYCLES
+    for number in range(runs + 2):
         flush.zero_()
         # The GPU sleeps while the host enqueues the call, so that launch overhead is not timed.
-        torch.cuda._sleep(_TIMING_SLEEP_CYCLES)
+        torch.cuda._sleep(nap)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        begin = time.perf_counter()
         call()
+        if number == 1:
+            nap = max(nap, int(2 * _CYCLES_PER_SECOND * (time.perf_counter() - begin)))
         stop.record()
         stop.synchronize()
         times.append(1e-3 * start.elapsed_time(stop))
@@ -949,7 +973,8 @@ def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10)
     return sorted(times[2:])[runs // 2]
 
 
+_CYCLES_PER_SECOND = 2e9  # Of a GPU, at most
 _TIMING_SLEEP_CYCLES = 400_000
-"""GPU clock cycles, about 0.2 ms."""
+"""GPU clock cycles, about 0.2 ms; more for a call of many kernels."""
 
 _RUNNERS: BoundedCache[KernelExecutor] = BoundedCache(4096)

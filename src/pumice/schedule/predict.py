@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow, Grouping
+from pumice.schedule.tile import table_parts
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,14 @@ def seconds(work: Work, device: Device) -> float:
 
 
 DEFAULT = "implicit-gemm-sorted"  # the planner's default on a GPU
+DEFAULT_WGRAD = "fetch-on-demand"  # the same for weight gradients
+
+
+def _on_a_gpu(flow: Dataflow, name: str) -> Dataflow:
+    """The dataflow of a pass on a GPU, where the planner has defaults."""
+    if flow.movement != PLANNED.movement:
+        return flow
+    return DATAFLOWS[DEFAULT_WGRAD if name == WGRAD else DEFAULT]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,12 @@ class MapStats:
     @property
     def taps(self) -> int:
         return len(self.counts)
+
+    @property
+    def unmoved(self) -> int:
+        """Pairs of the middle offset if it pairs every row with itself, which gather-GEMM-scatter does not move."""
+        middle = self.counts[self.taps // 2] if self.taps % 2 else 0
+        return middle if middle == self.inputs == self.outputs else 0
 
     def parts(self, form: str) -> tuple[int, ...]:
         """Number of entries in each part of a form. Not counted: an upper bound, one entry per pair."""
@@ -117,22 +132,28 @@ class LayerWork:
         return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
 
 
+_STATED = ("implicit", "on-demand", "in-parts")
+"""Movements that are statements over a form of the map, with the groups of pairs for wgrad."""
+
+
 # Equivalent and applicable dataflows
 def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
     """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
-    if flow.movement == PLANNED.movement and device == "cuda":
-        flow = DATAFLOWS[DEFAULT]
-    if flow.movement in ("implicit", "on-demand"):
-        return "pairs of a tap" if name == WGRAD else (flow.movement, flow.form, flow.piece)
+    if device == "cuda":
+        flow = _on_a_gpu(flow, name)
+    if flow.movement in _STATED:
+        # Weight gradients are not summed in parts.
+        movement = "implicit" if flow.movement == "in-parts" and name == WGRAD else flow.movement
+        return movement, flow.form, flow.piece
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
-    separate = flow.movement in ("vectorised", "on-demand-in-order")
-    return "products", separate, flow.grouping or Grouping("separate")
+    order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
+    return "products", order, flow.grouping or Grouping("separate")
 
 
 def is_applicable(name: str, flow: Dataflow, deterministic: bool, library: bool) -> bool:
     """True if a dataflow can run this pass. deterministic: bitwise; library: torch's GEMM supports the dtype."""
-    stated = flow.movement in ("implicit", "on-demand")
+    stated = flow.movement in _STATED
     return (not deterministic or name in flow.repeats) and (library or stated or flow.movement == PLANNED.movement)
 
 
@@ -155,16 +176,18 @@ def norm_seconds(size: int, rates: Device) -> float:
     return fixed + each * size * DEVICES["cuda"].memory / rates.memory
 
 
-def map_seconds(rows: int) -> float:
-    """Estimated seconds to build a kernel map and its layouts on a GPU. rows: of its finer side."""
+def map_seconds(rows: int, training: bool) -> float:
+    """Estimated seconds to build a kernel map and its layouts on a GPU, in training for both passes. rows: of its finer
+    side."""
     fixed, each = _MAP_SECONDS
-    return fixed + each * rows
+    return (fixed + each * rows) * (_BOTH_PASSES if training else 1.0)
 
 
 _IN_NETWORKS = {4: 2.0}
 """Factors on the time of tiled kernels in whole networks by bytes per value: many narrow layers, default tiles."""
 _NORM_SECONDS = 13e-6, 4.3e-12
-_MAP_SECONDS = 17e-6, 0.73e-9
+_MAP_SECONDS = 10e-6, 1.3e-9
+_BOTH_PASSES = 1.3
 """Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
 `workloads` on an H200: float16 inference and training and float32 inference within 16 %."""
 
@@ -194,10 +217,13 @@ _PART_BYTES = 12  # memory traffic per result for each part after the first: flo
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
-    if flow.movement == PLANNED.movement:
-        flow = DATAFLOWS[DEFAULT]
-    if flow.movement in ("implicit", "on-demand") and name == WGRAD:
+    flow = _on_a_gpu(flow, name)
+    if flow.movement == "on-demand" and name == WGRAD:
         return _by_pairs(work, 1.0)
+    if flow.movement in _STATED and name == WGRAD:
+        return _weights_by_tiles(flow, work)
+    if flow.movement == "in-parts":
+        return _by_table_in_parts(work)
     if flow.movement == "implicit":
         return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
     if flow.movement == "on-demand":
@@ -218,6 +244,15 @@ def _by_table(work: LayerWork) -> float:
     return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), 0)
 
 
+def _by_table_in_parts(work: LayerWork) -> float:
+    side, columns = work.forward_map, work.channels[1]
+    parts = table_parts(side.outputs, columns, side.taps)
+    entries = -(-side.outputs // side.block) * side.taps
+    # All parts run at once; each is written and read again in float32.
+    sums = _KERNEL_SECONDS + parts * side.outputs * columns * 8 / DEVICES["cuda"].memory
+    return _tiled(entries, work, (-(-side.taps // parts), side.pairs), 0) + sums
+
+
 def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
     """Seconds of a kernel over one part, each: (offsets, pairs) of it. Absent pairs are multiplied, not gathered."""
     taps, pairs = each
@@ -228,6 +263,17 @@ def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int)
     longest = min(taps, entries) if not piece else min(taps, piece)
     chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _ITERATION_SECONDS + (2e-6 if piece else 0)
     return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
+
+
+def _weights_by_tiles(flow: Dataflow, work: LayerWork) -> float:
+    """Seconds of weight gradients over the tiles of each offset, or all of them: gathers pairs and whole tiles of the
+    other side, and multiplies absent pairs, too."""
+    side, parts = work.forward_map, work.forward_map.parts(flow.form)
+    entries = -(-side.outputs // side.block) * side.taps if flow.form == "table" else sum(parts)
+    moved = (side.pairs * work.channels[0] + entries * side.block * work.channels[1]) * work.itemsize
+    flops = 2 * entries * side.block * work.macs_per_pair
+    longest = max(moved / DEVICES["cuda"].cache, 1.5 * flops / _MATRIX[work.itemsize])
+    return longest + (1 if flow.form == "table" else len(parts)) * (_KERNEL_SECONDS + 6e-6)
 
 
 def _by_pairs(work: LayerWork, slowdown: float) -> float:
@@ -251,10 +297,11 @@ def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> f
         lengths = [(max(work.forward_map.counts[tap] for tap in group.taps), group) for group in groups]
         products = sum(length * len(group.taps) if group.batched else length for length, group in lengths)
         multiplied = sum(1 if group.batched else len(group.taps) for group in groups)
-        moved = products * (2.0 * inner * size + (2.0 * size + 8) * outer)
+        moved = (products - work.forward_map.unmoved) * (2.0 * inner * size + (2.0 * size + 8) * outer)
         kernels = multiplied + 3 if flow.movement in ("fused", "locality-aware") else 3 * multiplied
     if name == WGRAD:
-        moved = products * 2.0 * (inner + outer) * size
+        unmoved = 0 if flow.movement == "explicit" else work.forward_map.unmoved
+        moved = (products - unmoved) * 2.0 * (inner + outer) * size
     launch = 2.5e-6 if device.name != "CPU" else device.launch
     return kernels * launch + moved / device.memory + 2 * products * inner * outer / work.groups / rate
 
@@ -275,22 +322,24 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
     if flow.movement == PLANNED.movement:
         size = work.forward_map.pairs, work.channels, work.macs_per_pair, work.itemsize
         return 20e-6 + pairs_on_cpu(size, name, device)
-    if flow.movement in ("implicit", "on-demand", "on-demand-in-order"):
+    if flow.movement in (*_STATED, "on-demand-in-order"):
         # Slow: einsums over map forms that are meant for a GPU.
         return 10 * _by_library(DATAFLOWS["explicit-gemm"], work, name, device)
     return _by_library(flow, work, name, device)
 
 
 def _layouts_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
-    if flow.movement == PLANNED.movement:
-        flow = DATAFLOWS[DEFAULT]
-    rows = side.outputs
-    if flow.movement == "implicit" and name != WGRAD:
+    flow, rows = _on_a_gpu(flow, name), side.outputs
+    if flow.movement in ("implicit", "in-parts"):
         if flow.form != "table":
             parts = max(1, flow.splits)
             order = 14e-6 + rows * 0.06e-9 if flow.sorted else 0.0
             yield (id(side), flow.form), parts * (8e-6 + rows * 0.06e-9 + order)
-    elif flow.movement in ("implicit", "on-demand"):
+            if name == WGRAD:
+                # The tiles in the order of the offsets.
+                tiles = sum(side.parts(flow.form)) * side.block
+                yield (id(side), flow.form, WGRAD), parts * 30e-6 + tiles * 8 / DEVICES["cuda"].memory
+    elif flow.movement == "on-demand":
         yield (id(side), "grouped"), 10e-6 + side.pairs * 8 / DEVICES["cuda"].memory
     elif flow.movement != "explicit":
         # Lists of pairs and their row indices, computed by torch.

@@ -193,9 +193,21 @@ def splits(roles: ContractionRoles, extents: Mapping[str, int]) -> int:
     return max(1, min(-(-2 * PROCESSORS // tiles), turns // 8))
 
 
+def table_parts(rows: int, columns: int, volume: int) -> int:
+    """Parts of a split-K over a neighbour table: as many that their tiles fill the device twice, at least two, at most
+    one per kernel offset. rows, columns: of the result; volume: kernel offsets."""
+    tiles = max(1, -(-rows // _PRODUCT_SIDE) * -(-columns // _PRODUCT_SIDE))
+    parts = max(1, min(volume, max(2, -(-2 * PROCESSORS // tiles))))
+    # As many offsets in each, but the last.
+    return -(-max(1, volume) // -(-max(1, volume) // parts))
+
+
+_PRODUCT_SIDE = 128
+
+
 def _sides(roles: ContractionRoles) -> tuple[int, int]:
     """Rows and columns of a typical tile."""
-    return (128, 128) if roles.product else (8, 256) if roles.folds else (16, 128)
+    return (_PRODUCT_SIDE, _PRODUCT_SIDE) if roles.product else (8, 256) if roles.folds else (16, 128)
 
 
 def _blocks(names: tuple[str, ...], extents: Mapping[str, int], side: int) -> int:
@@ -395,8 +407,8 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     if own and problem.bits == 16:
         return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
-    if roles.atomic and problem.bits == 16 and not (roles.packed or roles.folds):
-        tile = _tile_of_sums((rows, columns, depth), swapped)
+    if roles.atomic and problem.bits in (16, 32) and not (roles.packed or roles.folds):
+        tile = _tile_of_sums((rows, columns, depth), swapped, problem.bits == 32)
         return tile if turns >= _SHORT_LOOP else _without_prefetch(tile)
     height, width, count = _chained_sides(problem, (rows, columns), turns)
     # 32-bit operands are split into several parts, for which 4 warps have too few registers.
@@ -434,18 +446,24 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, programs) or WHOLE_SEGMENTS)
 
 
-def _tile_of_sums(sides: tuple[int, int, int], swapped: bool) -> Tile:
-    """The tile of a 16-bit product that programs accumulate by atomics, as a weight gradient: the same for any number
-    of programs, since another tile is another kernel to compile.
+def _tile_of_sums(sides: tuple[int, int, int], swapped: bool, wide: bool) -> Tile:
+    """The tile of a product that programs accumulate by atomics, as a weight gradient: the same for any number of
+    programs, since another tile is another kernel to compile. wide: of 32-bit factors, else 16-bit.
 
     On an H100 (fp16, groups of 1024 pairs of scans), us, with tiles of 64 x 64 and of 128 x 128:
     channels, voxels   96, 2,552   128, 18,737   128, 67,068   256, 2,552   256, 18,737
     64 x 64                  7.0          26.8          83.7         16.7          94.8
-    128 x 128               11.3          20.9          59.1         13.0          62.8"""
+    128 x 128               11.3          20.9          59.1         13.0          62.8
+
+    On an H200 (float32), us, of 128 x 128 x 32 with three products of tf32 and 128 x 128 x 64 with six of bfloat16:
+    channels, voxels   96, 115,000   128, 23,500   256, 9,000
+    three                      845           268          608
+    six                        433           153          224"""
     rows, columns, depth = sides
     height, width = _tile_side(rows, 128), _tile_side(columns, 128)
-    warps = 8 if height * width == 128 * 128 else 4
-    return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped, prefetch_indices=True)
+    large = height * width == 128 * 128
+    depth, stages = (64, 2) if wide and large else (depth, 3)
+    return Tile(height, width, depth, warps=8 if large else 4, stages=stages, swapped=swapped, prefetch_indices=True)
 
 
 def _chained_sides(problem: Problem, sides: tuple[int, int], turns: float) -> tuple[int, int, int]:
