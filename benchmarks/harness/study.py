@@ -329,15 +329,15 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
         peers = [found for found in compared if found.peer.startswith(names)]
         for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):
             chosen = [found for found in peers if (found.dtype, found.clock) == (dtype, clock)]
-            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(_ratios(chosen))}")
+            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(ratios_of(chosen))}")
             ways = dict.fromkeys(found.case.rpartition("/")[2] for found in chosen)
             for way in ways if len(ways) > 1 else ():
                 own = [found for found in chosen if found.case.rpartition("/")[2] == way]
-                setup.say(f"  {way}: {mean_told(_ratios(own))}")
+                setup.say(f"  {way}: {mean_told(ratios_of(own))}")
     _say_fastest(setup, compared)
 
 
-def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     """By case, the fastest peer's time over our fastest time."""
     cases = grouped(rows, lambda row: row.case.rpartition("/")[0])
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
