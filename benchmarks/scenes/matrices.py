@@ -66,8 +66,8 @@ class Graph:
 
 @dataclass(frozen=True)
 class Molecules:
-    """Many components with consecutive ids, of `least` to `most` nodes: each node is joined to one up to `branch` before
-    it, and random edges are added, a share `near` of them within `reach`."""
+    """Many components with consecutive ids, of `least` to `most` nodes: each node is joined to one of the `branch`
+    before it, and random edges are added, a share `near` of them within `reach`."""
 
     size: int
     edges: int

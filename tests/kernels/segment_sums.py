@@ -78,7 +78,7 @@ def check_order() -> None:
 
 
 def check_formats(format: str) -> None:
-    """Products with a sparse matrix in formats whose entries are listed by rows; coefficients, old values, more axes."""
+    """Products with a sparse matrix in formats that list entries by rows; coefficients, old values, more axes."""
     torch.manual_seed(0)
     a, b, c = torch.randn(23, 31) * (torch.rand(23, 31) < 0.3), torch.randn(31, 4, 8), torch.randn(23, 32)
     a[3:7] = 0

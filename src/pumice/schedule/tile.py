@@ -33,8 +33,8 @@ class Tile:
         kernel serves all other values, also WHOLE_SEGMENTS.
     epilogue_subtiles: number of column slices that the epilogue of a matrix product writes one by one; more slices need
         fewer registers. Slices of padding are skipped.
-    hoisted, padded, lazy: False for ablations only: every iteration recomputes addresses, or reads the number of outputs
-        though the map is padded with -1, or loads over rows, columns and reduction at once (emit.py).
+    hoisted, padded, lazy: False for ablations only: every iteration recomputes addresses, or reads the number of
+        outputs though the map is padded with -1, or loads over rows, columns and reduction at once (emit.py).
     """
 
     rows: int
