@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from pumice.language.nodes import Access, Affine, Statement, indices_of
 from pumice.lower.entry_sums import finished
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
-from pumice.runtime.workspace import workspace
+from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.predict import Work
 
 _FAR = 1 << 31
@@ -174,9 +174,9 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class SegmentTile(NamedTuple):
-    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns. short, long: entries up to
-    which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at most: longer segments
-    are cut. window: segments that keep together."""
+    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns (of 4-byte values). short,
+    long: entries up to which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at
+    most: longer segments are cut. window: segments that keep together."""
 
     rows: int = 8
     blocks: int = 4
@@ -278,44 +278,52 @@ class SegmentSums:
         key = x.dtype, y.dtype, None if values is None else values.dtype, x.shape
         launch = self.launches.get(key) or self.launches.setdefault(key, self._launch(x, values, places, y))
         run, programs, numbers = launch
-        run(programs, self._tensors(x, values, places, y, programs // numbers[0]), numbers)
+        needs = self._needs(x.shape[1], programs // numbers[0])
+        own = needs and workspace(*needs, x.device)
+        run(programs, self._tensors(x, values, places, y, own), numbers)
         return y
 
     def bound(
         self, x: Tensor, values: Tensor | None, places: Tensor, dtype: torch.dtype
     ) -> Callable[[Tensor], Tensor] | None:
         """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
-        y = x.new_empty((self.count, x.shape[1]), dtype=dtype)
         launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
-        if launch is None or len(self.order.pieces):
-            return None if launch is None else partial(self._again, values, places, dtype)
+        if launch is None:
+            return None
         run, programs, numbers = launch
-        tensors = self._tensors(x, values, places, y, programs // numbers[0])
+        shape, device = (self.count, x.shape[1]), x.device
+        needs = self._needs(shape[1], programs // numbers[0])
+        own, y = needs and workspace(*needs, device), x.new_empty(shape, dtype=dtype)
+        tensors = self._tensors(x, values, places, y, own)
         given = [n for n, t in enumerate(tensors) if t is x or t is y]
-        start, shape, held = run.prepared(programs, tensors, numbers, given), tuple(y.shape), tensors[1:-1]
-        if start is None:
-            return partial(self._again, values, places, dtype)
-        xs = len(given) - 1
+        start, xs = run.prepared(programs, tensors, numbers, given), len(given) - 1
+        held = [t for t in tensors if t is not x and t is not y]
 
         def call(x: Tensor, held: object = held) -> Tensor:
             y = x.new_empty(shape, dtype=dtype)
-            if not start(*[x] * xs, y):
+            # Other streams, and graphs, have a workspace of their own.
+            if start is None or (needs and workspace(*needs, device) is not own) or not start(*[x] * xs, y):
                 return self.run(x, values, places, y)
             return y
 
         return call
 
-    def _again(self, values: Tensor | None, places: Tensor, dtype: torch.dtype, x: Tensor) -> Tensor:
-        return self.run(x, values, places, x.new_empty((self.count, x.shape[1]), dtype=dtype))
+    def _needs(self, width: int, groups: int) -> tuple[int, int] | None:
+        """(counters, bytes) of a workspace, None if no segment is cut. groups: of columns."""
+        return (self.cut * groups, 4 * self.cut * width) if self.cut else None
 
-    def _tensors(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, blocks: int) -> tuple[Tensor, ...]:
-        """The tensors of a launch. blocks: of columns."""
-        order = self.order
-        scratch = waiting = order.firsts
-        if pieces := len(order.pieces):
-            own = workspace(pieces * blocks, 4 * pieces * x.shape[1], x.device)
-            scratch, waiting = own.scratch.view(torch.float32), own.counters
-        return (x, x if values is None else values, places, *order, scratch, waiting, y)
+    @cached_property
+    def cut(self) -> int:
+        """Number of pieces, each of a program of its own."""
+        return int((self.order.pieces > 0).sum())
+
+    def _tensors(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, own: Workspace | None
+    ) -> tuple[Tensor, ...]:
+        """The tensors of a launch."""
+        none = self.order.firsts
+        scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
+        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)
 
     def _launch(
         self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
@@ -332,12 +340,13 @@ class SegmentSums:
             "VECTOR": min(width & -width, 16 // size, lanes),
             "EVEN": width % (lanes * blocks) == 0,
             "FAR": max(x.numel(), y.numel()) >= _FAR,
-            "LONG": len(self.order.pieces) > 0,
+            "LONG": self.cut > 0,
             "VALUED": values is not None,
             "HINT": tile.hint,
         }
         programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
-        tensors = self._tensors(x, values, places, y, groups)
+        needs = self._needs(width, groups)
+        tensors = self._tensors(x, values, places, y, needs and workspace(*needs, x.device))
         made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, 1)
         return made, programs * groups, [programs, width, x.shape[0]]
 
