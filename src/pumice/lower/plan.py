@@ -673,7 +673,10 @@ def step_bound(step: Statement, tensors: Mapping[str, Tensor], shape: tuple[int,
 def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tuple[str, float, str]]:
     """(lowering, estimated seconds, reason for refusal) of every candidate lowering."""
     for name, lowering in LOWERINGS.items():
-        if name != wanted if wanted else lowering.named:
+        if wanted and name != wanted:
+            continue
+        if lowering.named and not wanted:
+            yield name, math.inf, "it is asked for by name"
             continue
         # The interpreter is for tests and only used if requested by name.
         if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":
