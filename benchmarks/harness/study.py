@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from benchmarks.harness.rows import Peer, Row, device_name, row_of
 from benchmarks.harness.timing import Times, clocks, together
 from pumice.cli.segment import pick_device
 from pumice.errors import OptionError, PumiceError
+from pumice.language.bind import BoundStatement
 from pumice.lower import plan
 from pumice.lower.graph import PreparedGraph, prepare
-from pumice.lower.kernel import DEFAULT, tuning, use_tuning_mode
+from pumice.lower.inductor import compiled
+from pumice.lower.kernel import DEFAULT, runner, tile_of, tuning, use_tuning_mode
 from pumice.ops.einsum import compile_einsum
 from pumice.ops.operands import flatten_used
 from pumice.ops.sparse import Sparse
@@ -327,15 +329,15 @@ def summarize(setup: Setup, rows: Sequence[Row], families: Mapping[str, tuple[st
         peers = [found for found in compared if found.peer.startswith(names)]
         for dtype, clock in sorted({(found.dtype, found.clock) for found in peers}):
             chosen = [found for found in peers if (found.dtype, found.clock) == (dtype, clock)]
-            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(_ratios(chosen))}")
+            setup.say(f"{family} {dtype} {clock}: best of ours {mean_told(ratios_of(chosen))}")
             ways = dict.fromkeys(found.case.rpartition("/")[2] for found in chosen)
             for way in ways if len(ways) > 1 else ():
                 own = [found for found in chosen if found.case.rpartition("/")[2] == way]
-                setup.say(f"  {way}: {mean_told(_ratios(own))}")
+                setup.say(f"  {way}: {mean_told(ratios_of(own))}")
     _say_fastest(setup, compared)
 
 
-def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+def ratios_of(rows: Sequence[Row]) -> dict[str, float]:
     """By case, the fastest peer's time over our fastest time."""
     cases = grouped(rows, lambda row: row.case.rpartition("/")[0])
     return {name: min(r.peer_value for r in own) / min(r.value for r in own) for name, own in cases.items()}
@@ -460,40 +462,64 @@ def by_choice(setup: Setup, call: Callable[[], Any]) -> Callable[[], Any]:
     return tuned(call) if setup.thorough else untuned(call)
 
 
-def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
-    """The statement as a graph of torch operators (gather, einsum, scatter), for eager PyTorch and Inductor."""
+class OneStep(NamedTuple):
+    """A statement of one step with its sizes, its operands by name and the dtype of its result."""
+
+    bound: BoundStatement
+    operands: Mapping[str, Tensor]
+    dtype: torch.dtype
+
+
+def as_step(text: str, **operands: Tensor | Sparse) -> OneStep:
+    """The only step of a statement over the arrays of its operands."""
     formats = {n: str(x.format) for n, x in operands.items() if isinstance(x, Sparse)}
     checked = compile_einsum(text, formats)._checked(operands)
     tensors, names, _ = flatten_used(text, checked.operands, checked.constants)
-    return graph_of(tensors, names, text, None)
+    return step_of(tensors, names, text, None)
 
 
-def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> PreparedGraph:
-    """The graph of a one-step statement over flattened operands; names: their tokens, with one format per operand."""
+def step_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> OneStep:
+    """The only step of a statement over flattened operands; names: their tokens, with one format per operand."""
     forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
     done = plan.rewritten(text, names, forms)
     if len(done.steps) != 1:
-        raise ValueError(f"`{text}` has {len(done.steps)} steps; a graph is made of one")
+        raise ValueError(f"`{text}` has {len(done.steps)} steps, expected one")
     found = plan.arrays(tensors, names, text, plan.Candidate(forms, (), done.steps, 0.0))
     whole = shape or plan.sizes(text, names, [t.shape for t in tensors], None).shape
-    dtype = plan.result_dtype(tensors, names, text)
-    return prepare(plan.step_bound(done.steps[0], found, whole), found, dtype)
+    return OneStep(plan.step_bound(done.steps[0], found, whole), found, plan.result_dtype(tensors, names, text))
 
 
-NATIVE = {"triton.native_matmul": True, "triton.prefer_nd_tiling": True, "unroll_reductions_threshold": 1}
-"""Inductor options that fuse gathers, matrix products and scatters into one kernel."""
+def as_graph(text: str, **operands: Tensor | Sparse) -> PreparedGraph:
+    """The statement as a graph of torch operators (gather, einsum, scatter), for eager PyTorch and Inductor."""
+    return prepare(*as_step(text, **operands))
+
+
+def graph_of(tensors: Sequence[Tensor], names: str, text: str, shape: tuple[int, ...] | None) -> PreparedGraph:
+    """The graph of a one-step statement over flattened operands, as `step_of` takes them."""
+    return prepare(*step_of(tensors, names, text, shape))
+
+
+def switched(name: str, made: Callable[[], OneStep], **changes: Any) -> Way:
+    """A way of ours: the kernel of a step with its tuned tile, but for some fields of it."""
+
+    def make() -> Callable[[], Tensor]:
+        bound, operands, dtype = made()
+        with tuning():
+            runner(bound, dtype)(operands)
+        run = runner(bound, dtype, replace(tile_of(bound, operands), **changes))
+        return lambda: run(operands)
+
+    return Way(name, make)
 
 
 def inductor(name: str, made: Callable[[], PreparedGraph], native: bool) -> Way:
     """Inductor on a graph. native: fuse gathers and scatters into matrix products."""
 
     def make() -> Callable[[], Tensor]:
-        known = torch._inductor.list_options()
-        if native and "triton.native_matmul" not in known:
+        if native and "triton.native_matmul" not in torch._inductor.list_options():
             raise RuntimeError(f"torch {torch.__version__} has no triton.native_matmul; 2.10 and later have")
         module, arguments = made()
-        options = {name: value for name, value in NATIVE.items() if name in known}
-        call = torch.compile(module, fullgraph=True, dynamic=None, options=options if native else None)
+        call = compiled(module, native)
         return lambda: call(*arguments)
 
     return Way(name, make, "torch", slack=4)

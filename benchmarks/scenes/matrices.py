@@ -64,10 +64,34 @@ class Graph:
     reach: int = 0
 
 
+@dataclass(frozen=True)
+class Molecules:
+    """Many components with consecutive ids, of `least` to `most` nodes: each node is joined to one of the `branch`
+    before it, and random edges are added, a share `near` of them within `reach`."""
+
+    size: int
+    edges: int
+    least: int
+    most: int
+    branch: int = 1
+    near: float = 0.55
+    reach: int = 20
+
+
 _GRAPHS: Mapping[str, Graph] = {
     "artist-like": Graph(50_515, 1_638_396, 2.1, 1500, 1500),
     "blog-like": Graph(88_784, 2_093_195, 2.1, 9500, 9500, 0.8, 60),
     "amazon0505-like": Graph(410_236, 4_878_875, 2.9, 20, 2760, 0.57, 40),
+    "amazon0601-like": Graph(403_394, 3_387_388, 2.9, 20, 2760, 0.63, 32),
+    "com-amazon-like": Graph(334_863, 1_851_744, 2.9, 549, 549),
+    "ppi-like": Graph(56_944, 818_716, 2.4, 700, 700, 0.84, 90),
+}
+_MOLECULES: Mapping[str, Molecules] = {
+    "dd-like": Molecules(300_000, 1_700_000, 20, 280),
+    "proteins-like": Molecules(43_471, 162_088, 10, 68),
+    "ovcar-like": Molecules(1_890_931, 3_946_402, 20, 72, 8),
+    "yeast-like": Molecules(1_714_644, 3_636_546, 10, 33, 8),
+    "yeasth-like": Molecules(3_139_988, 6_487_230, 20, 59, 8),
 }
 
 
@@ -78,7 +102,7 @@ def stand_in(name: str, scale: float = 1.0) -> Matrix:
     return STAND_INS[name](name, scale)
 
 
-def real(folder: Path, least: int = 20_000) -> Iterator[Matrix]:
+def real(folder: Path, least: int = 3_000) -> Iterator[Matrix]:
     """The matrices and graphs of PUMICE_DATA with at least `least` non-zeros."""
     for path in sorted((folder / "matrices").glob("*.npz")):
         held = np.load(path)
@@ -92,6 +116,12 @@ def real(folder: Path, least: int = 20_000) -> Iterator[Matrix]:
         keys = np.concatenate([edges[:, 0] * size + edges[:, 1], edges[:, 1] * size + edges[:, 0]])
         if len(keys) >= least:
             yield _matrix("musae-" + path.stem.removesuffix("_edges"), (size, size), keys)
+    for path in sorted((folder / "planetoid").glob("*.npz")):
+        held = np.load(path)
+        edges, size = held["edges"].astype(np.int64), int(held["num_nodes"])
+        keys = np.unique(np.concatenate([edges[:, 0] * size + edges[:, 1], edges[:, 1] * size + edges[:, 0]]))
+        if len(keys) >= least:
+            yield _matrix(path.stem, (size, size), keys)
 
 
 def uniform(name: str, size: int, nnz: int, seed: int) -> Matrix:
@@ -173,32 +203,41 @@ def _stencil5(name: str, scale: float) -> Matrix:
 
 
 def _molecules(name: str, scale: float) -> Matrix:
-    """Many components of 20 to 280 nodes with consecutive ids: each a chain plus random edges, most of them short."""
-    size, edges = int(300_000 * scale), int(1_700_000 * scale)
+    kind = _MOLECULES[name]
+    size, edges = int(kind.size * scale), int(kind.edges * scale)
     chance = np.random.default_rng(1)
-    bounds = np.concatenate([[0], np.cumsum(chance.integers(20, 281, size // 100 + 50))])
+    mean = (kind.least + kind.most) // 2
+    sizes = chance.integers(kind.least, kind.most + 1, size // (2 * mean // 3) + 50)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
     node = np.arange(size)
     component = np.searchsorted(bounds, node, side="right") - 1
     start, stop = bounds[component], np.minimum(bounds[component + 1], size)
 
     def draw(count: int) -> Ints:
         a = chance.integers(0, size, count // 2)
-        near = np.clip(a + chance.integers(-20, 21, len(a)), start[a], stop[a] - 1)
+        near = np.clip(a + chance.integers(-kind.reach, kind.reach + 1, len(a)), start[a], stop[a] - 1)
         anywhere = start[a] + (chance.random(len(a)) * (stop - start)[a]).astype(np.int64)
-        return both_ways(a, np.where(chance.random(len(a)) < 0.55, near, anywhere))
+        return both_ways(a, np.where(chance.random(len(a)) < kind.near, near, anywhere))
 
     def both_ways(a: Ints, b: Ints) -> Ints:
         a, b = a[a != b], b[a != b]
         return np.concatenate([a * size + b, b * size + a])
 
-    chain = both_ways(node, np.maximum(node - 1, start))
-    return _matrix(name, (size, size), _distinct(draw, edges, chance, chain))
+    before = chance.integers(1, kind.branch + 1, size) if kind.branch > 1 else 1
+    return _matrix(
+        name, (size, size), _distinct(draw, edges, chance, both_ways(node, np.maximum(node - before, start)))
+    )
 
 
+TC_GNN = (
+    *("citeseer", "cora", "pubmed", "ppi-like", "proteins-like", "ovcar-like", "yeast-like", "dd-like", "yeasth-like"),
+    *("amazon0505-like", "artist-like", "com-amazon-like", "blog-like", "amazon0601-like"),
+)
+"""The graphs of TC-GNN, table 4, from which Insum takes its matrices; the first three are real."""
 STAND_INS: Mapping[str, Callable[[str, float], Matrix]] = {
     **{name: _like for name in _GRAPHS},
     "stencil5": _stencil5,
-    "dd-like": _molecules,
+    **{name: _molecules for name in _MOLECULES},
     "uniform": lambda name, scale: uniform(name, int(100_000 * scale), int(1_000_050 * scale), 15),
 }
 """Functions (name, scale) that make the stand-ins, by name."""

@@ -12,6 +12,7 @@ from wide import beyond
 
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError, StatementError
 from pumice.language.formats import parse_format
+from pumice.ops.einsum import compile_einsum
 from pumice.ops.sparse import GROUP_SIZES, FormatBucket, Sparse, buckets, sparse, sparse_from_coords
 
 # torch says once of each of its compressed layouts that it is new, and that it trusts its maker.
@@ -419,6 +420,37 @@ def test_root_as_the_authors_round_it(lengths, size):
     assert found.format.grouped.sizes == (size,)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [([9, 9], (2, 4)), ([4, 4], (1, 2)), ([1, 1], (2, 4)), ([40, 60], (4, 8))]
+)
+@pytest.mark.parametrize("fast", [0, 1])
+def test_the_faster_neighbour_of_the_root_is_taken(lengths, sizes, fast):
+    """Both are timed on the statement; the result is that of any size."""
+    x, b = matrix_of(torch.tensor(lengths)), torch.randn(matrix_of(torch.tensor(lengths)).shape[1], 8)
+    f = compile_einsum("C[m,n] = A[m,k] * B[k,n]", {"A": "m:C k:G"})
+    timed = []
+
+    def measure(call):
+        timed.append(call)
+        return 1.0 if len(timed) == 1 + fast else 2.0
+
+    found = f.grouped("A", A=x, B=b, measure=measure)
+    assert found.format.grouped.sizes == (sizes[fast],) and len(timed) == 2
+    for call in timed:
+        torch.testing.assert_close(call(), x @ b)
+    assert f.grouped("A", A=found, B=b).format.grouped.sizes[0] in sizes
+
+
+def test_groups_to_time_are_those_of_a_format_that_leaves_them_open():
+    x, b = torch.eye(4), torch.eye(4)
+    text = "C[m,n] = A[m,k] * B[k,n]"
+    for formats in ({}, {"A": "CSR"}, {"A": "m:C k:G4"}):
+        with pytest.raises(OptionError, match="a group without a size"):
+            compile_einsum(text, formats).grouped("A", A=x, B=b)
+    ell = compile_einsum(text, {"A": "m:U k:G"}).grouped("A", A=x, B=b, measure=lambda call: 1 / 0)
+    assert ell.format.grouped.sizes == (1,), "rows that cannot be split leave nothing to time"
+
+
 @pytest.mark.parametrize("seed", beyond(2, range(6)))
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_buckets_by_brute_force(seed, count):
@@ -507,7 +539,7 @@ def test_gradients_reach_the_values_of_sparse_inputs():
             r"'\(m k\):G5' holds 5 coordinates of \(m k\) per row, the longest row has 6",
             lambda: sparse(MATRIX, "(m k):G5"),
         ),
-        (OptionError, r"group is one of count, sqrt; found 'best'", lambda: sparse(MATRIX, "CSR", group="best")),
+        (OptionError, r"group is one of count, sqrt, .*; found 'best'", lambda: sparse(MATRIX, "CSR", group="best")),
         (OptionError, r"sparse takes a dense torch tensor, a torch sparse.*; found list$", lambda: sparse([[1]])),
         (OptionError, r"; found torch.Tensor of layout torch.strided on meta", lambda: sparse(MATRIX.to("meta"))),
         (StatementError, r"unknown kind of level 'X'", lambda: sparse(MATRIX, "m:X k:C")),

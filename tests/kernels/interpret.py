@@ -540,6 +540,8 @@ def way_checks() -> Checks:
             Tile(64, 16, 16, hoisted=False),
             Tile(64, 16, 16, padded=False, prefetch_indices=True),
             Tile(32, 16, 16, hoisted=False, padded=False, prefetch_indices=True, stream_k_chunk=4),
+            Tile(64, 16, 16, lazy=False),
+            Tile(32, 32, 16, lazy=False, prefetch_indices=True, swapped=True),
         )
     } | {"a tile refuses what it cannot do": check_refused_ways, "no segment is longer than taps": check_longest}
 
@@ -582,6 +584,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
     assert ("atomic_add" in text) == bool(tile.stream_k_chunk)
+    assert ("tl.reshape(" in loop and "tl.trans(" in loop) == (not tile.lazy)
     finished = lowered.runner(p.bound, torch.float32, tile, finish=epilogue.signature)
     near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), 2e-5)
 
@@ -594,6 +597,8 @@ def check_refused_ways() -> None:
         (rows, Tile(16, 16, 16, stacked=True, hoisted=False)),
         (rows, Tile(8, 16, padded=False)),
         (p, Tile(64, 16, 32, packed=True, hoisted=False)),
+        (p, Tile(64, 16, 32, packed=True, lazy=False)),
+        (rows, Tile(8, 16, lazy=False)),
         (p, Tile(16, 16, 16, stacked=True)),
         (rows, Tile(8, 16, segment_threads=2, swapped=True)),
         (rows, Tile(8, 16, segment_threads=2, epilogue_subtiles=2)),

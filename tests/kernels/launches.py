@@ -45,12 +45,14 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
-from pumice.lower import movement, norm, unrolled
+from pumice.lower import movement, norm, segment_sums, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
+LOWER = ("row_kernels", "movement_kernels", "segment_kernels")
+"""Files of kernels in pumice.lower, besides those of pumice.coords."""
 _TYPES = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
@@ -177,8 +179,20 @@ def variants() -> tuple[Variant, ...]:
             _movements(torch.zeros(60, channels, dtype=dtype))
             target = unrolled.Target((9, channels), dtype)
             unrolled._sum_by_rows(torch.zeros(60, channels), torch.arange(60) % 9, target)
+        for dtype, width in ((torch.float16, 128), (torch.bfloat16, 72), (torch.float32, 128), (torch.float32, 9)):
+            _segments(torch.zeros(50, width, dtype=dtype))
         by_rows.sum_items(torch.ones(60, 1, dtype=torch.int64), torch.zeros(60, dtype=torch.int64), 2)
     return tuple(recorder.seen)
+
+
+def _segments(x: Tensor) -> None:
+    """Sums of gathered rows over short segments, and over some that are cut; with values and without."""
+    for longest in (3, 2000):
+        segment = torch.repeat_interleave(torch.arange(9), torch.tensor([1, longest] + 7 * [2])).int()
+        tile = segment_sums.SegmentTile.default(len(segment) / 9, x.element_size())
+        ready = segment_sums.prepared(segment, 9, 1, tile)
+        for values in (None, torch.zeros(len(segment), dtype=x.dtype)):
+            ready.run(x, values, torch.zeros_like(segment), x.new_empty(9, x.shape[1]))
 
 
 def _norms(x: Tensor) -> None:
@@ -372,7 +386,7 @@ def _source(job: Launch) -> Any:
     from triton.compiler import ASTSource
 
     file, _, name = job.variant.kernel.partition(".")
-    room = "lower" if file in ("row_kernels", "movement_kernels") else "coords"
+    room = "lower" if file in LOWER else "coords"
     fn, v = getattr(importlib.import_module(f"pumice.{room}.{file}"), name), job.variant
     names = [p.name for p in fn.params]
     kinds = [*(t.rstrip("!") for t in v.tensors), *v.numbers, *("constexpr",) * len(v.constants)]

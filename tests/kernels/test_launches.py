@@ -10,7 +10,7 @@ from kernels.cross import NVIDIA
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from kernels.launches import jobs, variants
+from kernels.launches import LOWER, jobs, variants
 
 JOBS = tuple(jobs())
 COUNTING = (
@@ -66,7 +66,7 @@ def test_every_kernel_is_in_the_table():
         name: importlib.import_module(f"pumice.coords.{name}")
         for name in ("lookup_kernels", "tile_kernels", "pair_kernels", "chain_kernels", "neighbor_kernels")
     }
-    files |= {name: importlib.import_module(f"pumice.lower.{name}") for name in ("row_kernels", "movement_kernels")}
+    files |= {name: importlib.import_module(f"pumice.lower.{name}") for name in LOWER}
     kernels = {
         f"{file}.{name}"
         for file, module in files.items()

@@ -6,10 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.utils
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
 from wide import beyond
 
+import pumice as pm
 from pumice.language.bind import BoundStatement, bind
 from pumice.language.derive import count, declare, derivative, gradient_name, result_name
 from pumice.language.nodes import Statement, accesses_of
@@ -355,6 +357,28 @@ def test_graphs_compile(backend, monkeypatch):
         run = compiled.setdefault(id(module), torch.compile(module, fullgraph=True, dynamic=None, options=None))
         torch.testing.assert_close(run(*arguments), module(*arguments))
     assert len(compiled) == 1
+
+
+def test_inductor_by_name():
+    """Compiled once for all calls, gradients included; never chosen by itself."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    a, b = torch.randn(6, 9) * (torch.rand(6, 9) < 0.5), torch.randn(9, 4, requires_grad=True)
+    f = pm.compile_einsum("C[m,n] = A[m,k] * B[k,n]", {"A": "m:C k:G2"}, lowering="inductor")
+    given = {"A": pm.sparse(a, "m:C k:G2"), "B": b}
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(2):
+        got = f(**given)
+        torch.testing.assert_close(got, a @ b)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1, "a graph is compiled once"
+    (grad,) = torch.autograd.grad(got.sum(), b)
+    torch.testing.assert_close(grad, a.t() @ torch.ones(6, 4))
+    assert plan.LOWERINGS["inductor"].named
+    step = spmm(3, 4)
+    chosen = plan.PlacedStep(step.statement, step.bound, step.operands, "", None)
+    costs = {name: cost for name, cost, _ in plan.step_options(chosen, plan.DEVICES["cpu"], "")}
+    assert costs["inductor"] == float("inf") > costs["graph"]
+    assert [name for name, *_ in plan.step_options(chosen, plan.DEVICES["cpu"], "inductor")] == ["inductor"]
 
 
 @pytest.mark.gpu

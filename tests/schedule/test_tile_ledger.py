@@ -54,7 +54,7 @@ def stored(path):
 def test_what_is_put_is_found_by_another_process(path):
     ours, tile = (
         Ledger(path),
-        Tile(64, 32, 16, swapped=True, packed=True, stream_k_chunk=8, hoisted=False, padded=False),
+        Tile(64, 32, 16, swapped=True, packed=True, stream_k_chunk=8, hoisted=False, padded=False, lazy=False),
     )
     assert ours.get(KEY) is None and ours.generation == 0
     ours.put(KEY, tile)

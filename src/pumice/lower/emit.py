@@ -55,6 +55,8 @@ class Signature:
     epilogue_subtiles: number of column slices that are finished and stored one after another.
     hoisted: loop-invariant address arithmetic is hoisted out of the loop.
     padded: index arrays over rows are padded with -1, so the number of valid rows is not checked.
+    lazy: sides of a product are loaded with the axes they depend on; otherwise with an axis for each of rows, columns
+    and reduction, and reshaped and transposed for the product ("eager broadcasting", Insum section 5.2.3).
     activation, eps: of the epilogue (lower.epilogue), whose tensors are operands of their names.
     """
 
@@ -77,6 +79,7 @@ class Signature:
     epilogue_subtiles: int = 1
     hoisted: bool = True
     padded: bool = True
+    lazy: bool = True
     activation: str = ""
     eps: float = 0.0
 
@@ -124,6 +127,14 @@ class Value:
         code = self.code
         if len(self.axes) == 1 and len(axes) == 2:
             code = f"{code}[:, None]" if axes[0] == self.axes else f"{code}[None, :]"
+        return f"({code} {self.test})" if self.test else code
+
+    @property
+    def spread(self) -> str:
+        """Code of the expression with an axis for each of rows, columns and reduction, of size 1 if it lacks it."""
+        code = f"tl.trans({self.code})" if self.axes == "RX" else self.code
+        if self.axes:
+            code = f"{code}[{', '.join(':' if axis in self.axes else 'None' for axis in 'YXR')}]"
         return f"({code} {self.test})" if self.test else code
 
 
@@ -244,6 +255,8 @@ class _Emitter:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
             raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
+        if not signature.lazy and (not roles.product or roles.within or roles.stacked or roles.packed):
+            raise OptionError("lazy=False requires a matrix product that is not nested, stacked or packed")
         if not signature.padded and not (owned and len(roles.rows) == 1):
             raise OptionError("padded=False requires tiles whose rows are the points of one segment")
 
@@ -751,6 +764,8 @@ class _Emitter:
             for axis in own:
                 pointer, masks = self._folded(access, axis, (pointer, masks), lines)
         integer = self.dtypes[access.name] in INTEGERS
+        if not self.signature.lazy and not integer and own in ("YR", "RX"):
+            return self._loaded_eagerly(access, own, (pointer, masks), lines)
         where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
         mask = " & ".join(value.at(own) for value in masks)
         cast = ".to(tl.int32)" if integer and not self.signature.int64_operands and access.name not in self.long else ""
@@ -761,6 +776,18 @@ class _Emitter:
         else:
             loaded = self._named("v", Value(_loading(where, mask, integer) + cast, own), lines)
         self.values[key] = loaded
+        return loaded
+
+    def _loaded_eagerly(
+        self, access: Access, own: str, address: tuple[list[Value], list[Value]], lines: list[str]
+    ) -> Value:
+        """Load an access over three axes, and give it those of the product's side."""
+        pointer, masks = ([value.spread for value in values] for values in address)
+        where = " + ".join([self._operand(access.name), *pointer])
+        spread = self._named("v", Value(_loading(where, " & ".join(masks), False)), lines)
+        code = f"tl.reshape({spread.code}, (BY, BR))" if own == "YR" else f"tl.reshape({spread.code}, (BX, BR))"
+        loaded = self._named("v", Value(code if own == "YR" else f"tl.trans({code})", own), lines)
+        self.values[self._key(access)] = loaded
         return loaded
 
     def _folded(

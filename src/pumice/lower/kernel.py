@@ -724,6 +724,7 @@ def _signature(
         epilogue_subtiles=tile.epilogue_subtiles,
         hoisted=tile.hoisted,
         padded=tile.padded,
+        lazy=tile.lazy,
     )
 
 

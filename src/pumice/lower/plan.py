@@ -26,7 +26,21 @@ from pumice.language.nested import unnested
 from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
-from pumice.lower import block_sums, chained, cpu, entry_sums, graph, maps, nest, nest_tune, rowwise, unrolled, work
+from pumice.lower import (
+    block_sums,
+    chained,
+    cpu,
+    entry_sums,
+    graph,
+    inductor,
+    maps,
+    nest,
+    nest_tune,
+    rowwise,
+    segment_sums,
+    unrolled,
+    work,
+)
 from pumice.lower import kernel as kernels
 from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
@@ -44,11 +58,13 @@ Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None
 
 @dataclass(frozen=True)
 class Lowering:
-    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model."""
+    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model.
+    named: it is never chosen, but asked for by name."""
 
     refusal: Refusal
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
     work: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], Work]
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -403,7 +419,7 @@ def of_one(plan: Plan, operands: Sequence[Tensor], x: Tensor) -> Callable[[Tenso
     if len(names) != 1 or getattr(run, "dtype", None) != plan.dtype:
         return None
     (name,) = names
-    if isinstance(run, nest.NestStep | entry_sums.EntryStep):
+    if isinstance(run, nest.NestStep | entry_sums.EntryStep | segment_sums.SegmentStep):
         return run.of_one(given, name)
     if not isinstance(run, kernels.KernelExecutor):
         return None
@@ -519,8 +535,8 @@ def _runner(
         return chained.TwoStepLowering(bound, tensors, dtype, precision)
     if name == "gathered":
         return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
-    if name in ("blocks", "entries"):
-        return (block_sums.BlockStep if name == "blocks" else entry_sums.EntryStep)(bound, dtype)
+    if name in _STEPS:
+        return _STEPS[name](bound, dtype)
     if name == "nest":
         return nest.NestStep(bound, dtype, schedule_of(choice))
 
@@ -659,8 +675,11 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
     for name, lowering in LOWERINGS.items():
         if wanted and name != wanted:
             continue
+        if lowering.named and not wanted:
+            yield name, math.inf, "it is asked for by name"
+            continue
         # The interpreter is for tests and only used if requested by name.
-        if name in ("triton", "chained", "blocks", "entries", "unrolled") and not wanted and device.name == "CPU":
+        if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step.statement, step.bound, step.tensors)
@@ -728,15 +747,22 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
         "blocks": Lowering(_on_gpu(block_sums.refusal), block_sums.run, block_sums.work),
         "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
+        "segments": Lowering(_on_gpu(segment_sums.refusal), segment_sums.run, segment_sums.work),
         "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
         "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
         "nest": Lowering(nest.refusal, nest.run, work.nest_work),
         "rowwise": Lowering(rowwise.refusal, rowwise.run, rowwise.work),
+        "inductor": Lowering(inductor.refusal, inductor.run, work.graph_work, named=True),
         "graph": Lowering(graph.refusal, graph.run, work.graph_work),
         "reference": Lowering(loops.refusal, loops.run, work.loop_work),
     }
 )
 """The lowerings of a step, by name."""
+
+_STEPS: Mapping[str, Callable[[BoundStatement, torch.dtype], Run]] = MappingProxyType(
+    {"blocks": block_sums.BlockStep, "entries": entry_sums.EntryStep, "segments": segment_sums.SegmentStep}
+)
+"""The steps of lowerings that need nothing else, by name."""
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
 _BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)

@@ -65,15 +65,26 @@ def _by_count(found: RowStatistics) -> int:
 
 def _by_root(found: RowStatistics) -> int:
     """The cheaper power of two around the root of the mean row length, which minimises a bound of the count (Insum)."""
+    return found.best(_around_root(found))
+
+
+def _around_root(found: RowStatistics) -> tuple[int, int]:
+    """The largest power of two strictly below the root of the mean row length, and the next one."""
     mean = found.cells / max(1, found.rows)
     if mean <= 1:
-        return found.best((2, 4))
-    # The largest power of two strictly below the root.
+        return 2, 4
     lower = 2 ** (math.ceil(math.log2(math.sqrt(mean))) - 1)
-    return found.best((lower, 2 * lower))
+    return lower, 2 * lower
 
 
-GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType({"count": _by_count, "sqrt": _by_root})
+GROUP_SIZES: Mapping[str, Callable[[RowStatistics], int]] = MappingProxyType(
+    {
+        "count": _by_count,
+        "sqrt": _by_root,
+        "below sqrt": lambda found: _around_root(found)[0],
+        "above sqrt": lambda found: _around_root(found)[1],
+    }
+)
 """Strategies to choose a group size that the format does not fix."""
 
 

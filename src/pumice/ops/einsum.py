@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ from pumice.language.nodes import Statement, accesses_of, arrays_of, indices_of
 from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
-from pumice.lower import nest, plan
+from pumice.lower import nest, nest_tune, plan
 from pumice.lower.call import global_settings
 from pumice.ops import autograd
 from pumice.ops.direct import choices_of_windows, windowed
@@ -44,7 +44,7 @@ from pumice.ops.operands import (
     validate_operands,
     value_names_of,
 )
-from pumice.ops.sparse import Sparse
+from pumice.ops.sparse import Sparse, sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
 from pumice.schedule.tuned_loops import loop_records
@@ -52,6 +52,7 @@ from pumice.schedule.tuner import Clock, SearchProgress
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+Measure = Callable[[Callable[[], object]], float]
 
 
 def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
@@ -73,11 +74,12 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
         ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
-    lowering: "triton", "chained", "blocks", "entries", "unrolled", "gathered", "nest", "rowwise", "graph" or
-        "reference"; default: the cheapest by the cost model, see explain(). "triton/bf16x3" (or ieee, tf32x3, bf16x6,
-        tf32) sets the precision of float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold
-        4" and "nest/skimcaffe" give the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md);
-        "nest" takes the tuned one, or that of a rule.
+    lowering: "triton", "chained", "blocks", "entries", "segments", "unrolled", "gathered", "nest", "rowwise",
+        "inductor", "graph" or "reference"; default: the cheapest by the cost model, see explain(); "inductor" compiles
+        for seconds and is never the default. "triton/bf16x3" (or ieee, tf32x3, bf16x6, tf32) sets the precision of
+        float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and "nest/skimcaffe" give
+        the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md); "nest" takes the tuned one, or
+        that of a rule.
 
     Returns a new tensor of the target's shape (a Sparse if the target has a pattern, or positions for its axes, which
     takes `pm.sparse` operands), in the operands' dtype (under autocast in the autocast dtype). Half
@@ -174,6 +176,31 @@ class Einsum:
     def __call__(self, /, **operands: Operand) -> Any:
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
+        if len(operands) == 2 and (found := self._calls_of_one(operands)) is not None:
+            calls, x = found
+            return calls(x, lambda: self.checked(operands), lambda: self.prepared(operands, x))
+        return self.checked(operands)
+
+    def _calls_of_one(self, operands: Mapping[str, Operand]) -> tuple[CallsOfOne, Tensor] | None:
+        """The calls of a tensor and a sparse operand that is the same each time; None on a CPU, and for others."""
+        (name, x), (other, fixed) = operands.items()
+        if isinstance(x, Sparse):
+            name, x, other, fixed = other, fixed, name, x
+        if not isinstance(fixed, Sparse) or not isinstance(x, Tensor) or not x.is_cuda:
+            return None
+        return fixed.kept((self, name, other), CallsOfOne.of_sparse), x
+
+    def prepared(self, operands: Mapping[str, Operand], x: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """A call that ran, as a function of its operand x of the same layout; None if it is not one kernel or loop nest
+        that reads x once, or if something is to be checked or converted in each call."""
+        seen = self._checked_calls.get(facts_of(operands))
+        if seen is None or seen.statement is None or seen.checks:
+            return None
+        tensors, names = tensors_of(operands.values()), seen.statement.names
+        return plan.of_one(plan.plan_for(tensors, names, self.text, None, self.lowering), tensors, x)
+
+    def checked(self, operands: Mapping[str, Operand]) -> Any:
+        """The call with all checks of its operands."""
         facts = facts_of(operands)
         seen = self._checked_calls.get(facts)
         if seen is None:
@@ -259,6 +286,31 @@ class Einsum:
             lines += [f"  {1e3 * t:9.4f} ms  {tile}" for tile, t in sorted(times.items(), key=lambda item: item[1])]
         return "\n".join(lines)
 
+    def grouped(self, name: str, /, *, measure: Measure | None = None, **operands: Any) -> Sparse:
+        """The operand of this name in its format, with the group size that makes the statement the fastest on the
+        device of the operands: of the powers of two below and above the square root of the mean row length (Insum,
+        section 4.2).
+
+        operands: as in a call; the one of this name as `sparse` takes it. measure: seconds of a call; default: of the
+        GPU with a cold cache, on a CPU of the thread.
+        Raises OptionError if the statement was compiled without a format of this name, or its groups have sizes."""
+        form = dict(self.formats).get(name)
+        level = parse_format(form).grouped if form else None
+        if form is None or level is None or level.sizes:
+            raise OptionError(
+                f"{name} is expected to have a format with a group without a size, as `k:G`; found {form}"
+            )
+        made = {group: sparse(operands[name], form, group=group) for group in ("below sqrt", "above sqrt")}
+        below, above = made.values()
+        if below.format == above.format:
+            return below
+        seconds = measure or (kernels.measured if below.device.type == "cuda" else nest_tune.seconds_of)
+        calls = {x: partial(self, **{**operands, name: x}) for x in (below, above)}
+        for call in calls.values():
+            call()
+        times = {x: seconds(call) for x, call in calls.items()}
+        return min(times, key=times.__getitem__)
+
     def _checked(self, operands: Mapping[str, Operand]) -> _CheckedOperands:
         """Check and convert the operands."""
         if problem := problem_of(operands):
@@ -290,44 +342,51 @@ class _CheckedCall:
     joined: JoinedStatement | None = None
 
 
-class OneOperandEinsum:
-    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
-    in C (lower.nest), or one kernel on a GPU, are prepared once per layout of x, until fixed values, tuned schedules or
-    tiles change. Index arrays must not."""
+class CallsOfOne:
+    """Calls of a statement as functions of one operand, a tensor, prepared once per layout of it, until values of the
+    others, tuned schedules or tiles change. Index arrays must not."""
 
-    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
-        self._text, self._name, self._fixed = text, name, fixed
-        self._values = [t for t in tensors_of(fixed.values()) if t.is_floating_point()]
-        self._calls: BoundedCache[tuple[Any, Callable[[Tensor], Tensor]]] = BoundedCache(16)
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        self._values = [t for t in values if t.is_floating_point()]
+        self._known: BoundedCache[tuple[Any, Callable[[Tensor], Tensor] | None]] = BoundedCache(16)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def of_sparse(fixed: Sparse) -> CallsOfOne:
+        return CallsOfOne(fixed.arrays)
+
+    def __call__(
+        self, x: Tensor, call: Callable[[], Tensor], prepare: Callable[[], Callable[[Tensor], Tensor] | None]
+    ) -> Tensor:
+        """The result for x. call: the call with all checks; prepare: the function of x, once that ran."""
         values = self._values
         if not (autograd.is_plain_on_cpu(x, values) if x.is_cpu else autograd.is_plain_call((x, *values))):
-            return self._einsum(x)
+            return call()
         try:
             # Kernels read values where they are, a nest may have packed them.
             state = _generation(x), [(t._version if x.is_cpu else 0, t.data_ptr()) for t in values]
         except RuntimeError:
             # Inference tensors have no version.
-            return self._einsum(x)
+            return call()
         layout = x.shape, x.stride(), x.dtype, x.device
-        known = self._calls.get(layout)
+        known = self._known.get(layout)
         if known is None or known[0] != state:
-            found = self._einsum(x)
-            self._calls.keep(layout, (state, self._prepared(x) or self._einsum))
+            found = call()
+            self._known.keep(layout, (state, prepare()))
             return found
-        return known[1](x)
+        return call() if known[1] is None else known[1](x)
 
-    def _einsum(self, x: Tensor) -> Tensor:
-        return _compiled(self._text, "")(**{**self._fixed, self._name: x})
 
-    def _prepared(self, x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The call as one loop nest or kernel, once it has run; None if it is no such."""
-        operands = {**self._fixed, self._name: x}
-        tensors, seen = tensors_of(operands.values()), _compiled(self._text, "")._checked_calls.get(facts_of(operands))
-        if seen is None or seen.statement is None:
-            return None
-        return plan.of_one(plan.plan_for(tensors, seen.statement.names, self._text, None, ""), tensors, x)
+class OneOperandEinsum:
+    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
+    in C (lower.nest), or one kernel on a GPU, are prepared; see CallsOfOne."""
+
+    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
+        self._einsum, self._name, self._fixed = _compiled(text, ""), name, fixed
+        self._calls = CallsOfOne(tensors_of(fixed.values()))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        operands, einsum = {**self._fixed, self._name: x}, self._einsum
+        return self._calls(x, lambda: einsum.checked(operands), lambda: einsum.prepared(operands, x))
 
 
 def _generation(x: Tensor) -> Hashable:

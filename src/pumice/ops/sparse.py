@@ -222,7 +222,8 @@ def sparse(tensor: Any, format: str | Format = "COO", *, group: str = "count") -
         sparse array or Sparse, whose stored entries are kept, explicit zeros included. COO duplicates are summed.
     format: text, a name or a Format; see pumice.language.formats. Its axes are the tensor's, in order.
     group: strategy for the size of a `G` without one, a name of GROUP_SIZES: "count" minimises gathers + scatters,
-        "sqrt" uses the square root of the mean row length. If rows cannot be split (ELL): the longest row.
+        "sqrt" uses the square root of the mean row length: the cheaper of the powers of two "below sqrt" and "above
+        sqrt", of which `Einsum.grouped` finds the faster. If rows cannot be split (ELL): the longest row.
 
     Differentiable in the values. Extents that are not a multiple of their block are padded with zeros. A Sparse
     with blocks keeps all entries of its blocks; one without coordinate arrays, only its nonzeros.

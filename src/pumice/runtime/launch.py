@@ -267,6 +267,31 @@ class CompiledKernel:
             self._launch(*before, *values)
 
 
+class PreparedLaunch:
+    """A launch of a compiled kernel of which only some tensors are left open, at the positions `given` of `values`."""
+
+    __slots__ = ("_compiled", "_device", "_given", "_programs", "_values")
+
+    def __init__(
+        self, compiled: CompiledKernel, programs: int, values: Sequence[Any], given: tuple[int, ...], device: int
+    ) -> None:
+        self._compiled, self._programs, self._device = compiled, programs, device
+        self._values, self._given = [*values], given
+
+    def __call__(self, *tensors: Tensor) -> bool:
+        """Launch on the current stream. False, without a launch, if a tensor is not aligned to 16 bytes or another
+        device is current."""
+        values, device = self._values.copy(), self._device
+        for place, tensor in zip(self._given, tensors, strict=True):
+            values[place] = address = tensor.data_ptr()
+            if address & 15:
+                return False
+        if device != torch._C._cuda_getDevice():
+            return False
+        self._compiled(self._programs, values, device)
+        return True
+
+
 class _Launcher(NamedTuple):
     """A function that launches a kernel. before: its arguments before the kernel's own; programs_at, stream_at:
     positions in `before` of the number of programs and the stream; packs: True if it takes the kernel's as a tuple."""
@@ -438,3 +463,16 @@ class BoundKernel:
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
+
+    def prepared(
+        self, programs: int, tensors: Sequence[Array], numbers: Sequence[float], given: Sequence[int]
+    ) -> PreparedLaunch | None:
+        """The launch with all tensors bound but those at these positions; None if it was not compiled, or if the others
+        are not aligned to 16 bytes."""
+        device = tensors[0].get_device()
+        addresses = [each.address if type(each) is Part else each.data_ptr() for each in tensors]
+        beyond = [0 if n in given else address % 16 for n, address in enumerate(addresses)]
+        compiled = self.compiled(device, beyond)
+        if compiled is None or any(beyond):
+            return None
+        return PreparedLaunch(compiled, programs, [*addresses, *numbers, *self.constants], tuple(given), device)

@@ -33,8 +33,8 @@ class Tile:
         kernel serves all other values, also WHOLE_SEGMENTS.
     epilogue_subtiles: number of column slices that the epilogue of a matrix product writes one by one; more slices need
         fewer registers. Slices of padding are skipped.
-    hoisted, padded: False for ablations only: every iteration recomputes addresses, or reads the number of outputs
-        though the map is padded with -1.
+    hoisted, padded, lazy: False for ablations only: every iteration recomputes addresses, or reads the number of
+        outputs though the map is padded with -1, or loads over rows, columns and reduction at once (emit.py).
     """
 
     rows: int
@@ -52,6 +52,7 @@ class Tile:
     epilogue_subtiles: int = 1
     hoisted: bool = True
     padded: bool = True
+    lazy: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -111,6 +112,7 @@ class Tile:
         order += " whole pieces" if self.stream_k_chunk == WHOLE_SEGMENTS else ""
         order += f" in {self.epilogue_subtiles} slices" if self.epilogue_subtiles > 1 else ""
         order += " not hoisted" * (not self.hoisted) + " not padded" * (not self.padded)
+        order += " not lazy" * (not self.lazy)
         return f"{self.rows}{lanes}x{self.columns}x{self.reduced} w{self.warps} s{self.stages}{order}"
 
 

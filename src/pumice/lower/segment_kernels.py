@@ -1,0 +1,191 @@
+"""The kernel of sums over segments; see segment_sums.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["programs", "width", "size"])
+def segment_sums(
+    x, values, places, slots, codes, firsts, pieces, scratch, waiting, y, programs: "i64", width: "i64", size: "i64",
+    LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr, VECTOR: tl.constexpr,
+    EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
+    """y[segment, n] = sum over entries e of the segment of values[e] * x[places[e], n]
+
+    A program computes BLOCKS * LANES columns of some segments, whose entries are dealt out to its ROWS rows: 1, MIDDLE
+    or all of them to a segment. codes [programs]: 4 * iterations + 0, 1 or 2 for these. slots [programs, 3, ROWS]: of
+    each row, its first entry, the end of the segment's entries, and the segment (-1: none). The first programs may have
+    pieces of a segment: the one that finishes the last of `pieces` of them, the first of which is program `firsts`,
+    adds up what they left in `scratch`."""
+    number = tl.program_id(0) % programs.to(tl.int32)
+    group = tl.program_id(0) // programs.to(tl.int32)
+    r = tl.arange(0, ROWS)
+    slot = slots + number.to(tl.int64) * (3 * ROWS) + r
+    at = tl.load(slot)
+    stop = tl.load(slot + ROWS)
+    segment = tl.load(slot + 2 * ROWS)
+    code = tl.load(codes + number)
+    kind = code & 3
+    step = tl.where(kind == 0, 1, tl.where(kind == 1, MIDDLE, ROWS))
+    column = group * (BLOCKS * LANES)
+    place = tl.load(places + at, mask=at < stop, other=-1)
+    if VALUED:
+        value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
+    else:
+        value = place
+    first = tl.zeros([ROWS, LANES], tl.float32)
+    second = first
+    third = first
+    fourth = first
+    for _ in tl.range(0, code >> 2):
+        at += step
+        following = tl.load(places + at, mask=at < stop, other=-1)
+        there = place.to(tl.uint32) < size.to(tl.uint32)
+        if FAR:
+            offset = place.to(tl.int64) * width
+        else:
+            offset = place * width.to(tl.int32)
+        first = _added(first, x, offset, column, there, value, width, LANES, 0, VECTOR, EVEN, VALUED, HINT)
+        if BLOCKS > 1:
+            second = _added(second, x, offset, column, there, value, width, LANES, 1, VECTOR, EVEN, VALUED, HINT)
+        if BLOCKS > 2:
+            third = _added(third, x, offset, column, there, value, width, LANES, 2, VECTOR, EVEN, VALUED, HINT)
+            fourth = _added(fourth, x, offset, column, there, value, width, LANES, 3, VECTOR, EVEN, VALUED, HINT)
+        if VALUED:
+            value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
+        place = following
+    whole = kind == 2
+    if LONG:
+        count = tl.load(pieces + number)
+        if count > 1:
+            start = tl.load(firsts + number)
+            counter = waiting + start * (tl.num_programs(0) // programs.to(tl.int32)) + group
+            whole = _left(
+                first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES, BLOCKS
+            )
+            if whole:
+                _store_pieces(y, scratch, start, count, tl.max(segment, 0), column, width, LANES, BLOCKS, FAR)
+                whole = False
+    if kind == 0:
+        _store(first, second, third, fourth, segment, y, column, width, LANES, BLOCKS, ROWS, 1, VECTOR, EVEN, FAR)
+    elif kind == 1:
+        _store(first, second, third, fourth, segment, y, column, width, LANES, BLOCKS, ROWS, MIDDLE, VECTOR, EVEN, FAR)
+    elif whole:
+        _store(first, second, third, fourth, segment, y, column, width, LANES, BLOCKS, ROWS, ROWS, VECTOR, EVEN, FAR)
+
+
+@triton.jit
+def _columns(
+    column, width, LANES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """(columns of a block, those of them that there are); others read the first ones."""
+    lane = tl.arange(0, LANES)
+    found = column + BLOCK * LANES + lane
+    live = found < width.to(tl.int32)
+    if not EVEN:
+        found = tl.where(live, found, lane % VECTOR)
+    return found, live
+
+
+@triton.jit
+def _addresses(offset, columns, LANES: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr):
+    return tl.max_contiguous(
+        tl.multiple_of(offset[:, None] + columns[None, :], [1, VECTOR]), [1, LANES if EVEN else VECTOR]
+    )
+
+
+@triton.jit
+def _added(
+    total, x, offset, column, there, value, width, LANES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    EVEN: tl.constexpr, VALUED: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
+    columns, _ = _columns(column, width, LANES, BLOCK, VECTOR, EVEN)
+    where = x + _addresses(offset, columns, LANES, VECTOR, EVEN)
+    if HINT:
+        read = tl.load(where, mask=there[:, None], other=0, eviction_policy="evict_last").to(tl.float32)
+    else:
+        read = tl.load(where, mask=there[:, None], other=0).to(tl.float32)
+    if VALUED:
+        total += value[:, None] * read
+    else:
+        total += read
+    return total
+
+
+@triton.jit
+def _left(
+    first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES: tl.constexpr,
+    BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Leave the sums of a piece in scratch; True in the last program that does."""
+    where = scratch + number * width
+    _leave(first, where, column, width, LANES, 0)
+    if BLOCKS > 1:
+        _leave(second, where, column, width, LANES, 1)
+    if BLOCKS > 2:
+        _leave(third, where, column, width, LANES, 2)
+        _leave(fourth, where, column, width, LANES, 3)
+    tl.debug_barrier()
+    done = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if done:
+        tl.store(counter, 0)
+    return done
+
+
+@triton.jit
+def _leave(total, where, column, width, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    columns = column + BLOCK * LANES + tl.arange(0, LANES)
+    tl.store(where + columns, tl.sum(total, 0), mask=columns < width)
+
+
+@triton.jit
+def _store_pieces(
+    y, scratch, start, count, segment, column, width, LANES: tl.constexpr, BLOCKS: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
+    """Add up the pieces of a segment, in their order."""
+    if FAR:
+        y += segment.to(tl.int64) * width
+    else:
+        y += segment * width.to(tl.int32)
+    columns = column + tl.arange(0, BLOCKS * LANES)
+    total = tl.zeros([BLOCKS * LANES], tl.float32)
+    for piece in tl.range(0, count):
+        # Past the first-level cache, which does not see what other programs wrote.
+        where = scratch + (start + piece) * width + columns
+        total += tl.load(where, mask=columns < width, other=0, cache_modifier=".cg")
+    tl.store(y + columns, total.to(y.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def _store(
+    first, second, third, fourth, segment, y, column, width, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr
+):  # fmt: skip
+    """Add up the PARTS rows of each segment and write them to its row of y."""
+    if PARTS > 1:
+        segment = tl.max(tl.reshape(segment, [ROWS // PARTS, PARTS]), 1)
+    if FAR:
+        offset = segment.to(tl.int64) * width
+    else:
+        offset = segment * width.to(tl.int32)
+    _store_block(first, segment, offset, y, column, width, LANES, 0, ROWS, PARTS, VECTOR, EVEN)
+    if BLOCKS > 1:
+        _store_block(second, segment, offset, y, column, width, LANES, 1, ROWS, PARTS, VECTOR, EVEN)
+    if BLOCKS > 2:
+        _store_block(third, segment, offset, y, column, width, LANES, 2, ROWS, PARTS, VECTOR, EVEN)
+        _store_block(fourth, segment, offset, y, column, width, LANES, 3, ROWS, PARTS, VECTOR, EVEN)
+
+
+@triton.jit
+def _store_block(
+    total, segment, offset, y, column, width, LANES: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    if PARTS > 1:
+        total = tl.sum(tl.reshape(total, [ROWS // PARTS, PARTS, LANES]), 1)
+    columns, live = _columns(column, width, LANES, BLOCK, VECTOR, EVEN)
+    where = y + _addresses(offset, columns, LANES, VECTOR, EVEN)
+    if EVEN:
+        tl.store(where, total.to(y.dtype.element_ty), mask=(segment >= 0)[:, None])
+    else:
+        tl.store(where, total.to(y.dtype.element_ty), mask=(segment >= 0)[:, None] & live[None, :])

@@ -1,0 +1,399 @@
+"""Sums of gathered rows over the segments of a sorted index array on a GPU: sparse times dense above all.
+
+    T[S[p],n] = sum over p, q of V[p,q] * X[K[p,q],n]          S sorted; the entries of one value of S are a segment
+
+Index arrays and values are read where they are: only the order in which programs take segments is prepared, once per
+index array. Short segments get a row of a program each, longer ones several, and very long ones are cut into pieces,
+whose sums the last program to finish adds up in a fixed order. Segments of a window keep together, since they often
+read the same rows of X, and are sorted by length within it. Columns are taken in slices, so that the rows of a slice
+stay in the caches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pumice.coords.segments import bounds_of
+from pumice.language.bind import BoundStatement
+from pumice.language.nodes import Access, Affine, Statement, indices_of
+from pumice.lower.entry_sums import finished
+from pumice.runtime.cache import cached_per_tensor
+from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
+from pumice.runtime.workspace import Workspace, workspace
+from pumice.schedule.predict import Work
+
+_FAR = 1 << 31
+
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FEW = 8
+"""Columns below which lanes would idle."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The operands of a statement by what they are. values: "" for ones."""
+
+    segments: str
+    places: str
+    values: str
+    rows: str
+
+
+@lru_cache(maxsize=1024)
+def roles_of(statement: Statement) -> Roles | str:
+    """The roles of the operands, or the reason why there are none."""
+    if statement.reduction != "sum" or len(statement.terms) != 1:
+        return "it is no sum of one term"
+    target, factors = statement.target.indices, statement.terms[0].factors
+    segments = _array(target[0]) if target else None
+    if segments is None or (segments.name, "sorted") not in statement.facts:
+        return "rows of the target are not named by a sorted index array"
+    (position,) = [e.bare for e in segments.indices] if len(segments.indices) == 1 else (None,)
+    columns = [e.bare for e in target[1:]]
+    if position is None or not columns or None in columns or len({*columns}) < len(columns):
+        return "the target has other axes than an index array of one position, and bare indices"
+    gathered, values = "", ""
+    places: Access | None = None
+    for factor in factors:
+        array = _array(factor.indices[0]) if isinstance(factor, Access) and factor.indices else None
+        if isinstance(factor, Access) and array is not None and [e.bare for e in factor.indices[1:]] == columns:
+            if gathered:
+                return "several factors are gathered"
+            gathered, places = factor.name, array
+        elif isinstance(factor, Access) and not values:
+            values = factor.name
+        else:
+            return "there are other factors than gathered rows and values of entries"
+    if places is None:
+        return "no factor has its rows named by an index array"
+    entry = [e.bare for e in places.indices]
+    stored = [[e.bare for e in f.indices] for f in factors if isinstance(f, Access) and f.name == values]
+    if entry[:1] != [position] or len({*entry}) < len(entry) or len(entry) > 2 or any(e != entry for e in stored):
+        return "entries are not those of one or two positions, of which the first is the target's"
+    names = (segments.name, places.name, values, gathered)
+    if len({*names}) < 4 or {*indices_of(statement)} != {*entry, *columns}:
+        return "an operand has several roles"
+    return Roles(*names)
+
+
+def _array(expression: Affine) -> Access | None:
+    """The index array that an expression is, if it is one of bare indices."""
+    if expression.constant or len(expression.terms) != 1:
+        return None
+    ((coefficient, atom),) = expression.terms
+    plain = coefficient == 1 and isinstance(atom, Access) and all(e.bare for e in atom.indices)
+    return atom if plain and isinstance(atom, Access) else None
+
+
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
+    """The reason why a statement is no sum of rows over segments here, or None."""
+    roles = roles_of(statement)
+    if isinstance(roles, str):
+        return roles
+    x = operands[roles.rows]
+    kinds = [x.dtype, *([operands[roles.values].dtype] if roles.values else [])]
+    if any(kind not in _TYPES for kind in kinds):
+        return "a factor is not of float32, float16 or bfloat16"
+    if math.prod(x.shape[1:]) < _FEW:
+        return f"there are fewer than {_FEW} columns"
+    if 0 in bound.shape or 0 in bound.extents.values():
+        return "it is empty"
+    return None
+
+
+def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
+    """Rows are read through the second-level cache, some of them through the first; more slowly than by the generated
+    kernel where that was measured."""
+    roles = roles_of(statement)
+    assert isinstance(roles, Roles)
+    points, size = bound.points(indices_of(statement)), operands[roles.rows].element_size()
+    found = _of_length(operands[roles.places].numel() / bound.shape[0], size)
+    return Work(2 * points, cache=(_CACHED if found.wins else _SLOWER) * size * points)
+
+
+_CACHED, _SLOWER = 0.8, 8.0
+
+
+class SegmentStep:
+    """A step of a plan: a statement that `refusal` accepts."""
+
+    bound: BoundStatement
+    dtype: torch.dtype
+
+    def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
+        roles = roles_of(bound.statement)
+        assert isinstance(roles, Roles)
+        self.bound, self.dtype, self._roles = bound, dtype, roles
+        term = bound.statement.terms[0]
+        self._plain = term.coefficient == 1 and not bound.statement.accumulate
+        self._width = math.prod(bound.shape[1:])
+        self._flat = len(bound.shape) == 2
+
+    def __call__(self, operands: Mapping[str, Tensor], before: Tensor | None = None) -> Tensor:
+        """The result, of `dtype`, added to that of the steps before."""
+        if self._plain:
+            found = self._sums(operands, self.dtype)
+        else:
+            found = finished(self.bound, operands, self.dtype, lambda dtype: self._sums(operands, dtype))
+        return found if before is None else before + found
+
+    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+        """The step as a function of the gathered rows, of the same layout and dtype, the values being read where they
+        are now; None if more than one kernel is to be run."""
+        x = operands[name]
+        if not self._plain or name != self._roles.rows or not self._flat or not x.is_contiguous():
+            return None
+        ready, values, places = self._ready(operands)
+        call = ready.bound(x, values, places, self.dtype)
+        return None if call is None else lambda x: keep_for_graph(call)(x)
+
+    def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
+        roles, count = self._roles, self.bound.shape[0]
+        places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
+        tile = SegmentTile.default(places.numel() / count, operands[roles.rows].element_size())
+        size = places.shape[1] if places.ndim == 2 else 1
+        return prepared(operands[roles.segments], count, size, tile), values, places.contiguous()
+
+    def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        shape, x = self.bound.shape, operands[self._roles.rows]
+        x = x.contiguous() if self._flat else x.reshape(x.shape[0], self._width).contiguous()
+        ready, values, places = self._ready(operands)
+        y = ready.run(x, values, places, x.new_empty((shape[0], self._width), dtype=dtype))
+        return y if self._flat else y.view(shape)
+
+
+def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
+    return SegmentStep(bound, dtype)(operands)
+
+
+class SegmentTile(NamedTuple):
+    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns (of 4-byte values). short,
+    long: entries up to which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at
+    most: longer segments are cut. window: segments that keep together."""
+
+    rows: int = 8
+    blocks: int = 4
+    middle: int = 4
+    short: int = 12
+    long: int = 32
+    turns: int = 16
+    window: int = 1024
+    hint: int = 0
+
+    @classmethod
+    def default(cls, mean: float, itemsize: int) -> SegmentTile:
+        """The tile for segments of `mean` entries on average, and values of so many bytes."""
+        return _of_length(mean, itemsize).tile
+
+
+class Measured(NamedTuple):
+    """What is known of segments of less than `below` entries on average. wins: against the generated kernel."""
+
+    below: float
+    tile: SegmentTile
+    wins: bool = True
+
+
+_MEASURED: Mapping[int, tuple[Measured, ...]] = MappingProxyType(
+    {
+        4: (Measured(math.inf, SegmentTile()),),
+        2: (Measured(math.inf, SegmentTile()),),
+    }
+)
+"""By bytes of values: the fastest of 20 tiles, by the geometric mean over 20 matrices times 128 columns on a GPU."""
+
+
+def _of_length(mean: float, itemsize: int) -> Measured:
+    return next(found for found in _MEASURED[itemsize] if mean < found.below)
+
+
+class Order(NamedTuple):
+    """The work of programs; see segment_kernels.segment_sums. firsts, pieces: of cut segments, which come first."""
+
+    slots: Tensor
+    codes: Tensor
+    firsts: Tensor
+    pieces: Tensor
+
+
+def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
+    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
+    starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
+    cut = lengths > tile.rows * tile.turns
+    long = _pieces(starts, lengths, cut.nonzero()[:, 0], tile)
+    short = _windows(starts, lengths, (~cut).nonzero()[:, 0], tile)
+    firsts, pieces = long.firsts, long.pieces
+    if len(pieces):
+        firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (firsts, pieces))
+    joined = torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces
+    return Order(*(x.int() for x in joined))
+
+
+def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+    """A program for each piece of these segments, the longest first."""
+    which = which[lengths[which].argsort(descending=True, stable=True)]
+    counts = -(-lengths[which] // (tile.rows * tile.turns))
+    segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
+    firsts = (counts.cumsum(0) - counts)[segment]
+    number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
+    each = -(-lengths[of] // counts[segment])
+    begins = starts[of] + number * each
+    stops = torch.minimum(begins + each, starts[of] + lengths[of])
+    part = torch.arange(tile.rows, device=starts.device)
+    slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
+    steps = -(-(stops - begins).clamp(min=0) // tile.rows)
+    return Order(slots, 4 * steps + 2, firsts, counts[segment])
+
+
+def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+    """Programs for segments that are not cut, by windows of segments: in each those that get most rows first, longer
+    ones before shorter ones."""
+    device, size = starts.device, lengths[which]
+    kind = (size > tile.short).long() + (size > tile.long).long()
+    group = which // tile.window * 3 + 2 - kind
+    longest = int(size.max()) + 1 if len(size) else 1
+    order = (group * longest + longest - 1 - size).argsort(stable=True)
+    which, size, group = which[order], size[order], group[order]
+    windows = -(-len(starts) // tile.window)
+    # Of each group of a window: rows of a segment, segments of a program.
+    parts = torch.tensor([tile.rows, tile.middle, 1], device=device).repeat(windows)
+    each = tile.rows // parts
+    counts = torch.bincount(group, minlength=3 * windows)
+    programs = -(-counts // each)
+    place = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[group]
+    program, place = (programs.cumsum(0) - programs)[group] + place // each[group], place % each[group]
+    total = int(programs.sum())
+    slots = torch.tensor([0, 0, -1], device=device)[:, None].expand(total, 3, tile.rows).clone()
+    own = parts[group]
+    of = torch.repeat_interleave(torch.arange(len(which), device=device), own)
+    part = torch.arange(len(of), device=device) - (own.cumsum(0) - own)[of]
+    row = (place * own)[of] + part
+    slots[program[of], 0, row] = starts[which][of] + part
+    slots[program[of], 1, row] = (starts[which] + size)[of]
+    slots[program[of], 2, row] = which[of]
+    steps = torch.zeros(total, dtype=torch.int64, device=device)
+    leads = place == 0
+    steps[program[leads]] = -(-size[leads] // own[leads])
+    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(windows), programs)
+    return Order(slots, 4 * steps + kinds, steps[:0], steps[:0])
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentSums:
+    """The segments of an index array in the order of a tile. launches: by dtypes and shape."""
+
+    tile: SegmentTile
+    count: int
+    order: Order
+    launches: dict[Any, tuple[BoundKernel, int, list[int]]] = field(default_factory=dict)
+
+    def run(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
+        """Write the sums to y [segments, n]. x [rows, n]; values, places: of the entries, in their order."""
+        key = x.dtype, y.dtype, None if values is None else values.dtype, x.shape
+        launch = self.launches.get(key) or self.launches.setdefault(key, self._launch(x, values, places, y))
+        run, programs, numbers = launch
+        needs = self._needs(x.shape[1], programs // numbers[0])
+        own = needs and workspace(*needs, x.device)
+        run(programs, self._tensors(x, values, places, y, own), numbers)
+        return y
+
+    def bound(
+        self, x: Tensor, values: Tensor | None, places: Tensor, dtype: torch.dtype
+    ) -> Callable[[Tensor], Tensor] | None:
+        """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
+        launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
+        if launch is None:
+            return None
+        run, programs, numbers = launch
+        shape, device = (self.count, x.shape[1]), x.device
+        needs = self._needs(shape[1], programs // numbers[0])
+        own, y = needs and workspace(*needs, device), x.new_empty(shape, dtype=dtype)
+        tensors = self._tensors(x, values, places, y, own)
+        given = [n for n, t in enumerate(tensors) if t is x or t is y]
+        start, xs = run.prepared(programs, tensors, numbers, given), len(given) - 1
+        held = [t for t in tensors if t is not x and t is not y]
+
+        def call(x: Tensor, held: object = held) -> Tensor:
+            y = x.new_empty(shape, dtype=dtype)
+            # Other streams, and graphs, have a workspace of their own.
+            if start is None or (needs and workspace(*needs, device) is not own) or not start(*[x] * xs, y):
+                return self.run(x, values, places, y)
+            return y
+
+        return call
+
+    def _needs(self, width: int, groups: int) -> tuple[int, int] | None:
+        """(counters, bytes) of a workspace, None if no segment is cut. groups: of columns."""
+        return (self.cut * groups, 4 * self.cut * width) if self.cut else None
+
+    @cached_property
+    def cut(self) -> int:
+        """Number of pieces, each of a program of its own."""
+        return int((self.order.pieces > 0).sum())
+
+    def _tensors(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor, own: Workspace | None
+    ) -> tuple[Tensor, ...]:
+        """The tensors of a launch."""
+        none = self.order.firsts
+        scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
+        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)
+
+    def _launch(
+        self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
+    ) -> tuple[BoundKernel, int, list[int]]:
+        tile, width = self.tile, x.shape[1]
+        size = max(x.element_size(), y.element_size())
+        lanes = min(128 // size, 1 << (width - 1).bit_length())
+        blocks = min(max(1, tile.blocks * size // 4), 1 << (-(-width // lanes) - 1).bit_length())
+        constants = {
+            "LANES": lanes,
+            "BLOCKS": blocks,
+            "ROWS": tile.rows,
+            "MIDDLE": tile.middle,
+            "VECTOR": min(width & -width, 16 // size, lanes),
+            "EVEN": width % (lanes * blocks) == 0,
+            "FAR": max(x.numel(), y.numel()) >= _FAR,
+            "LONG": self.cut > 0,
+            "VALUED": values is not None,
+            "HINT": tile.hint,
+        }
+        programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
+        needs = self._needs(width, groups)
+        tensors = self._tensors(x, values, places, y, needs and workspace(*needs, x.device))
+        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, 1)
+        return made, programs * groups, [programs, width, x.shape[0]]
+
+    def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
+        """As run, in plain torch."""
+        flat, rows = places.reshape(-1).long(), self.tile.rows
+        held = (x.new_ones(()).expand(len(flat)) if values is None else values.reshape(-1)).float()
+        total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
+        for slots, code in zip(self.order.slots.tolist(), self.order.codes.tolist(), strict=True):
+            step = (1, self.tile.middle, rows)[code & 3]
+            for begin, stop, segment in zip(*slots, strict=True):
+                read = [e for e in range(begin, min(stop, begin + (code >> 2) * step), step) if 0 <= flat[e] < len(x)]
+                if segment >= 0:
+                    total[segment] += (held[read][:, None] * x[flat[read]].float()).sum(0)
+        return y.copy_(total)
+
+
+def prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
+    """The sums over the segments of a sorted array for the values 0 to count - 1, each of whose positions stands for
+    `size` entries."""
+    return keep_for_graph(_prepared(array, count, size, tile))
+
+
+@cached_per_tensor
+def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
+    return SegmentSums(tile, count, ordered(bounds_of(array, count), size, tile))
