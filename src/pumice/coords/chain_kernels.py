@@ -7,7 +7,7 @@ of levels (BufferedChain)."""
 import triton
 import triton.language as tl
 
-from pumice.coords.lookup_kernels import _slot, _load_rows
+from pumice.coords.lookup_kernels import _load_rows, _slot
 from pumice.coords.tile_kernels import _in_order, _or, _step
 
 DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
