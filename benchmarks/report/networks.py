@@ -36,7 +36,10 @@ WHOLE = "not split up"
 """The time of a pass whose parts are unknown."""
 _SUITES = ("workloads", "tuner")
 _STUDIES = tuple(
-    f"{name}-" for name in ("breakdown", "splits", "sorted", "hybrid", "bindings", "networks", "gains", "transfer")
+    f"{name}-"
+    for name in (
+        "breakdown", "splits", "sorted", "hybrid", "reordering", "bindings", "networks", "gains", "transfer"
+    )
 )
 """Prefixes of ways in the suite tuner, by study."""
 _BY_LAYER = "layers-default/"
@@ -98,11 +101,12 @@ def parts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _asked_apart(row: Row) -> bool:
-    """True for a whole pass in a way of a study. The tuned way of the study `networks` is excepted: it is shown beside
-    the default."""
+    """True for a pass, or a layer of one, in a way of a study. The tuned way of the study `networks` is excepted: it is
+    shown beside the default, as are the layers of the default."""
     network = Network.of(row)
     rest = network.rest if network else ""
-    return rest != "networks-tuned" and rest.startswith(_STUDIES)
+    of_another = rest.startswith("layers-") and not rest.startswith(_BY_LAYER)
+    return rest != "networks-tuned" and (rest.startswith(_STUDIES) or of_another)
 
 
 def _is_whole(row: Row) -> bool:

@@ -20,7 +20,7 @@ from benchmarks.report.engine import captured, latencies
 from benchmarks.report.html import drawn, table
 from benchmarks.report.networks import choices, parts
 from benchmarks.report.png import draw
-from benchmarks.report.results import history, overview, redundancy, scaling, speedups
+from benchmarks.report.results import history, offset_sizes, overview, redundancy, scaling, speedups
 from benchmarks.report.stream import streams
 from benchmarks.report.summary import CLOCKS, Line, about, bounded, lines, without_lines
 from pumice.cli.page import Page, card, panel, plural, write_page
@@ -65,6 +65,7 @@ SECTIONS: tuple[Section, ...] = (
         "no rows yet: python -m benchmarks conv-forward --case redundancy counts them",
     ),
     Section("Maps by size", scaling, "no rows yet: python -m benchmarks maps --case scaling"),
+    Section("Map sizes by offset", offset_sizes, "no rows yet: python -m benchmarks tuner --case offsets"),
     Section("Tuned choices", choices, "no rows yet: metrics choice:... and chosen:... of the suite tuner"),
     Section("History", history, "no rows yet that hold us against another library", superseded=True),
 )

@@ -164,6 +164,31 @@ def scaling(rows: Sequence[Row]) -> Iterator[Chart]:
         yield Chart(f"maps-scaling-{stem(device)}", title, "Lower is better.", told(used), (panel,))
 
 
+def offset_sizes(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Pairs per kernel offset of the maps of networks, a panel per network; see the study `offsets` of the tuner."""
+    own = [(row, found) for row in rows if (found := re.fullmatch(_OFFSETS, row.case)) and row.metric == _PAIRS]
+    # Counted, and so the same on all devices.
+    newest = {(found["network"], found["map"], int(found["tap"])): row for row, found in own}
+    panels = []
+    for network in dict.fromkeys(network for network, _, _ in newest):
+        maps = dict.fromkeys(name for of, name, _ in newest if of == network)
+        steps = range(1 + max(tap for of, _, tap in newest if of == network))
+        values = {name: tuple(_pairs(newest.get((network, name, tap))) for tap in steps) for name in maps}
+        panels.append(Lines(network, "pairs", tuple(f"W{tap}" for tap in steps), values, about="kernel offset"))
+    if panels:
+        note = (
+            "Of submanifold maps up to the centre, since mirror images have as many pairs; of strided maps all. "
+            "Offsets are numbered with the last coordinate running fastest."
+        )
+        yield Chart("offset-sizes", "Map sizes by kernel offset", note, told([row for row, _ in own]), tuple(panels))
+
+
+def _pairs(row: Row | None) -> float | None:
+    return row.value if row is not None and row.value else None
+
+
+_OFFSETS = r"(?P<network>[^/]+)/[^/]+/inference/offsets-W(?P<tap>\d+)/(?P<map>.+)"
+_PAIRS = "fact:pairs"
 _SCALING = r"scaling/surface_\d+/k3"
 _REDUNDANCY = r"redundancy/[^/]+/k3/b\d+/[^/]+"
 

@@ -83,7 +83,7 @@ def answered(setup: Setup, network: Network, asked: Asked, within: float = math.
     within: maximum seconds.
     """
     begin = time.perf_counter()
-    with use_tuning_mode(LEDGER if asked.tiles else DEFAULT), network.precision():
+    with use_tuning_mode(LEDGER if asked.tiles else DEFAULT), network.autocast(), network.subject.multiplying():
         tuning = tune(
             network.net,
             [fresh(sample) for sample in network.samples],

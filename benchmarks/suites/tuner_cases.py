@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 
 from benchmarks.harness.rows import Peer, Row
-from benchmarks.harness.study import DTYPES, Setup
+from benchmarks.harness.study import DTYPES, TOLERANCE, Setup
 from benchmarks.harness.timing import Times, in_pieces, together
+from benchmarks.harness.whole import multiplying
 from benchmarks.peers.published import PUBLISHED
 from benchmarks.scenes.workloads import WORKLOADS, Sample, Workload, narrow, samples, stand_in
 from benchmarks.suites.workloads import network
@@ -23,22 +26,39 @@ from pumice.errors import OptionError
 INFERENCE, TRAINING = "inference", "training"
 _TINY = 120
 """Maximum voxels of a scan in a quick run."""
+_TF32 = 20.0
+"""Factor on the tolerance of float32 with products in tf32."""
 ITSELF = "itself"
 """The peer of rows that are compared with nothing."""
 
 
 @dataclass(frozen=True)
 class Subjected:
-    """A workload in a dtype and a mode, the subject of a study's rows."""
+    """A workload in a dtype and a mode, the subject of a study's rows. tf32: float32 is multiplied as tf32."""
 
     workload: Workload
     dtype: torch.dtype
     mode: str = INFERENCE
+    tf32: bool = False
+
+    @property
+    def precision(self) -> str:
+        """fp16, tf32 or fp32."""
+        return "tf32" if self.tf32 else DTYPES[self.dtype]
+
+    @property
+    def tolerance(self) -> float:
+        """Relative error of a layer's result above which it is not timed."""
+        return TOLERANCE[self.dtype] * (_TF32 if self.tf32 else 1.0)
+
+    def multiplying(self) -> AbstractContextManager[object]:
+        """The context in which products of float32 are those of the precision."""
+        return multiplying("tf32") if self.tf32 else nullcontext()
 
     @property
     def name(self) -> str:
         made = "-generated" if self.workload.generated else ""
-        return f"{self.workload.name}{made}/{DTYPES[self.dtype]}/{self.mode}"
+        return f"{self.workload.name}{made}/{self.precision}/{self.mode}"
 
     def case(self, study: str, way: str) -> str:
         return f"{self.name}/{study}-{way}"
@@ -57,15 +77,24 @@ class Subjected:
         return samples(self.workload, setup.device, dtype, batch, count=count, most=_TINY if setup.quick else 0)
 
 
-def subjects(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[Subjected]:
-    """These workloads in half precision, if wanted and available; a quick run has the last one only, on a street.
+def subject_of(setup: Setup, name: str, mode: str = INFERENCE, precision: str = "half") -> Subjected:
+    """A workload in half precision, fp32 or tf32; in a quick run a narrow network on a street."""
+    workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
+    return Subjected(workload, setup.half if precision == "half" else torch.float32, mode, precision == "tf32")
+
+
+def subjects(
+    setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE, precisions: Sequence[str] = ("half",)
+) -> Iterator[Subjected]:
+    """These workloads in these precisions (half, fp32 or tf32), if wanted and available; a quick run has the last one
+    only, on a street. On a CPU all precisions are fp32.
 
     Workloads left out are reported; one is also left out if less time is left than the longest one took.
     """
     longest = 0.0
-    for name in names[-1:] if setup.quick else names:
-        workload = narrow(stand_in(WORKLOADS[name])) if setup.quick else WORKLOADS[name]
-        found = Subjected(workload, setup.half, mode)
+    precisions = precisions if setup.device.type == "cuda" else precisions[:1]
+    for name, precision in product(names[-1:] if setup.quick else names, precisions):
+        found = subject_of(setup, name, mode, precision)
         if not setup.wants(f"{found.name}/{study}"):
             continue
         try:
@@ -111,7 +140,8 @@ class Writer:
 
     def row(self, way: str, times: Times | float, clock: str, peer: Peer, metric: str, unit: str) -> Row:
         """A row of a way of the subject."""
-        return self.setup.row(self.subject.case(self.study, way), times, clock, peer, metric, unit, self.subject.dtype)
+        case = self.subject.case(self.study, way)
+        return self.setup.row(case, times, clock, peer, metric, unit, self.subject.precision)
 
 
 def say_published(setup: Setup, study: str) -> None:

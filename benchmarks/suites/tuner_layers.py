@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,13 +20,10 @@ from pumice.coords.lookup import Neighbours
 from pumice.errors import PumiceError
 from pumice.lower import dataflow, movement, reference
 from pumice.ops import Dataflow, conv_features
-from pumice.schedule.dataflow import DATAFLOWS, Grouping, padding
-from pumice.schedule.predict import DEVICES
+from pumice.schedule.dataflow import DATAFLOWS, Grouping
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f")
 """The networks of the studies movement and grouping, those of the papers' tables."""
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)  # values tried by TorchSparse's tuner
-SIZES = (0, *range(5_000, 25_001, 2_500))  # values of S tried by TorchSparse's tuner
 
 
 def fed(setup: Setup, subject: Subjected) -> list[Fed]:
@@ -73,110 +68,6 @@ def _multiplied(x: Tensor, gathered: Tensor, filters: Tensor, how: dataflow.Pair
     """All products of a layer; that of the offset without movement reads the features."""
     dataflow.middle_product(x, filters, how)
     return dataflow.multiplied(gathered, filters, how)
-
-
-# Grouping
-
-
-def grouping(setup: Setup) -> Iterator[Row]:
-    """Matrix products of all convolutions on gathered rows: each kernel offset alone, in pairs, in runs, and in groups
-    tuned for each layer."""
-    for subject in subjects(setup, "grouping", NETWORKS):
-        say_published(setup, "grouping")
-        yield from _groupings(setup, subject)
-
-
-def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
-    layers = fed(setup, subject)
-    chosen = {
-        **{kind: [Grouping(kind)] * len(layers) for kind in ("separate", "symmetric", "fixed", "adaptive")},
-        "adaptive-tuned": _tuned(setup, layers),
-    }
-    truths = [one.exact()[0] for one in layers]
-    runs = {name: _grouped(layers, how) for name, how in chosen.items()}
-    if not checked(setup, subject.case("grouping", "all"), subject.dtype, truths, runs):
-        return
-    del truths
-    times = spent_in_pieces(setup, {name: products(layers, how) for name, how in chosen.items()})
-    yield from _grouping_rows(setup, subject, layers, chosen, times)
-
-
-def _grouped(layers: Sequence[Fed], how: Sequence[Grouping]) -> Run:
-    plain = DATAFLOWS["gather-gemm-scatter-fused-separate"]
-    return in_turn(layers, [replace(plain, name="grouped", grouping=each) for each in how])
-
-
-def _tuned(setup: Setup, layers: Sequence[Fed]) -> list[Grouping]:
-    """For each layer the best epsilon and S among TorchSparse's; values that give the same groups are tried once."""
-    known: dict[tuple[int, int, int], Grouping] = {}
-    for one in layers:
-        key = (id(one.found), one.met.inputs, one.met.outputs)
-        if key not in known:
-            known[key] = _best(setup, one)
-    found = [known[id(one.found), one.met.inputs, one.met.outputs] for one in layers]
-    told = sorted({str(how) for how in found})
-    setup.say(f"  tuned for {len(known)} different layers: {', '.join(told)}")
-    return found
-
-
-def _best(setup: Setup, one: Fed) -> Grouping:
-    counts = one.found.pairs().sizes.tolist()
-    candidates = (Grouping("adaptive", epsilon=epsilon, size=size) for epsilon, size in product(EPSILONS, SIZES))
-    distinct = {how.groups(counts): how for how in candidates}
-    calls = {str(groups): products([one], [how])[0] for groups, how in distinct.items()}
-    times = spent(setup, calls, seconds=1e-3)
-    return distinct[min(distinct, key=lambda groups: times[str(groups)].median)]
-
-
-def _grouping_rows(
-    setup: Setup,
-    subject: Subjected,
-    layers: Sequence[Fed],
-    chosen: Mapping[str, Sequence[Grouping]],
-    times: Mapping[str, Times],
-) -> Iterator[Row]:
-    write = Writer(setup, subject, "grouping")
-    useful = sum(one.met.flops for one in layers)
-    ceiling = Peer("dense ceiling", 1e-12 * DEVICES["cuda"].matrix, "recorded")
-    separate = Peer("separate", times["separate"].median)
-    for name, how in chosen.items():
-        rate = 1e-9 * useful / times[name].median
-        share, multiplies = _padded(layers, how)
-        yield write.timed(name, times[name], separate)
-        yield write.row(name, rate, setup.clock, ceiling, "rate", "TFLOP/s")
-        yield write.counted(name, "fact:padding", share, "share")
-        yield write.counted(name, "fact:products", multiplies, "calls")
-        gain = separate.value / times[name].median
-        setup.say(
-            f"{subject.case('grouping', name)}: {times[name].median:.4g} ms, {gain:.2f}x, {rate:.4g} TFLOP/s, "
-            f"{share:.1%} of the rows padding, {multiplies} products"
-        )
-    least = 1e3 * sum(map(partial(_least, size=layers[0].feats.element_size()), layers))
-    yield write.counted("separate", "fact:least", least, "ms", Peer("separate", separate.value))
-
-
-def _padded(layers: Sequence[Fed], how: Sequence[Grouping]) -> tuple[float, int]:
-    """The share of padding rows, weighted by work, and the number of matrix products."""
-    work = filled = 0.0
-    calls = 0
-    for one, each in zip(layers, how, strict=True):
-        counts, channels = one.found.pairs().sizes.tolist(), one.met.inputs * one.met.outputs
-        for group in each.groups(counts):
-            rows = sum(counts[tap] for tap in group.taps)
-            if not rows:
-                continue
-            share = padding(counts, group.taps) if group.batched else 0.0
-            calls += 1 if group.batched else sum(counts[tap] > 0 for tap in group.taps)
-            work += rows / (1 - share) * channels
-            filled += rows * share / (1 - share) * channels
-    return (filled / work if work else 0.0), calls
-
-
-def _least(one: Fed, size: int) -> float:
-    """Lower bound on an H200 for a layer's products in seconds: multiplied, read and written once."""
-    gpu = DEVICES["cuda"]
-    moved = one.met.pairs * (one.met.inputs + one.met.outputs) * size + one.weight.numel() * size
-    return max(one.met.flops / gpu.matrix, moved / gpu.memory)
 
 
 # Dataflows

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.study import TOLERANCE, Setup, error
+from benchmarks.harness.study import Setup, error
 from benchmarks.scenes.network_layers import Fed, Met, layers_of
 from benchmarks.scenes.workloads import Sample, fresh
 from benchmarks.suites.tuner_cases import TRAINING, Subjected
@@ -75,7 +75,7 @@ class Network:
 
     def run(self, ran: Ran) -> list[Tensor]:
         """Run each sample and build its maps: the results, and in training the gradients of all parameters."""
-        with self.having(ran):
+        with self.having(ran), self.subject.multiplying():
             each = [self._trained(one) if self.training else self._inferred(one) for one in self.samples]
         return [x for found in each for x in found]
 
@@ -91,7 +91,7 @@ class Network:
         finally:
             _assign(layers, before)
 
-    def precision(self) -> AbstractContextManager[object]:
+    def autocast(self) -> AbstractContextManager[object]:
         """The context of training passes: autocast for half precision."""
         device = self.samples[0].coords.device.type
         half = self.subject.dtype in (torch.float16, torch.bfloat16)
@@ -104,7 +104,7 @@ class Network:
         net.load_state_dict(self.net.state_dict())
         net = net.train(self.net.training).to(wide)
         samples = [replace(one, feats=one.feats.to(wide)) for one in self.samples]
-        other = Network(replace(self.subject, dtype=wide), net, samples)
+        other = Network(replace(self.subject, dtype=wide, tf32=False), net, samples)
         return other.run(other.all_in(LIBRARY))
 
     def _inferred(self, sample: Sample) -> list[Tensor]:
@@ -112,7 +112,7 @@ class Network:
             return [self.net(fresh(sample)).feats]
 
     def _trained(self, sample: Sample) -> list[Tensor]:
-        with self.precision():
+        with self.autocast():
             y = self.net(fresh(sample)).feats
         chance = torch.Generator(y.device).manual_seed(9)
         grad = torch.randn(y.shape, generator=chance, device=y.device).to(y.dtype)
@@ -122,7 +122,7 @@ class Network:
 
 def compiled(network: Network, ways: Iterable[Ran]) -> None:
     """Compile, in parallel, the kernels that passes and checks of these ways need."""
-    with network.precision(), torch.no_grad():
+    with network.autocast(), network.subject.multiplying(), torch.no_grad():
         x = fresh(network.samples[0])
         with undisturbed(network.net, network.training), recording_calls(network.net, x, arithmetic=False) as calls:
             network.net(x)
@@ -164,7 +164,7 @@ def checked(setup: Setup, network: Network, ways: Mapping[str, Ran], case: Calla
     compiled(network, ways.values())
     truths, layers = network.exact(), Layers(network)
     least = error(network.run(network.all_in(None)), truths)
-    bound = max(TOLERANCE[network.subject.dtype], FAIR * least)
+    bound = max(network.subject.tolerance, FAIR * least)
     setup.say(f"  {network.subject.name}: relative error untuned {least:.1e}, bound {bound:.1e}")
     found = {}
     for name, ran in ways.items():
@@ -183,7 +183,7 @@ class Layers:
     """Checks single layers of a network on normal random features against float64; equal layers are checked once."""
 
     def __init__(self, network: Network) -> None:
-        self.training, self.dtype, self.names = network.training, network.subject.dtype, network.names
+        self.training, self.subject, self.names = network.training, network.subject, network.names
         with network.having(network.all_in(None)):
             self.met = {one.name: one for one in layers_of(network.net, fresh(network.samples[0]))}
         self.errors: dict[Any, float] = {}
@@ -191,7 +191,7 @@ class Layers:
 
     def wrong(self, ran: Ran) -> str:
         """The error of the first wrong layer as text; "" if none is wrong."""
-        bound = TOLERANCE[self.dtype]
+        bound = self.subject.tolerance
         for name, flow in zip(self.names, ran.flows, strict=True):
             distance = self._error(self.met[name], flow, ran.tiles)
             if not distance < bound:
@@ -201,10 +201,10 @@ class Layers:
     def _error(self, met: Met, flow: Flow, tiles: str) -> float:
         alike = id(met.found), met.inputs, met.outputs
         if alike not in self.truths:
-            fed = Fed.normal(met, self.dtype)
+            fed = Fed.normal(met, self.subject.dtype)
             self.truths[alike] = fed, fed.exact(self.training)
         if (alike, flow, tiles) not in self.errors:
             fed, truth = self.truths[alike]
-            with use_tuning_mode(tiles):
+            with use_tuning_mode(tiles), self.subject.multiplying():
                 self.errors[alike, flow, tiles] = error(fed.passes(flow, self.training), truth)
         return self.errors[alike, flow, tiles]

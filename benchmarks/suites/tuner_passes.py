@@ -25,7 +25,8 @@ from pumice.engine.subject import subject as scenes_of
 from pumice.errors import PumiceError
 from pumice.nn.conv import Convolution
 from pumice.ops import SparseTensor
-from pumice.ops.conv import Target
+from pumice.ops.conv import Flow, Target
+from pumice.schedule.dataflow import split_dataflow
 from pumice.schedule.tile import PROCESSORS
 
 CONVOLUTIONS = "convolutions"
@@ -38,8 +39,6 @@ CONVOLVING = (MAP, SORT, KERNEL)
 _PART_OF = {"map": MAP, "sort": SORT, "conv": KERNEL, "product": KERNEL, "gather": KERNEL, "scatter": KERNEL}
 """The part of each part of engine.measure."""
 _RUNS = 7
-_FORMS = ("unsorted", "compacted", "split2", "split3", "split4")
-"""Forms of the map with 0 to 4 splits."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def tile_facts(write: Writer, layers: Sequence[Met], ways: Mapping[str, int]) ->
 def tiles_of(layers: Sequence[Met], splits: int) -> tuple[float, float]:
     """Rows multiplied per useful row, and tiles per layer, with layers weighted by their products."""
     multiplied = wanted = weighed = 0.0
-    known = {id(one.found): walks(one.found, _FORMS[min(splits, one.found.volume)]) for one in layers}
+    known = {id(one.found): walks(one.found, split_dataflow(min(splits, one.found.volume)).form) for one in layers}
     for one in layers:
         walked, channels = known[id(one.found)], one.inputs * one.outputs
         multiplied += channels * sum(walk.entries * walk.block for walk in walked)
@@ -142,6 +141,12 @@ def tiles_of(layers: Sequence[Met], splits: int) -> tuple[float, float]:
 
 BEFORE, BETWEEN = "00 before the first layer", "99 between layers"
 DEFAULT = "default"
+LAYERED: Mapping[str, Flow] = {
+    DEFAULT: None,
+    "unsorted": split_dataflow(0).name,
+    "sorted": split_dataflow(1).name,
+}
+"""By way, the dataflow of all layers in `layers`."""
 _ATTEMPTS = 3
 
 Spans = list[Mapping[str, float]]
@@ -161,32 +166,37 @@ class Marks:
 
 
 def layers(setup: Setup) -> Iterator[Row]:
-    """Every network, layer by layer: map building, row ordering, multiplying, and the rest."""
+    """Every network, layer by layer: map building, row ordering, multiplying, and the rest; also over unsorted and over
+    sorted rows."""
     for subject in subjects(setup, "layers", tuple(WORKLOADS)):
         network, write = Network.of(setup, subject), Writer(setup, subject, "layers")
-        right = checked(setup, network, {DEFAULT: network.all_in(None)}, partial(subject.case, "layers"))
-        if not right:
-            continue
+        ways = {name: network.all_in(flow) for name, flow in LAYERED.items()}
+        yield from by_layer(write, network, checked(setup, network, ways, partial(subject.case, "layers")))
+
+
+def by_layer(write: Writer, network: Network, ways: Mapping[str, Ran]) -> Iterator[Row]:
+    """The rows of checked ways, layer by layer."""
+    for way, ran in ways.items():
         try:
-            yield from _rows(write, layered(setup, network))
+            yield from _rows(write, way, layered(network, ran))
         except PumiceError as reason:
-            setup.say(f"{subject.case('layers', DEFAULT)} is left out: {reason}")
+            write.setup.say(f"{write.subject.case(write.study, way)} is left out: {reason}")
 
 
-def _rows(write: Writer, found: Mapping[str, Mapping[str, Times]]) -> Iterator[Row]:
+def _rows(write: Writer, way: str, found: Mapping[str, Mapping[str, Times]]) -> Iterator[Row]:
     for label in sorted(found):
         told = ", ".join(f"{part} {times.median:.4g}" for part, times in found[label].items())
-        write.setup.say(f"{write.subject.case('layers', DEFAULT)}/{label}: {told} ms")
+        write.setup.say(f"{write.subject.case(write.study, way)}/{label}: {told} ms")
         for part, times in found[label].items():
-            yield write.timed(f"{DEFAULT}/{label}", times, Peer(ITSELF, times.median), f"part:{part}")
+            yield write.timed(f"{way}/{label}", times, Peer(ITSELF, times.median), f"part:{part}")
 
 
-def layered(setup: Setup, network: Network) -> dict[str, dict[str, Times]]:
+def layered(network: Network, ran: Ran) -> dict[str, dict[str, Times]]:
     """Milliseconds of a pass by layer and part; parts that take no time are left out.
 
     Raises PumiceError if the profiler does not record every mark.
     """
-    names, runs = (_by_profiler if setup.device.type == "cuda" else _by_clock)(network)
+    names, runs = (_by_profiler if _on_cuda(network) else _by_clock)(network, ran)
     labels = labels_of(network)
     spent: dict[tuple[str, str], list[float]] = {}
     for number, run in enumerate(runs):
@@ -198,6 +208,10 @@ def layered(setup: Setup, network: Network) -> dict[str, dict[str, Times]]:
         if (times := Times.of(each)).median > 0:
             found.setdefault(label, {})[part] = times
     return found
+
+
+def _on_cuda(network: Network) -> bool:
+    return network.samples[0].coords.is_cuda
 
 
 def labels_of(network: Network) -> dict[str, str]:
@@ -235,10 +249,10 @@ def marked(net: nn.Module, mark: Callable[[str], None]) -> Iterator[None]:
             del layer.convolve
 
 
-def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
+def _by_profiler(network: Network, ran: Ran) -> tuple[list[str], list[Spans]]:
     """The names of the intervals of a run, and for each run their milliseconds by part."""
     marks = Marks(lambda: torch.cuda._sleep(1))
-    run = partial(network.run, network.all_in(None))
+    run = partial(network.run, ran)
     with marked(network.net, marks):
         run()
         for left in reversed(range(_ATTEMPTS)):
@@ -254,11 +268,11 @@ def _by_profiler(network: Network) -> tuple[list[str], list[Spans]]:
     raise AssertionError("unreachable")
 
 
-def _by_clock(network: Network) -> tuple[list[str], list[Spans]]:
+def _by_clock(network: Network, ran: Ran) -> tuple[list[str], list[Spans]]:
     """The same on a CPU by the wall clock, where all of a layer's time counts as kernel."""
     stamps: list[float] = []
     marks = Marks(lambda: stamps.append(time.perf_counter()))
-    run = partial(network.run, network.all_in(None))
+    run = partial(network.run, ran)
     runs: list[Spans] = []
     with marked(network.net, marks):
         run()

@@ -12,17 +12,21 @@ from benchmarks.harness.rows import Row
 from benchmarks.harness.study import Setup, goals_told
 from benchmarks.scenes.network_layers import Met, layers_of
 from benchmarks.scenes.workloads import WORKLOADS, fresh
-from benchmarks.suites.tuner_asked import Asked, answered, budget, differing
+from benchmarks.suites.tuner_asked import COMPARED, Answer, Asked, answered, budget, differing
 from benchmarks.suites.tuner_cases import INFERENCE, TRAINING, Subjected, Writer, say_published, subjects
 from benchmarks.suites.tuner_networks import Network, scans_of
-from benchmarks.suites.tuner_passes import CONVOLUTIONS, compared, tile_facts, tiles_of
+from benchmarks.suites.tuner_passes import CONVOLUTIONS, by_layer, compared, tile_facts, tiles_of
 from pumice.errors import OptionError
 from pumice.lower.kernel import DEFAULT as DEFAULT_TILES
+from pumice.schedule.dataflow import split_dataflow
 
 NETWORKS = ("minkunet-kitti-1x", "minkunet-nuscenes-1f", "centerpoint-waymo-1f")
 """Segmentation on a large and on a small scan, and detection."""
-IMPLICIT = ("implicit-gemm-unsorted", "implicit-gemm-sorted", *(f"implicit-gemm-split{n}" for n in (2, 3, 4)))
+DETECTION = ("centerpoint-waymo-1f", "centerpoint-nuscenes-10f")
+PRECISIONS = ("half", "tf32", "fp32")
+IMPLICIT = tuple(split_dataflow(n).name for n in range(5))
 """The dataflows with 0 to 4 splits."""
+ONLINE = "implicit-gemm-online"
 WEIGHT_STATIONARY = (
     "gather-gemm-scatter-fused-adaptive",
     "gather-gemm-scatter-locality-aware-adaptive",
@@ -32,6 +36,8 @@ WEIGHT_STATIONARY = (
 _SUM = 4
 """Bytes of an element of a float32 sum, which is read and written."""
 
+SORTED: Mapping[str, int] = {"no": 0, "yes": 1, "split2": 2}
+"""By way, the number of splits of sorted rows in all layers."""
 SPLITS: Mapping[str, tuple[int, ...]] = {"1": (1,), "1-2": (1, 2), "0-4": (0, 1, 2, 3, 4)}
 """By way, the numbers of splits among which the tuner chooses for each group of layers."""
 BOUND: Mapping[str, str] = {"forward-dgrad": "forward with dgrad", "dgrad-wgrad": "dgrad with wgrad", "all": "all"}
@@ -42,11 +48,17 @@ GAINS: Mapping[str, str | None] = {
     "3-fused": "gather-gemm-scatter-fused-adaptive",
     "4-locality-aware": "gather-gemm-scatter-locality-aware-adaptive",
     "5-fetch-on-demand": "fetch-on-demand",
-    "6-implicit-unsorted": "implicit-gemm-unsorted",
-    "7-implicit-sorted": "implicit-gemm-sorted",
-    "8-default": None,
+    "6-implicit-unsorted": IMPLICIT[0],
+    "7-implicit-sorted": IMPLICIT[1],
+    "8-generator-alone": None,
 }
-"""Dataflows of all layers, from the plainest on; None: the planner's choice."""
+"""Dataflows of all layers, from the plainest on; None: the planner's choice, which is sorted rows without splits."""
+ENLARGED: Mapping[str, tuple[str, ...]] = {
+    "9-more-splits": IMPLICIT[1:],
+    "10-unsorted-too": IMPLICIT,
+    "11-fetch-on-demand-too": (*IMPLICIT, "fetch-on-demand"),
+}
+"""By way, what the tuner chooses from for each group of layers: the design space, enlarged step by step (figure 23)."""
 
 
 _GAINED = 50.0
@@ -56,35 +68,45 @@ _GAINED = 50.0
 def splits(setup: Setup) -> Iterator[Row]:
     """The best of several numbers of splits for each group of layers, end to end; costs and benefits of splits."""
     asked = {name: Asked(tuple(IMPLICIT[n] for n in among)) for name, among in SPLITS.items()}
-    for network, write in _begun(setup, "splits", NETWORKS):
+    for network, write in _begun(setup, "splits", NETWORKS, precisions=PRECISIONS):
         yield from _tuned(write, network, asked, "1")
         yield from tile_facts(write, _met(network), {f"all-{n}": n for n in range(len(IMPLICIT))})
 
 
 def sorted_rows(setup: Setup) -> Iterator[Row]:
-    """All layers over unsorted rows, and all over sorted rows."""
-    for network, write in _begun(setup, "sorted", NETWORKS):
-        ways = {name: network.all_in(IMPLICIT[n]) for name, n in (("no", 0), ("yes", 1))}
+    """All layers over unsorted rows, over sorted rows, and over rows sorted in two splits."""
+    for network, write in _begun(setup, "sorted", (*NETWORKS[:2], *DETECTION)):
+        ways = {name: network.all_in(IMPLICIT[n]) for name, n in SORTED.items()}
         yield from compared(write, network, ways, "no")
-        yield from tile_facts(write, _met(network), {"no": 0, "yes": 1})
+        yield from tile_facts(write, _met(network), SORTED)
 
 
 def hybrid(setup: Setup) -> Iterator[Row]:
-    """Networks tuned over implicit GEMM only, over weight-stationary dataflows only, and over all."""
+    """Networks tuned over implicit GEMM only, over weight-stationary dataflows only, and over all; layer by layer."""
     asked = {
         "implicit-gemm": Asked(IMPLICIT),
         "weight-stationary": Asked(WEIGHT_STATIONARY, always=True),
         "all": Asked(),
     }
-    for network, write in _begun(setup, "hybrid", NETWORKS):
-        yield from _tuned(write, network, asked, "implicit-gemm")
+    for network, write in _begun(setup, "hybrid", NETWORKS, precisions=("half", "fp32")):
+        answers = _answers(write, network, asked)
+        yield from _of_answers(write, network, answers, "implicit-gemm")
+        yield from by_layer(write, network, {name: one.ran for name, one in answers.items()})
         yield from _moved(write, _met(network))
+
+
+def reordering(setup: Setup) -> Iterator[Row]:
+    """All layers over rows reordered in the map (offline) and in the kernel (online), inference and training."""
+    for mode in (INFERENCE, TRAINING):
+        for network, write in _begun(setup, "reordering", (NETWORKS[0], NETWORKS[2]), mode, ("half", "fp32")):
+            ways = {"offline": network.all_in(IMPLICIT[1]), "online": network.all_in(ONLINE)}
+            yield from compared(write, network, ways, "online")
 
 
 def bindings(setup: Setup) -> Iterator[Row]:
     """Training with the passes of a layer bound to one dataflow, in pairs or all three."""
     asked = {name: Asked(bind=bind) for name, bind in BOUND.items()}
-    for network, write in _begun(setup, "bindings", NETWORKS[1:], TRAINING):
+    for network, write in _begun(setup, "bindings", NETWORKS, TRAINING):
         yield from _tuned(write, network, asked, "all")
 
 
@@ -92,12 +114,14 @@ def gains(setup: Setup) -> Iterator[Row]:
     """From plain gather-GEMM-scatter to the tuned network, step by step."""
     for network, write in _begun(setup, "gains", (NETWORKS[0], NETWORKS[2])):
         ways = {name: network.all_in(flow) for name, flow in GAINS.items()}
-        answer = answered(setup, network, Asked(tiles=setup.thorough), budget(setup, kept=_GAINED))
-        ways["9-tuned"] = replace(answer.ran, tiles=DEFAULT_TILES)
+        asked = {name: Asked(flows) for name, flows in ENLARGED.items()}
+        answers = _answers(write, network, {**asked, "12-tuned": Asked(tiles=setup.thorough)}, _GAINED)
+        ways |= {name: replace(one.ran, tiles=DEFAULT_TILES) for name, one in answers.items()}
         if setup.thorough:
-            ways["10-with-tuned-tiles"] = answer.ran
+            ways["13-with-tuned-tiles"] = answers["12-tuned"].ran
         yield from compared(write, network, ways, next(iter(GAINS)))
-        yield from answer.rows(write, "9-tuned")
+        for name, one in answers.items():
+            yield from one.rows(write, name)
 
 
 def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
@@ -111,9 +135,11 @@ def _moved(write: Writer, layers: Sequence[Met]) -> Iterator[Row]:
         write.setup.say(f"  {way}: {1e-9 * volume:.3g} GB of features to and from the L2")
 
 
-def _begun(setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE) -> Iterator[tuple[Network, Writer]]:
+def _begun(
+    setup: Setup, study: str, names: Sequence[str], mode: str = INFERENCE, precisions: Sequence[str] = PRECISIONS[:1]
+) -> Iterator[tuple[Network, Writer]]:
     """The networks of a study, each with the writer of its rows."""
-    for subject in subjects(setup, study, names, mode):
+    for subject in subjects(setup, study, names, mode, precisions):
         say_published(setup, study)
         yield Network.of(setup, subject), Writer(setup, subject, study)
 
@@ -124,9 +150,21 @@ def _met(network: Network) -> list[Met]:
 
 def _tuned(write: Writer, network: Network, asked: Mapping[str, Asked], against: str) -> Iterator[Row]:
     """Tune the network with each set of options, compare the results, and yield rows of the tuner's choices."""
-    answers = {}
-    for number, (name, one) in enumerate(asked.items()):
-        answers[name] = answered(write.setup, network, one, budget(write.setup, len(asked) - number))
+    yield from _of_answers(write, network, _answers(write, network, asked), against)
+
+
+def _answers(
+    write: Writer, network: Network, asked: Mapping[str, Asked], kept: float = COMPARED
+) -> Mapping[str, Answer]:
+    """The tuner's answers to each set of options. kept: seconds of the limit reserved for other work."""
+    left = range(len(asked), 0, -1)
+    return {
+        name: answered(write.setup, network, one, budget(write.setup, asks, kept))
+        for asks, (name, one) in zip(left, asked.items(), strict=True)
+    }
+
+
+def _of_answers(write: Writer, network: Network, answers: Mapping[str, Answer], against: str) -> Iterator[Row]:
     yield from compared(write, network, {name: one.ran for name, one in answers.items()}, against)
     for name, one in answers.items():
         yield from one.rows(write, name)

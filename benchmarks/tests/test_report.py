@@ -31,6 +31,7 @@ def full():
         timed("unet/infer/eager", 60, 30, suite="stream", clock="wall", metric=m) for m in ("p50", "max_second_half")
     ]
     rows += [timed(f"scaling/surface_{n}/k3", n, 2 * n, suite="maps", peer="sorted keys in torch") for n in (200, 400)]
+    rows += [network(f"net/fp16/inference/offsets-W{tap}/0 k3", "fact:pairs", 100 * tap, 1.0) for tap in range(2)]
     counted = {"metric": "redundancy", "device": "any", "clock": "count", "peer_source": "bound"}
     return [*rows, *(timed(f"redundancy/a/k3/b64/{way}", 1.5, 1.0, **counted) for way in ("unsorted", "sorted"))]
 
@@ -78,14 +79,14 @@ def test_every_section_is_drawn_on_the_page_and_as_pictures(report, tmp_path):
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     expected = {"overview-gpu", "conv-forward-layers", "parts-fp16-inference", "redundancy", "choices", "history"}
     expected |= {"engine-inference-fp16-gpu", "engine-varied-fp16-gpu", "stream-gpu", "stream-eager-inference"}
-    expected |= {"maps-scaling-gpu"}
+    expected |= {"maps-scaling-gpu", "offset-sizes"}
     assert names == {f"{name}.png" for name in expected}
     assert all((tmp_path / "out" / name).stat().st_size > 5_000 for name in names)
     found = Elements(text)
     assert not found.open
     places = {attrs["id"] for tag, attrs in found.tags if attrs.get("class") == "plot"}
     assert places == set(data(text)) and {f"{name}-0" for name in expected} <= places
-    assert f"drawn {len(names)} pictures" in ran.out and "16 rows, 0 of them superseded" in ran.out
+    assert f"drawn {len(names)} pictures" in ran.out and "18 rows, 0 of them superseded" in ran.out
     assert "no rows yet: " not in text
 
 

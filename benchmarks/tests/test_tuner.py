@@ -17,10 +17,13 @@ from benchmarks.harness.timing import Times
 from benchmarks.peers.published import PUBLISHED
 from benchmarks.report import tables as ablation_tables
 from benchmarks.report.networks import parts
+from benchmarks.report.results import offset_sizes
 from benchmarks.scenes import network_layers
 from benchmarks.scenes.network_layers import Fed, layers_of
 from benchmarks.scenes.workloads import WORKLOADS, fresh
 from benchmarks.suites import tuner_asked as bench_tuner_asked
+from benchmarks.suites import tuner_cases
+from benchmarks.suites import tuner_groupings as bench_tuner_groupings
 from benchmarks.suites import tuner_layers as bench_tuner_layers
 from benchmarks.suites import tuner_movement as bench_tuner_movement
 from benchmarks.suites import tuner_networks as bench_tuner_networks
@@ -30,11 +33,12 @@ from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, subjects
 from benchmarks.suites.tuner_networks import Network, Ran, checked
 from benchmarks.suites.tuner_passes import CONVOLUTIONS, Taken, rows_of, tiles_of
 from benchmarks.suites.tuner_ways import Gains, _say_apart
-from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning
+from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning, grouping_tuning
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
 from pumice.lower import dataflow, reference
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, PLANNED, Dataflows, Grouping
+from pumice.schedule.tuned_plans import Plans
 from pumice.schedule.tuner import SearchProgress
 
 CPU = torch.device("cpu")
@@ -64,12 +68,15 @@ def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
     return found
 
 
+OF_LAYERS = ("dataflows", "layers", "batching", "offsets")  # Studies that time no whole networks
 WAYS = {
     "movement": {"scalar-fp32", "vectorised-fp32", "scalar", "vectorised", "fused", "locality-aware"},
     "breakdown": {"offset-by-offset", "locality-aware", "default"},
     "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
+    "strategies": {"own", "other-width", "default"},
     "splits": {"1", "1-2", "0-4"},
-    "sorted": {"no", "yes"},
+    "sorted": {"no", "yes", "split2"},
+    "reordering": {"offline", "online"},
     "hybrid": {"implicit-gemm", "weight-stationary", "all"},
     "bindings": {"forward-dgrad", "dgrad-wgrad", "all"},
     "networks": {"default", "tuned"},
@@ -78,7 +85,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "study", [name for name in bench.SUITES["tuner"].studies if name not in ("dataflows", "layers")]
+    "study",
+    [name for name in bench.SUITES["tuner"].studies if name not in ("dataflows", "layers", "batching", "offsets")],
 )
 def test_every_study_in_tiny(study):
     out, rows = quick(study)
@@ -107,8 +115,10 @@ def test_dataflows_with_and_without_their_forms():
 def test_layers_one_by_one():
     said, rows = quick("layers")
     places = [ablation_tables.Place.of(row.case) for row in rows]
-    assert {(place.study, place.way) for place in places} == {("layers", "default")}
-    layers = [place.group for place in places if place.group[:2] not in ("00", "99")]
+    assert {(place.study, place.way) for place in places} == {
+        ("layers", way) for way in ("default", "unsorted", "sorted")
+    }
+    layers = [p.group for p in places if p.way == "default" and p.group[:2] not in ("00", "99")]
     # CenterPoint's backbone: 21 convolutions, in their order, each with its map and channels.
     assert layers == sorted(layers) and len(layers) == len(set(layers)) == 21
     assert layers[0] == "01 k3 at 1, 6-16" and layers[-1] == "21 k3x1x1 s2x1x1 at 8, 128-128"
@@ -142,7 +152,8 @@ def test_marks_tell_layers_apart(setup, monkeypatch):
 
     tries = []
     monkeypatch.setattr(bench_tuner_passes, "profiled", profiled)
-    found = bench_tuner_passes.layered(replace(made, device=torch.device("cuda")), network)
+    monkeypatch.setattr(bench_tuner_passes, "_on_cuda", lambda network: True)
+    found = bench_tuner_passes.layered(network, network.all_in(None))
     assert tries == [1, 0], "a trace that lacks marks is taken again"
     labels = sorted(found)
     assert len(labels) == 22 and labels[-1] == bench_tuner_passes.BETWEEN
@@ -246,18 +257,101 @@ def test_in_evaluation_layers_are_compiled_with_and_without_what_follows(setup, 
     assert (names, flows) == (("forward",), (PLANNED,)) and {one.epilogue is None for one in layers} == {True, False}
 
 
+# Groups of kernel offsets
+
+
+def first_layer(made):
+    subject = subject_of(made, "minkunet-kitti-1x")
+    return bench_tuner_layers.fed(made, subject)[0]
+
+
 def test_padding_of_groups(setup):
     made, _ = setup
-    subject = subject_of(made, "minkunet-kitti-1x")
-    (layer,) = [one for one in bench_tuner_layers.fed(made, subject)][:1]
+    layer = first_layer(made)
     counts = layer.found.pairs().sizes.tolist()
-    share, calls = bench_tuner_layers._padded([layer], [Grouping("separate")])
+    share, calls = bench_tuner_groupings.padded([layer], [Grouping("separate")])
     assert (share, calls) == (0.0, sum(count > 0 for count in counts))
-    share, calls = bench_tuner_layers._padded([layer], [Grouping("fixed", width=13)])
-    longest = max(counts[:13])
-    sides = sum(counts[:13]) + sum(counts[14:])
-    whole = 26 * longest + counts[13]
-    assert calls == 2 and share == pytest.approx((26 * longest - sides) / whole)
+    share, calls = bench_tuner_groupings.padded([layer], [Grouping("fixed")])
+    first, rest = [*counts[:4], *counts[23:]], [*counts[4:13], *counts[14:23]]
+    filled = 8 * max(first) - sum(first) + 18 * max(rest) - sum(rest)
+    assert calls == 3 and share == pytest.approx(filled / (8 * max(first) + 18 * max(rest) + counts[13]))
+
+
+@pytest.mark.parametrize("length", bench_tuner_groupings.LENGTHS)
+def test_runs_of_figure_7(setup, length):
+    """Batches of so many offsets, mirror images side by side, and the centre by itself."""
+    made, _ = setup
+    layer, how = first_layer(made), bench_tuner_groupings.Runs(length=length)
+    groups = how.groups(layer.found.pairs().sizes.tolist())
+    assert sorted(tap for group in groups for tap in group.taps) == list(range(27))
+    assert {len(group.taps) for group in groups[:-2]} <= {length} and groups[-1].taps == (13,)
+    assert len(groups) == 1 + math.ceil(26 / length)
+    if length == 2:
+        assert groups == Grouping("symmetric").groups(layer.found.pairs().sizes.tolist())
+    assert how.groups([1] * 27) == groups, "whatever the counts"
+
+
+def test_batching_tells_time_rate_and_padding():
+    _, rows = quick("batching")
+    places = {ablation_tables.Place.of(row.case) for row in rows}
+    lengths = {str(length) for length in bench_tuner_groupings.LENGTHS}
+    assert "| 26 8-8 |" in "\n".join(ablation_tables.tables(rows, "batching"))
+    assert {place.way for place in places} == lengths and {place.group for place in places} == {
+        "4-8",
+        "8-8",
+        "24-24",
+        "32-24",
+    }
+    by_case = {(row.case, row.metric): row for row in rows}
+    for (case, metric), row in by_case.items():
+        if metric == "time":
+            assert row.peer == "1" and by_case[case, "rate"].value == pytest.approx(
+                by_case[case, "rate"].peer_value * row.ratio, rel=1e-2
+            )
+        if metric == "fact:padding":
+            assert 0 <= row.value < 1 and (row.value == 0) == (ablation_tables.Place.of(case).way in "12")
+
+
+def test_pairs_of_every_map_by_offset(setup):
+    made, _ = setup
+    _, rows = quick("offsets")
+    places = [(ablation_tables.Place.of(row.case), row) for row in rows]
+    assert {row.metric for _, row in places} == {"fact:pairs"} and {row.unit for _, row in places} == {"pairs"}
+    maps = list(dict.fromkeys(place.group for place, _ in places))
+    assert maps[:3] == ["0 k3x3x3", "1 k2x2x2 s2", "2 k3x3x3"] and len(maps) == 9
+    found = [row.value for place, row in places if place.group == maps[0]]
+    (subject,) = subjects(made, "offsets", bench_tuner_groupings.NETWORKS)
+    counts = bench_tuner_layers.fed(made, subject)[0].found.pairs().sizes.tolist()
+    assert found == counts[:14], "up to the centre, whose mirror images have as many"
+    assert len([row for place, row in places if place.group == maps[1]]) == 8
+    (chart,) = offset_sizes(rows)
+    (panel,) = chart.panels
+    assert panel.steps == tuple(f"W{tap}" for tap in range(14)) and [*panel.lines] == maps
+    assert panel.lines[maps[0]] == tuple(counts[:14]) and panel.lines[maps[1]][8:] == (None,) * 6
+
+
+def test_strategies_are_searched_on_other_scans_and_kept(setup, monkeypatch, tmp_path):
+    """And those of another device are found among the plans that are kept."""
+    (made, said), kept = setup, Plans(tmp_path / "plans.json")
+    for module in (bench_tuner_groupings, grouping_tuning):
+        monkeypatch.setattr(module, "plans", lambda: kept)
+    monkeypatch.setattr(bench_tuner_groupings, "_limit", lambda _: 30.0)
+    subject = tuner_cases.subject_of(made, "minkunet-kitti-0.5x")
+    asked = []
+    samples = Subjected.samples
+    monkeypatch.setattr(Subjected, "samples", lambda *a: asked.append(samples(*a)) or asked[-1])
+    own = bench_tuner_groupings.searched(made, subject, keep=True)
+    (scans,) = asked
+    first = int(own.run.tuned_model.scenes[0].coords.shape[0])
+    assert 1 < len(scans) <= 1 + bench_tuner_groupings.SEARCHED and first == len(scans[1])
+    assert len(own.strategy) == 42 and own.configurations > 42 and len(own.run.found) == len(own.run.kinds)
+    layers = bench_tuner_layers.fed(made, subject)
+    assert own.groupings(layers) == [own.strategy[one.met.name] for one in layers]
+    assert list(bench_tuner_groupings._of_devices(made, own)) == [] and "no plan of one is kept" in said[-1]
+    ((key, plan),) = kept.all().items()
+    kept.keep(replace(key, device="another GPU"), plan)
+    ((way, strategy),) = bench_tuner_groupings._of_devices(made, own)
+    assert way == "from another GPU" and strategy == own.strategy
 
 
 # Limits of time

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from pumice.engine import tuning
 from pumice.engine.measure import PassTiming
 from pumice.engine.tuning import progress_text, watching
 from pumice.errors import DeviceError, DtypeError, OptionError
+from pumice.lower import dataflow as lowered
 from pumice.nn.conv import convolutions
 from pumice.ops import DATAFLOWS, Dataflows
+from pumice.schedule.dataflow import chosen
 from pumice.schedule.tile import Tile
 from pumice.schedule.tuned_plans import Plans
 from pumice.schedule.tuned_tiles import Key, Ledger
@@ -104,7 +107,7 @@ def test_results_stay_the_same(x):
     net = network()
     with torch.no_grad():
         want = net(x).feats
-        found = pm.tune(net, [x, random_tensor(200, 4, seed=1)], budget=3, candidates="all", progress=False)
+        found = pm.tune(net, [x, random_tensor(200, 4, seed=1)], budget=3, candidates="exhaustive", progress=False)
         assert_close(net(x).feats, want)
     assert found.after.total <= found.before.total and found.seconds < 30
     assert {trial.flow for choice in found.choices for trial in choice.trials} <= set(DATAFLOWS)
@@ -132,8 +135,9 @@ def test_the_largest_groups_come_first(fake, x):
 @pytest.mark.parametrize("bind", [None, *tuning.BINDINGS])
 def test_training_binds_passes(monkeypatch, x, bind):
     def cost(name, flow):
-        passes = (flow.forward, flow.dgrad, flow.wgrad) if isinstance(flow, Dataflows) else (flow,) * 3
-        return sum(by_level(name, None if one == "planned" else one) / (n + 1) for n, one in enumerate(passes))
+        passes = [] if flow is None else enumerate(chosen(flow))
+        own = [(n, None if one.name == "planned" else one.name) for n, one in passes if not one.skipped]
+        return sum(by_level(name, one) / (n + 1) for n, one in own) if flow else sum(1 / (n + 1) for n in range(3))
 
     Fake(monkeypatch, cost)
     net = network()
@@ -146,6 +150,62 @@ def test_training_binds_passes(monkeypatch, x, bind):
     y = net.train()(x)
     y.feats.square().mean().backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+class Recorded:
+    """Wraps the engines of dataflows: which passes ran in trials of which part."""
+
+    def __init__(self, monkeypatch):
+        self.part, self.ran, self.trials = "", {}, 0
+        engines = {name: partial(self.run, engine) for name, engine in lowered.ENGINES.items()}
+        monkeypatch.setattr(lowered, "ENGINES", engines)
+        real = tuning._NetworkBench.of_part
+        monkeypatch.setattr(tuning._NetworkBench, "of_part", lambda bench, *given: self.trial(real, bench, *given))
+
+    def run(self, engine, map_pass, *given):
+        self.ran.setdefault(self.part, set()).add(map_pass.name)
+        return engine(map_pass, *given)
+
+    def trial(self, real, bench, assignment, part):
+        self.part, self.trials = part, self.trials + 1
+        try:
+            return real(bench, assignment, part)
+        finally:
+            self.part = ""
+
+
+@pytest.mark.parametrize("bind", tuning.BINDINGS)
+def test_a_trial_of_a_pass_runs_no_other(monkeypatch, x, bind):
+    """By the real clock: of the other passes the layouts are built, and features and gradients are zeros."""
+    seen, net = Recorded(monkeypatch), OneLevel()
+    found = pm.tune(net, [x], "training", budget=4, bind=bind, candidates=[EXPLICIT, FUSED], progress=False)
+    parts = {" with ".join(passes): set(passes) for passes in tuning.BINDINGS[bind]}
+    if bind == "all":
+        assert not seen.trials
+    else:
+        assert seen.trials and seen.ran and all(ran <= parts[part] for part, ran in seen.ran.items() if part)
+        assert any(part and ran == parts[part] for part, ran in seen.ran.items())
+    assert not any("whole training steps" in note for note in found.notes)
+    assert all(flow is None or not any(one.skipped for one in chosen(flow)) for flow in flows(net).values())
+
+
+class Pruned(nn.Module):
+    """Keeps the voxels whose first channel is above 0: coordinates that depend on features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(pm.ops.prune(y, y.feats[:, 0] > 0))
+
+
+def test_a_network_whose_voxels_depend_on_features_runs_whole_steps(monkeypatch, x):
+    seen = Recorded(monkeypatch)
+    torch.manual_seed(0)
+    found = pm.tune(Pruned(), [x], "training", budget=2, candidates=[EXPLICIT], progress=False)
+    assert not seen.trials and "trials run whole training steps: its coordinates depend on features" in str(found)
 
 
 def test_flows_of_passes():
@@ -458,14 +518,14 @@ def test_progress(capsys, monkeypatch):
 
 # Refusals
 REFUSED = [
-    (OptionError, "mode 'fast' is unknown", {"mode": "fast"}),
+    (OptionError, "mode 'fast' is unknown; there are inference, training, grouping", {"mode": "fast"}),
     (OptionError, "budget is a number of seconds above 0, found 0", {"budget": 0}),
     (OptionError, "found nan", {"budget": math.nan}),
     (OptionError, "found '10'", {"budget": "10"}),
     (OptionError, "bind='both' in mode 'training'; in training there are", {"bind": "both", "mode": "training"}),
     (OptionError, "bind='all' in mode 'inference'", {"bind": "all"}),
     (OptionError, "'gemm' is unknown; there are explicit-gemm", {"candidates": ["gemm"]}),
-    (OptionError, r"'all' or a list of dataflows, found 'explicit-gemm'", {"candidates": EXPLICIT}),
+    (OptionError, r"'exhaustive' or a list of dataflows, found 'explicit-gemm'", {"candidates": EXPLICIT}),
     (OptionError, r"found \[\]", {"candidates": []}),
     (OptionError, "progress takes a function of a step, True, False or None, found 'bar'", {"progress": "bar"}),
     (OptionError, "no scene", {"samples": []}),

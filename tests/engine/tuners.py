@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import pumice as pm
-from pumice.engine import tuning
+from pumice.engine import grouping_tuning, tuning
 from pumice.schedule.tuned_plans import Plans
 
 
@@ -23,3 +23,14 @@ def tune(path: Path, mode: str, start) -> None:
         pm.tune(
             net, [(coords, torch.ones(64, 4))], mode, budget=1, candidates=["explicit-gemm"], fresh=True, progress=False
         )
+
+
+def tune_groupings(path: Path, told) -> None:
+    """Tune the groupings of a network, and tell whether they were found, and which."""
+    torch.set_num_threads(1)
+    own = Plans(path)
+    grouping_tuning.plans = lambda: own
+    coords = torch.nn.functional.pad(torch.cartesian_prod(*[torch.arange(4)] * 3), (1, 0)).int()
+    net = torch.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2))
+    found = pm.tune(net, [(coords, torch.ones(64, 4))], "grouping", budget=30, progress=False)
+    told.put((found.reused, [str(flow) for flow in found.flows.values()]))

@@ -399,7 +399,7 @@ def test_dataflows(gpu, flow):
     """Those that need no sizes on the host are captured; the others are refused."""
     net = pm.nn.Sequential(pm.nn.Conv3d(4, 32, 3, dataflow=flow), pm.nn.Conv3d(32, 32, 2, stride=2, dataflow=flow))
     net, x = strange(net).to(gpu), scene(gpu, 9000)
-    waits = flow.startswith("gather") or flow == "fetch-on-demand-deterministic"
+    waits = flow.startswith("gather") or flow in ("fetch-on-demand-deterministic", "implicit-gemm-online")
     if waits:
         with pytest.raises(OptionError, match="capture"):
             pm.capture(net, x)

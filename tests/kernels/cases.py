@@ -28,6 +28,7 @@ class Study:
     axes: of every operand, and of the target under "", as symbols.
     reach: what the values of an index array are places of: the axis, in units of a block.
     block: the side of a block, 0 where there are none.
+    only: the operands by which it is derived, "" for itself; all if empty.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Study:
     axes: Mapping[str, str]
     reach: Mapping[str, tuple[str, int]]
     block: int = 0
+    only: tuple[str, ...] = ()
 
     @property
     def statement(self) -> Statement:
@@ -85,9 +87,49 @@ _MAPS = {
         {"o": "h q", "k": "h", "i": "h q"},
         {"o": "N", "k": "V", "i": "I"},
     ),
+    "compacted_w": (
+        "o[e,b]",
+        "k[e]",
+        "i[e,b]",
+        "k:sorted",
+        {"o": "e b", "k": "e", "i": "e b"},
+        {"o": "N", "k": "V", "i": "I"},
+    ),
+    "online": (
+        "rows[tile[e],b]",
+        "k[e]",
+        "met[rows[tile[e],b],k[e]]",
+        "tile:sorted, rows:distinct, rows:onto",
+        {"rows": "T b", "tile": "e", "k": "e", "met": "N V"},
+        {"rows": "N", "tile": "T", "k": "V", "met": "I"},
+    ),
+    "online_t": (
+        "met[rows[tile[e],b],k[e]]",
+        "k[e]",
+        "rows[tile[e],b]",
+        "tile:sorted, rows:distinct, rows:onto",
+        {"rows": "T b", "tile": "e", "k": "e", "met": "I V"},
+        {"rows": "I", "tile": "T", "k": "V", "met": "N"},
+    ),
+    "online_w": (
+        "rows[tile[e],b]",
+        "k[e]",
+        "met[rows[tile[e],b],k[e]]",
+        "k:sorted",
+        {"rows": "T b", "tile": "e", "k": "e", "met": "N V"},
+        {"rows": "N", "tile": "T", "k": "V", "met": "I"},
+    ),
     "table": ("o", "k", "met[o,k]", "", {"met": "N V"}, {"met": "I"}),
     "table_t": ("met[i,k]", "k", "i", "", {"met": "I V"}, {"met": "N"}),
 }
+
+
+ONLY: Mapping[str, tuple[str, ...]] = {"_w": ("W",), "online": ("",), "online_t": ("X",)}
+"""By the end of a form's name: the forms that one pass reads, itself or its derivative by this operand."""
+
+
+def only(form: str) -> tuple[str, ...]:
+    return next((own for end, own in ONLY.items() if form.endswith(end)), ())
 
 
 def _conv(form: str, groups: bool) -> Study:
@@ -97,7 +139,7 @@ def _conv(form: str, groups: bool) -> Study:
     text = f"O[{out},{g}n] = X[{met},{g}c] * W[{g}n,{tap},c]" + (f" ; {facts}" if facts else "")
     g = "g " if groups else ""
     sizes = {**axes, "X": f"I {g}c", "W": f"{g}n V c", "": f"N {g}n"}
-    return Study("convolution", text, sizes, {name: (axis, 1) for name, axis in reach.items()})
+    return Study("convolution", text, sizes, {name: (axis, 1) for name, axis in reach.items()}, only=only(form))
 
 
 def _tensor_product(grouped: bool, own: bool) -> Study:
@@ -219,9 +261,11 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
-    case.name: case for name, study in STUDIES.items() for case in (Case(name, wrt) for wrt in ("", *study.values))
+    case.name: case
+    for name, study in STUDIES.items()
+    for case in (Case(name, wrt) for wrt in study.only or ("", *study.values))
 }
-"""Every forward statement and every first derivative of it."""
+"""Every forward statement and every first derivative of it, but what no pass reads of a form for others."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Dataflows and groupings: values that print and last, and pure functions of the counts of pairs."""
 
-import itertools
 import json
 
 import pytest
@@ -17,14 +16,13 @@ from pumice.schedule.dataflow import (
     OffsetGroup,
     chosen,
     padding,
-    spread,
 )
 
 NUMBERS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 COUNTS = NUMBERS | st.builds(lambda half, middle: [*half, *middle, *half[::-1]], NUMBERS, st.just([]) | st.just([60]))
 """Of any map, and of submanifold ones."""
 SHARE, SIZE = st.floats(0, 1, allow_nan=False), st.integers(0, 60)
-HOW = st.builds(Grouping, st.sampled_from(sorted(GROUPINGS)), st.integers(1, 5), SHARE, SIZE)
+HOW = st.builds(Grouping, st.sampled_from(sorted(GROUPINGS)), SHARE, SIZE)
 
 
 @given(HOW, COUNTS)
@@ -35,42 +33,61 @@ def test_every_tap_is_in_one_group(how, counts):
 
 @given(HOW, COUNTS)
 def test_groups_keep_the_order(how, counts):
-    """Of the taps in a group. Runs of taps go from the ends to the middle, which is last where it is alone."""
+    """Of the taps in a group, and of the groups by their first taps."""
     groups = how.groups(counts)
     assert all(list(group.taps) == sorted(group.taps) for group in groups)
-    if how.kind == "adaptive":
-        depths = [min(tap, len(counts) - 1 - tap) for group in groups for tap in group.taps[:1]]
-        assert depths == sorted(depths)
-    else:
-        assert [group.taps[0] for group in groups] == sorted(group.taps[0] for group in groups)
+    assert [group.taps[0] for group in groups] == sorted(group.taps[0] for group in groups)
+
+
+def redundant(counts, taps):
+    """1 - theoretical / actual operations, by hand."""
+    actual = len(taps) * max(counts[tap] for tap in taps)
+    return 1 - sum(counts[tap] for tap in taps) / actual if actual else 0.0
+
+
+def units_of(counts):
+    """What adaptive scans: of a symmetric map a tap with its mirror image, without the centre."""
+    if counts != counts[::-1] or len(counts) == 1:
+        return [[tap] for tap in range(len(counts))]
+    return [[tap, len(counts) - 1 - tap] for tap in range(len(counts) // 2)]
 
 
 @given(COUNTS, SHARE, SIZE)
-def test_adaptive_groups_are_spread_within_epsilon(counts, epsilon, size):
-    """And padded by less; batched below S alone; the first tap of the next group would be too much."""
+def test_adaptive_groups_bound_redundant_operations(counts, epsilon, size):
+    """Batched below S alone; with the first unit of the next group it would be too much."""
     groups = Grouping("adaptive", epsilon=epsilon, size=size).groups(counts)
-    for group in groups:
-        assert 0 <= padding(counts, group.taps) <= spread(counts, group.taps) + 1e-12
-        assert spread(counts, group.taps) <= epsilon or len(group.taps) == 1
+    units = units_of(counts)
+    runs = groups[:-1] if len(units[0]) == 2 and len(counts) % 2 else groups
+    for group, after in zip(runs, [*runs[1:], None], strict=True):
+        assert padding(counts, group.taps) == redundant(counts, group.taps)
+        assert redundant(counts, group.taps) <= epsilon or [*group.taps] in units
         assert group.batched == (len(group.taps) > 1 and max(counts[tap] for tap in group.taps) < size)
-    if counts != counts[::-1]:
-        order = [tap for k in range(len(counts)) for tap in (k, len(counts) - 1 - k)][: len(counts)]
-        for group, after in itertools.pairwise(groups):
-            first = min(after.taps, key=order.index)
-            assert spread(counts, [*group.taps, first]) > epsilon
+        if after is not None:
+            (unit,) = (unit for unit in units if unit[0] == after.taps[0])
+            assert redundant(counts, [*group.taps, *unit]) > epsilon
+
+
+def test_adaptive_bounds_the_sum_and_not_the_ends():
+    """Of many long lists and a short one few operations are redundant, however short it is."""
+    counts = [10] * 9 + [1]
+    assert Grouping("adaptive", epsilon=0.1).groups(counts) == (OffsetGroup(tuple(range(10)), True),)
+    assert Grouping("adaptive", epsilon=0.08).groups(counts)[1] == OffsetGroup((9,), False)
 
 
 @given(COUNTS)
 def test_the_ends_of_adaptive_are_the_others(counts):
-    """Epsilon 0 parts no twos; S = 0, which is where TorchSparse is without tuning, multiplies all plainly; epsilon 1
-    runs on."""
-    assert not any(group.batched for group in Grouping("adaptive", epsilon=0.0, size=0).groups(counts))
-    whole = Grouping("adaptive", epsilon=1.0, size=1000).groups(counts)
-    mirrored = len(counts) > 1 and counts == counts[::-1]
-    assert len(whole) == 1 + (mirrored and len(counts) % 2)
-    if mirrored:
-        met = {tap: group.taps for group in Grouping("adaptive", epsilon=0.0).groups(counts) for tap in group.taps}
-        assert all(len(counts) - 1 - tap in taps for tap, taps in met.items())
+    """Section 4.2.3: dense for epsilon 1 and any S, separate for S = 0, symmetric for epsilon 0."""
+    separate = Grouping("adaptive", epsilon=0.5, size=0).groups(counts)
+    assert not any(group.batched for group in separate)
+    whole, units = Grouping("adaptive", epsilon=1.0, size=1000).groups(counts), units_of(counts)
+    mirrored = len(units[0]) == 2
+    assert len(whole) == 1 + (mirrored and len(counts) % 2) and whole[0].batched == (len(counts) > 1)
+    met = {tap: group for group in Grouping("adaptive", epsilon=0.0, size=1000).groups(counts) for tap in group.taps}
+    assert all(met[unit[0]] is met[unit[-1]] for unit in units) and all(
+        not redundant(counts, g.taps) for g in {*met.values()}
+    )
+    different = [*range(1, 8), 90, *range(7, 0, -1)]
+    assert Grouping("adaptive", epsilon=0.0).groups(different) == Grouping("symmetric").groups(different)
 
 
 def test_the_groups_of_a_submanifold_map():
@@ -78,25 +95,36 @@ def test_the_groups_of_a_submanifold_map():
     alone = OffsetGroup((3,), False)
     assert Grouping("separate").groups(counts) == tuple(OffsetGroup((tap,), False) for tap in range(7))
     assert Grouping("symmetric").groups(counts) == (*(OffsetGroup((k, 6 - k), True) for k in range(3)), alone)
-    assert Grouping("fixed", 2).groups(counts) == (OffsetGroup((0, 1, 5, 6), True), OffsetGroup((2, 4), True), alone)
-    # 1 - 3 / 5 is above 0.3, 1 - 5 / 6 is not.
+    # 1 - 16 / 20 is above 0.1, 1 - 22 / 24 is not.
     two, four = OffsetGroup((0, 6), True), OffsetGroup((1, 2, 4, 5), True)
-    assert Grouping("adaptive", epsilon=0.3).groups(counts) == (two, four, alone)
-    assert Grouping("adaptive", epsilon=0.3, size=6).groups(counts) == (two, four._replace(batched=False), alone)
-    assert padding(counts, four.taps) == pytest.approx(1 / 12) and spread(counts, four.taps) == pytest.approx(1 / 6)
+    assert Grouping("adaptive", epsilon=0.1).groups(counts) == (two, four, alone)
+    assert Grouping("adaptive", epsilon=0.1, size=6).groups(counts) == (two, four._replace(batched=False), alone)
+    assert Grouping("adaptive", epsilon=0.25).groups(counts) == (OffsetGroup((0, 1, 2, 4, 5, 6), True), alone)
+    assert padding(counts, four.taps) == pytest.approx(1 / 12)
+
+
+def test_fixed_makes_three_groups():
+    """W0 to W3 with their mirror images, the rest, and the middle; fewer of small kernels."""
+    half = [3, 5, 6, 7, 20, 21, 22, 23, 24, 25, 26, 27, 28]
+    first, rest = (0, 1, 2, 3, 23, 24, 25, 26), (*range(4, 13), *range(14, 23))
+    groups = (OffsetGroup(first, True), OffsetGroup(rest, True), OffsetGroup((13,), False))
+    assert Grouping("fixed").groups([*half, 90, *half[::-1]]) == groups
+    assert Grouping("fixed").groups([3, 90, 3]) == (OffsetGroup((0, 2), True), OffsetGroup((1,), False))
+    assert Grouping("fixed").groups([90]) == (OffsetGroup((0,), False),)
 
 
 def test_the_groups_of_a_strided_map():
-    """Taps are taken from the ends here too: 0, 3, 1, 2."""
+    """Downsampling is one group, where it is fixed; adaptive scans it from the first tap to the last."""
     counts = [10, 9, 30, 12]
     assert Grouping("symmetric").groups(counts) == tuple(OffsetGroup((tap,), False) for tap in range(4))
     assert Grouping("fixed").groups(counts) == (OffsetGroup((0, 1, 2, 3), True),)
-    assert Grouping("adaptive").groups(counts) == (OffsetGroup((0, 1, 3), True), OffsetGroup((2,), False))
+    found = (OffsetGroup((0, 1), True), OffsetGroup((2, 3), True))
+    assert Grouping("adaptive", epsilon=0.35).groups(counts) == found
     # The middle tap of an odd kernel is an ordinary one where not every row meets itself.
     assert Grouping("adaptive").groups([7, 8, 9]) == (OffsetGroup((0, 1, 2), True),)
 
 
-@pytest.mark.parametrize("bad", [{"kind": "some"}, {"epsilon": 1.5}, {"width": 0}, {"size": -1}], ids=str)
+@pytest.mark.parametrize("bad", [{"kind": "some"}, {"epsilon": 1.5}, {"epsilon": -0.1}, {"size": -1}], ids=str)
 def test_groupings_that_do_not_exist(bad):
     with pytest.raises(OptionError):
         Grouping(**{"kind": "adaptive", **bad})

@@ -115,6 +115,18 @@ def test_the_input_gradient_reads_the_other_side():
     assert set(layouts(flow("sorted"), one, "dgrad", "cuda")) != set(layouts(flow("sorted"), one, "forward", "cuda"))
 
 
+def test_weight_gradients_over_tiles():
+    """As many operations as entries of whole tiles; a table has all. The layout is that of the tiles, and its own."""
+    one = work(WAYMO, 128)
+    spent = {name: flow_seconds(flow(name), one, "wgrad", "cuda") for name in ("unsorted", "sorted", "table")}
+    pairs = flow_seconds(PLANNED, one, "wgrad", "cuda")
+    assert pairs == flow_seconds(DATAFLOWS["fetch-on-demand"], one, "wgrad", "cuda")
+    assert pairs < spent["sorted"] < spent["unsorted"] < spent["table"]
+    keys = set(layouts(flow("sorted"), one, "wgrad", "cuda"))
+    assert len(keys) == 2 and set(layouts(flow("sorted"), one, "forward", "cuda")) < keys
+    assert not layouts(flow("table"), one, "wgrad", "cuda")
+
+
 def names(passes, device):
     return {p.flow.name for p in candidate_flows(DATAFLOWS.values(), [work(NUSCENES, 64)], passes, device)}
 
@@ -124,7 +136,9 @@ def test_what_does_the_same_is_tried_once():
     assert "implicit-gemm-sorted" in names(["forward"], "cpu")
     assert names(["forward"], "cuda") == set(DATAFLOWS) - {"implicit-gemm-sorted"}
     weights = names(["wgrad"], "cuda")
-    assert not any(name.startswith("implicit") or name == "fetch-on-demand" for name in weights)
+    assert "fetch-on-demand" not in weights, "it is what the planner picks for weights"
+    assert {"implicit-gemm-sorted", "implicit-gemm-split3", "implicit-gemm-table"} < weights
+    assert "implicit-gemm-table-split-k" not in weights, "as the other one over the table for weights"
     assert "fetch-on-demand-deterministic" not in weights, "as the vectorised one by offset for weights"
     assert {f"gather-gemm-scatter-{way}-fixed" for way in ("vectorised", "fused", "locality-aware")} <= weights
     assert "explicit-gemm" in weights
@@ -146,6 +160,7 @@ def test_what_may_be_taken():
     fetch, gather = DATAFLOWS["fetch-on-demand"], DATAFLOWS["gather-gemm-scatter-fused-fixed"]
     assert not is_applicable("forward", fetch, deterministic=True, library=True)
     assert is_applicable("forward", flow("sorted"), deterministic=True, library=False)
-    assert not is_applicable("wgrad", flow("sorted"), deterministic=True, library=True)
+    assert is_applicable("wgrad", flow("sorted"), deterministic=True, library=True), "a fixed order over tiles"
+    assert not is_applicable("wgrad", fetch, deterministic=True, library=True)
     assert not is_applicable("forward", gather, deterministic=False, library=False)
     assert is_applicable("forward", gather, deterministic=False, library=True)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -201,3 +202,66 @@ def test_without_questions_the_default_is_measured():
     network = Network({"a": {None: 1.0}})
     found = search([], network)
     assert (found.assignment, found.before, found.after, found.finished) == ({}, 1e-3, 1e-3, True)
+
+
+# Parts of the work
+class Passes(Network):
+    """Groups of which each names its part; a part's time is that of its groups, and of what all parts share."""
+
+    def __init__(self, costs, parts, shared=1.0, **more):
+        super().__init__(costs, **more)
+        self.parts, self.shared, self.asked_of = parts, shared, []
+
+    def part(self, assignment, part):
+        self.asked_of.append((dict(assignment), part))
+        self.time += 0.5
+        own = (ways[assignment.get(group)] for group, ways in self.costs.items() if self.parts[group] == part)
+        return 1e-3 * (self.shared + sum(own))
+
+    def questions(self):
+        return [replace(task, part=self.parts[task.group]) for task in super().questions()]
+
+    def found(self, **more):
+        return search(self.questions(), self, self.clock(), measure_part=self.part, **more)
+
+
+PARTS = {"a": "forward", "b": "wgrad", "c": "forward"}
+
+
+def test_a_trial_measures_its_part_alone():
+    network = Passes(COSTS, PARTS)
+    found = network.found()
+    assert found.assignment == {"a": "x", "b": "y"}
+    assert (found.before, found.after) == pytest.approx((7e-3, 5e-3)), "of the whole"
+    assert found.tried["a"][0].seconds == pytest.approx(5e-3) and found.tried["a"][0].baseline == pytest.approx(6e-3)
+    assert found.tried["b"][1].seconds == pytest.approx(2e-3) and found.tried["b"][1].baseline == pytest.approx(3e-3)
+    # The whole: the default twice, each of the winners, and the last comparison.
+    assert len(network.asked) == 2 + 2 + FINAL_MEASUREMENTS
+    assert {part for _, part in network.asked_of} == {"forward", "wgrad"}
+    assert found.measured == len(network.asked) + len(network.asked_of) <= measurements(network.questions())
+
+
+def test_what_wins_in_its_part_and_slows_the_whole_is_dropped():
+    network = Passes(COSTS, PARTS, extra=lambda assignment: 2.0 * (assignment.get("a") == "x"))
+    found = network.found()
+    assert found.assignment == {"b": "y"} and found.after == pytest.approx(6e-3)
+
+
+@given(networks, st.floats(0, 0.2), st.integers(0, 100))
+def test_parts_are_never_worse_than_the_default_and_linear(costs, noise, seed):
+    parts = {group: "forward" if n % 2 else "wgrad" for n, group in enumerate(costs)}
+    network = Passes(costs, parts, noise=noise, seed=seed)
+    found = network.found()
+    assert found.after <= found.before
+    assert found.measured == len(network.asked) + len(network.asked_of) <= measurements(network.questions())
+
+
+def test_an_end_within_a_part_keeps_what_was_found():
+    network = Passes(COSTS, PARTS)
+
+    def watch(step):
+        if step.group == "b" and step.candidate == "y":
+            raise KeyboardInterrupt
+
+    found = search(network.questions(), network, network.clock(watch=watch), measure_part=network.part)
+    assert found.assignment["a"] == "x" and found.after < found.before and not found.finished

@@ -15,10 +15,11 @@ import pumice as pm
 from pumice.coords import MultiMap, Relation, kernel_map
 from pumice.errors import DtypeError, OptionError
 from pumice.lower import dataflow as lowered
-from pumice.lower import movement
+from pumice.lower import maps, movement
+from pumice.lower.dataflow import Pass
 from pumice.lower.movement import Slots
 from pumice.ops import DATAFLOWS, Dataflow, Dataflows, Epilogue, Grouping, conv_features
-from pumice.schedule.dataflow import GROUPINGS, PASSES
+from pumice.schedule.dataflow import GROUPINGS, PASSES, chosen, skipping, split_dataflow
 from pumice.testing import assert_close, random_tensor
 
 CASES = [
@@ -94,6 +95,82 @@ def test_what_the_planner_picks_goes_with_others(case, device):
             cases.assert_close(once, want, torch.float64, pass_)
         with torch.no_grad():
             cases.assert_close(cases.run(case, ops, asked).feats, y, torch.float64, "inference")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 6, 27, 31])
+def test_any_number_of_splits(count, device):
+    """By a name made by one rule, a layer's three passes; no more ranges than there are kernel offsets."""
+    flow = split_dataflow(count)
+    assert chosen(flow.name) == (flow, flow, flow) and flow.splits == count
+    x, w, found, rows = layer()
+    x, w = (t.to(device).requires_grad_() for t in (x, w))
+    found = (
+        found if device == "cpu" else kernel_map(random_tensor(40, 4, 3, device=device).geometry, Relation.of(3, 3))[0]
+    )
+    y, want = (conv_features(x, w, found, rows, dataflow=how) for how in (flow.name, "explicit-gemm"))
+    for once, again in zip(_gradients(y, x, w), _gradients(want, x, w), strict=True):
+        assert_close(once.detach(), again.detach())
+    form = {0: "unsorted", 1: "compacted"}.get(count, f"split{min(count, 27)}")
+    assert [lowered.forms(Pass(name, flow, found, 1)) for name in PASSES] == [(form + end,) for end in ("", "_t", "_w")]
+    assert len(maps.FORMS[form].arrays(found)) == max(1, min(count, 27))
+
+
+def _gradients(y, x, w):
+    return y, *torch.autograd.grad(y.square().sum(), (x, w))
+
+
+@pytest.mark.parametrize("name", ["split", "split1", "split0", "split02", "split-2", "split2.5", "splits", "parallel"])
+def test_a_number_of_splits_that_is_none(name):
+    with pytest.raises(OptionError, match=f"dataflow 'implicit-gemm-{name}' is unknown; .* implicit-gemm-splitN for"):
+        chosen(f"implicit-gemm-{name}")
+    with pytest.raises(KeyError):
+        maps.FORMS[name]
+    with pytest.raises(OptionError, match="at least 0, found -1"):
+        split_dataflow(-1)
+
+
+def test_weights_over_tiles_are_those_of_an_offset_in_a_row():
+    """Weight-stationary: every tile of an offset, in the order of tiles, with the pairs of the map."""
+    _, _, found, _ = layer()
+    pairs = {(int(o), int(k)): int(found.rows()[o, k]) for o, k in (found.rows() >= 0).nonzero()}
+    for base in ("unsorted", "compacted", "split2", "split5", "online"):
+        (part,) = maps.FORMS[f"{base}_w"].arrays(found)
+        assert part["k"].tolist() == sorted(part["k"].tolist())
+        if base == "online":
+            rows = part["rows"][part["tile"].long()]
+            part = {"o": rows, "k": part["k"], "i": found.rows()[rows.clamp(min=0).long(), part["k"][:, None].long()]}
+            part["i"][rows < 0] = -1
+            part["o"] = torch.where(part["i"] < 0, -1, part["o"])
+        assert torch.equal(part["o"] < 0, part["i"] < 0) and (part["i"] >= 0).any(1).all()
+        taps = part["k"][:, None].expand_as(part["i"])[part["i"] >= 0]
+        met = zip(part["o"][part["i"] >= 0].tolist(), taps.tolist(), strict=True)
+        assert dict(zip(met, part["i"][part["i"] >= 0].tolist(), strict=True)) == pairs
+        assert len(taps) == len(pairs)
+
+
+def test_weights_over_tiles_are_added_by_as_many_programs_as_fill_a_gpu():
+    assert lowered._entries_at_once((128, 27, 128), 100) == 32 == lowered._entries_at_once((128, 27, 128), 6500)
+    assert (
+        lowered._entries_at_once((256, 27, 384), 3200) == 128 and lowered._entries_at_once((1024, 27, 1024), 64) == 64
+    )
+
+
+@pytest.mark.parametrize("name", DATAFLOWS)
+@pytest.mark.parametrize("pass_", PASSES)
+def test_a_skipped_pass_builds_its_layout_and_runs_nothing(name, pass_, monkeypatch):
+    x, w, found, rows = layer()
+    y = torch.ones(rows, len(w), dtype=x.dtype)
+    flow = getattr(skipping(name, [p for p in PASSES if p != pass_]), pass_)
+    given = {"forward": (x, w), "dgrad": (y, w), "wgrad": (x, y)}[pass_]
+    shape = Pass(pass_, DATAFLOWS[name], found.without_storages(), 1)(given).shape
+    once = found.without_storages()
+    monkeypatch.setattr(lowered, "ENGINES", dict.fromkeys(lowered.ENGINES, lambda *given: pytest.fail("it ran")))
+    skipped = Pass(pass_, flow, once, 1)
+    assert torch.equal(skipped(given), torch.zeros(shape, dtype=x.dtype))
+    assert once.cached_keys() or once.transpose().cached_keys(), "its layout was not built"
+    then = Epilogue(scale=torch.ones(shape[1], dtype=x.dtype), shift=torch.ones(shape[1], dtype=x.dtype))
+    if pass_ == "forward":
+        assert torch.equal(skipped(given, then), torch.ones(shape, dtype=x.dtype))
 
 
 @pytest.mark.parametrize("name", DATAFLOWS)
@@ -295,7 +372,7 @@ def test_columns_in_slices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed", 2)]
+    "grouping", [Grouping("adaptive", epsilon=1.0), Grouping("adaptive", size=0), Grouping("fixed")]
 )
 def test_a_grouping_of_ones_own(grouping):
     flow = Dataflow("mine", "locality-aware", "pairs", "a test", grouping=grouping)

@@ -48,8 +48,8 @@ def test_only_what_layers_read_is_laid_out(differentiable, monkeypatch):
     (fine, _), (one, _), (coarse, _), (back, _) = wanted
     down, kept = maps_of(x)
     assert one is down[0] and (fine, coarse) == (kept[0][0], kept[1][0]) and back.flipped
-    assert laid(one) == ({"unsorted", "unsorted_t", "grouped"} if differentiable else {"unsorted"})
-    assert laid(fine) == {"compacted", "split2"} | ({"compacted_t", "grouped"} if differentiable else set())
+    assert laid(one) == ({"unsorted", "unsorted_t", "unsorted_w"} if differentiable else {"unsorted"})
+    assert laid(fine) == {"compacted", "split2"} | ({"compacted_t", "grouped", "table"} if differentiable else set())
     assert laid(coarse) == laid(back) == set(), "library products read no form, and nothing leads back"
 
 

@@ -123,6 +123,11 @@ class Observed:
 def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observed:
     """Run the network on each scene and record which layer reads which map. excluded: layers not to be tuned. The
     caller restores modes, buffers and random states."""
+    return observe_calls(tuned_model, excluded)[0]
+
+
+def observe_calls(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> tuple[Observed, list[list[LayerCall]]]:
+    """As `observe`, with the calls of the layers to be tuned by scene, which hold the maps of all scenes."""
     excluded, scenes, notes = set(excluded), [], []
     for number, x in enumerate(tuned_model.scenes):
         x = fresh(x)
@@ -133,7 +138,7 @@ def observe(tuned_model: TuningSubject, excluded: Iterable[str] = ()) -> Observe
             notes += _unread(x.geometry, calls)
     notes += _idle(tuned_model.model, scenes, excluded)
     tuned = [[call for call in calls if call.name not in excluded] for calls in scenes]
-    return Observed(tuple(_groups(tuned, tuned_model)), tuple(notes))
+    return Observed(tuple(_groups(tuned, tuned_model)), tuple(notes)), tuned
 
 
 @contextmanager

@@ -9,6 +9,7 @@ Layers of a group also run in isolation, to compile their kernels in parallel an
 from __future__ import annotations
 
 import ast
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from pumice.engine.groups import EpilogueSpec, LayerCall, recording_calls
 from pumice.engine.subject import Loss, Scene, TuningSubject, fresh, subject, undisturbed
 from pumice.errors import DeviceError, OptionError
 from pumice.lower.dataflow import Pass
-from pumice.lower.kernel import tuning
+from pumice.lower.kernel import measured, tuning
 from pumice.ops import conv_features
 from pumice.ops.conv import Flow, merge_small_groups
 from pumice.schedule.dataflow import DGRAD, FORWARD, PASSES, PLANNED, Dataflow
@@ -400,3 +401,17 @@ def time_tiles(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
     """Time the tiles of a layer's kernels that were not timed before; the tile cache keeps the fastest."""
     with tuning():
         layer.run(flow, training)
+
+
+def latency(call: Call, device: torch.device, best: float = math.inf) -> float:
+    """Median seconds of a call after a warm-up: of its kernels on a GPU, with a cold cache and launches hidden; by the
+    wall clock on a CPU. One far slower than `best` may be timed less often."""
+    call()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return measured(call, best, _LATENCY_RUNS)
+    first = _on_wall([call], 1).total
+    return first if first > 3 * best else _on_wall([call], _LATENCY_RUNS).total
+
+
+_LATENCY_RUNS = 5

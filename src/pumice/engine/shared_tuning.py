@@ -62,7 +62,7 @@ def _check(model: nn.Module, mode: str) -> None:
     if not isinstance(model, nn.Module):
         return
     # In evaluation, each process runs these by itself.
-    alone = (SyncBatchNorm, nn.SyncBatchNorm, DistributedDataParallel) if mode == "inference" else ()
+    alone = (SyncBatchNorm, nn.SyncBatchNorm, DistributedDataParallel) if mode != "training" else ()
     every = model, *bare(model).modules()
     waiting = [type(m).__name__ for m in every if waits_for_others(m) and not isinstance(m, alone)]
     if waiting:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, overload
@@ -20,7 +18,8 @@ from torch import nn
 
 from pumice.engine.graph_capture import takes_graph
 from pumice.engine.graph_tuning import GraphTuning, tune_graph_network
-from pumice.engine.groups import LayerGroup, Observed, observe
+from pumice.engine.grouping_tuning import GROUPING, GroupingRun, grouping_flows
+from pumice.engine.groups import LayerGroup, Observed, observe, recording_calls
 from pumice.engine.measure import (
     IsolatedLayer,
     Meter,
@@ -33,13 +32,25 @@ from pumice.engine.measure import (
 from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.shared_tuning import tuned_by_first
-from pumice.engine.subject import Loss, Scene, TuningSubject, subject, undisturbed
+from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, fresh, subject, undisturbed
+from pumice.engine.tuned_network import identity, released
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
-from pumice.nn.conv import Convolution, convolutions
 from pumice.ops import Graph
 from pumice.ops.conv import Flow
-from pumice.schedule.dataflow import DATAFLOWS, DGRAD, FORWARD, PASSES, PLANNED, WGRAD, Dataflow, Dataflows, chosen
+from pumice.schedule.dataflow import (
+    DATAFLOWS,
+    DGRAD,
+    FORWARD,
+    PASSES,
+    PLANNED,
+    WGRAD,
+    Dataflow,
+    Dataflows,
+    chosen,
+    is_named,
+    skipping,
+)
 from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, total_seconds
 from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
 from pumice.schedule.tuned_tiles import Key, ledger
@@ -54,6 +65,8 @@ from pumice.schedule.tuner import (
     search,
 )
 
+EXHAUSTIVE = "exhaustive"
+"""Value of `candidates` for every dataflow of the device (TorchSparse++, section 4.2)."""
 FACTOR = 2.5  # A dataflow is a candidate if its cost model estimate is within this factor of the best one
 _MAX_CANDIDATES = {1: 6, 2: 4}  # Per task, by the number of tasks of a group; best estimates first
 REPEATS = 3
@@ -68,6 +81,7 @@ BINDINGS: Mapping[str, tuple[tuple[str, ...], ...]] = MappingProxyType(
 """Passes of a group that share a dataflow in training. Two parts are two tasks, tuned in turn, so that the search
 stays linear in groups and candidates."""
 _INFERENCE = ((FORWARD,),)
+_AND = " with "
 _MANY = 100  # GPUs with at least this many multiprocessors count as large
 
 
@@ -127,13 +141,19 @@ def tune(
     model: any torch.nn.Module with convolutions of pumice.nn, on its device and in its dtype; set autocast yourself.
         Only the layers' `dataflow` changes; a dataflow that was set by hand is kept.
     samples: one or a few representative SparseTensors (or pairs of coordinates and features, D = 3).
-    mode: "inference", or "training": forward and backward, with the loss below.
+    mode: "inference"; "training": forward and backward, with the loss below; or "grouping": inference in which every
+        layer runs gather-GEMM-scatter, with the epsilon and S of its adaptive grouping that are fastest for it (Tang et
+        al., "TorchSparse", MLSys 2022, algorithm 5), on average over the samples.
     budget: seconds, compilation included.
     bind: in training, the passes of a group that share a dataflow: "forward with dgrad", "dgrad with wgrad" or "all".
         Default: the second on GPUs with at least 100 multiprocessors, else the first. Binding passes by device is from
-        the paper; this rule is our own.
-    candidates: dataflows to try, by name or value, or "all" that the device supports. Default: those with a cost model
-        estimate within 2.5 times of the best, for each group; at most six, or four for each of two tasks.
+        the paper; this rule is our own. With two parts, a trial of one skips the kernels of the other, whose results
+        are zeros (figure 13); maps are built as in the whole step. What wins is then measured with all kernels. A
+        network whose coordinates depend on its features is tuned by whole steps.
+    candidates: dataflows to try, by name or value, or "exhaustive": every named one that is for the device, as the
+        paper's exhaustive search of a group does. Default: those with a cost model estimate within 2.5 times of the
+        best, for each group; at most six, or four for each of two tasks. In the mode "grouping": dataflows with
+        adaptive grouping; default: gather-gemm-scatter-locality-aware-adaptive.
     loss: scalar function of the model's result; default the mean of squares of every tensor in it.
     fresh: ignore saved results. save: save the result.
     shared: in a process group of torch.distributed, process 0 tunes, on its samples, and all others wait for its
@@ -163,9 +183,13 @@ def tune(
         with watching(progress) as watch:
             return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
+    if mode not in (*MODES, GROUPING):
+        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join((*MODES, GROUPING))}")
+    if mode == GROUPING:
+        return _tune_groupings(model, samples, budget, bind, candidates, progress, (fresh, save))
     tuned_model = subject(model, samples, mode, loss)
     options = _options(tuned_model, budget, bind, candidates)
-    with _released(tuned_model.model) as left, watching(progress) as watch:
+    with released(tuned_model.model) as left, watching(progress) as watch:
         with undisturbed(tuned_model.model, False):
             compile_first(tuned_model)
             observed = observe(tuned_model, left)
@@ -176,9 +200,35 @@ def tune(
     return result
 
 
-def _check_graph_options(budget: float, bind: str | None, candidates: Any) -> None:
+def _tune_groupings(
+    model: nn.Module,
+    samples: Sequence[Scene],
+    budget: float,
+    bind: str | None,
+    candidates: Any,
+    progress: Any,
+    kept: tuple[bool, bool],
+) -> Tuning:
+    """`tune` in the mode "grouping". kept: (fresh, save)."""
+    _check_budget(budget)
+    if bind is not None:
+        raise OptionError(f"bind={bind!r} in mode {GROUPING!r}; it is an option of training")
+    tuned_model, flows = subject(model, samples, "inference"), grouping_flows(candidates)
+    with released(tuned_model.model) as left, watching(progress) as watch:
+        with undisturbed(tuned_model.model, False):
+            compile_first(tuned_model)
+            result = GroupingRun(tuned_model, flows, Clock(budget, watch=watch), left).result(*kept)
+        result.apply(tuned_model.model)
+    return result
+
+
+def _check_budget(budget: float) -> None:
     if not isinstance(budget, int | float) or not budget > 0:
         raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+
+
+def _check_graph_options(budget: float, bind: str | None, candidates: Any) -> None:
+    _check_budget(budget)
     if bind is not None or candidates is not None:
         raise OptionError("bind and candidates are options of networks over voxels, found with a Graph")
 
@@ -200,15 +250,14 @@ class TuningOptions:
 
 
 def _options(tuned_model: TuningSubject, budget: float, bind: str | None, candidates: Any) -> TuningOptions:
-    if not isinstance(budget, int | float) or not budget > 0:
-        raise OptionError(f"budget is a number of seconds above 0, found {budget!r}")
+    _check_budget(budget)
     if bind is not None and (bind not in BINDINGS or not tuned_model.training):
         raise OptionError(f"bind={bind!r} in mode {tuned_model.mode!r}; in training there are {', '.join(BINDINGS)}")
     kind = tuned_model.device.type
     flows = tuple(flow for flow in DATAFLOWS.values() if kind in flow.devices)
-    if candidates is not None and candidates != "all":
+    if candidates is not None and candidates != EXHAUSTIVE:
         if isinstance(candidates, str) or not isinstance(candidates, Sequence) or not candidates:
-            raise OptionError(f"candidates takes 'all' or a list of dataflows, found {candidates!r}")
+            raise OptionError(f"candidates takes {EXHAUSTIVE!r} or a list of dataflows, found {candidates!r}")
         flows = tuple(chosen(one)[0] for one in candidates)
     if not tuned_model.training:
         return TuningOptions(flows, candidates is not None, "", _INFERENCE)
@@ -228,23 +277,6 @@ def binding(device: torch.device) -> str:
     return "forward with dgrad"
 
 
-@contextmanager
-def _released(model: nn.Module) -> Iterator[list[str]]:
-    """Reset tuned layers to the default dataflow; yields the names of layers set by hand. Restores all on exception."""
-    layers = convolutions(model)
-    before = [(layer, layer.dataflow, layer.tuned) for layer in layers]
-    for layer in layers:
-        if layer.dataflow is not None and layer.dataflow == layer.tuned:
-            layer.dataflow = layer.tuned = None
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, Convolution))
-    try:
-        yield [name for name, layer in named if layer.dataflow is not None]
-    except BaseException:
-        for layer, flow, tuned in before:
-            layer.dataflow, layer.tuned = flow, tuned
-        raise
-
-
 @dataclass(frozen=True, eq=False)
 class PassTask:
     """The task of choosing one dataflow for these passes of a group. default_seconds: estimate for the default.
@@ -257,7 +289,12 @@ class PassTask:
 
     @property
     def key(self) -> str:
-        return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {' with '.join(self.passes)}"
+        return self.group.name if self.passes == (FORWARD,) else f"{self.group.name}, {self.part}"
+
+    @property
+    def part(self) -> str:
+        """The passes as text."""
+        return _AND.join(self.passes)
 
     def predicted(self, flow: Dataflow) -> float:
         found = (candidate.seconds for candidate in self.candidates if candidate.flow == flow)
@@ -280,7 +317,7 @@ def tuning_tasks(tuned_model: TuningSubject, observed: Observed, options: Tuning
 
 
 class _NetworkBench:
-    """Measures a network under assignments of dataflows. timings: by assignment."""
+    """Measures a network under assignments of dataflows. timings: by assignment, of the whole network."""
 
     def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
         self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}
@@ -288,12 +325,22 @@ class _NetworkBench:
         self.timings: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
-        for group, flow in self.flows(assignment).items():
-            for layer in group.layers.values():
-                layer.dataflow = layer.tuned = flow
+        self._assign(self.flows(assignment))
         found = self._measured()
         self.timings.setdefault(frozenset(assignment.items()), []).append(found)
         return found.total
+
+    def of_part(self, assignment: Assignment, part: str) -> float:
+        """Seconds of an assignment in which only these passes have kernels: the others build their map layouts, and
+        their results are zeros."""
+        kept = part.split(_AND)
+        self._assign({group: skipping(flow or PLANNED, kept) for group, flow in self.flows(assignment).items()})
+        return self._measured().total
+
+    def _assign(self, flows: Mapping[LayerGroup, Flow]) -> None:
+        for group, flow in flows.items():
+            for layer in group.layers.values():
+                layer.dataflow = layer.tuned = flow
 
     def flows(self, assignment: Assignment) -> dict[LayerGroup, Flow]:
         """Dataflow of the layers of each group."""
@@ -337,7 +384,7 @@ def flow_of(passes: Mapping[str, Dataflow], training: bool) -> Flow:
 
 
 def _short(flow: Dataflow) -> str | Dataflow:
-    return flow.name if flow in (DATAFLOWS.get(flow.name), PLANNED) else flow
+    return flow.name if is_named(flow) else flow
 
 
 @dataclass
@@ -361,6 +408,28 @@ class _TuningRun:
         self.key = PlanKey.of(*identity(self.tuned_model, self.observed, self.options.bind), self.workload)
         self.tasks = tuning_tasks(self.tuned_model, self.observed, self.options)
         self.bench = _NetworkBench(self.tuned_model, self.tasks)
+
+    @cached_property
+    def skips(self) -> bool:
+        """True if trials of some passes can skip the kernels of the others: with features of zeros, the first scene has
+        the same maps."""
+        if len(self.options.pass_groups) == 1:
+            return False
+        try:
+            x = fresh(self.tuned_model.scenes[0])
+            with torch.no_grad(), recording_calls(self.tuned_model.model, x, arithmetic=False) as calls:
+                self.tuned_model.model(x)
+        except Exception:
+            return self._whole_steps("it does not run on features of zeros")
+        found = {call.name: (call.found.num_inputs, call.found.num_outputs) for call in calls}
+        known = [call for group in self.observed.groups for call in group.calls]
+        if all(found.get(call.name) == (call.found.num_inputs, call.found.num_outputs) for call in known):
+            return True
+        return self._whole_steps("its coordinates depend on features")
+
+    def _whole_steps(self, why: str) -> bool:
+        self.notes.append(f"trials run whole training steps: {why}")
+        return False
 
     @property
     def left(self) -> float:
@@ -435,8 +504,8 @@ class _TuningRun:
             if (hint := hints.get(part.key)) in flows:
                 flows.sort(key=lambda flow: flow != hint)
             if part.key not in done and flows:
-                tasks.append(TuningTask(part.key, tuple(flows)))
-        return search(tasks, self.bench, self.clock, start, self._compile)
+                tasks.append(TuningTask(part.key, tuple(flows), part.part if self.skips else ""))
+        return search(tasks, self.bench, self.clock, start, self._compile, self.bench.of_part)
 
     def _compile(self, task: TuningTask) -> None:
         part = self.bench.tasks[task.group]
@@ -530,35 +599,6 @@ def _timed(layer: IsolatedLayer, flow: Flow, training: bool) -> None:
         time_tiles(layer, flow, training)
     except (PumiceError, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
-
-
-def identity(tuned_model: TuningSubject, observed: Observed, bind: str) -> tuple[str, str, str, str]:
-    """A plan's key without workload: device, dtypes, mode, and a digest of the network. The digest covers the
-    convolution layers and their grouping by kernel maps, not weights."""
-    kind = tuned_model.device.type
-    device = (
-        torch.cuda.get_device_name(tuned_model.device)
-        if kind == "cuda"
-        else f"{kind}, {torch.get_num_threads()} threads"
-    )
-    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(tuned_model.model)})
-    if torch.is_autocast_enabled(kind):
-        dtypes.append(f"autocast to {_dtype(torch.get_autocast_dtype(kind))}")
-    if torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtypes.append("tf32")
-    layers = [
-        [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
-        for name, m in tuned_model.model.named_modules()
-        if isinstance(m, Convolution)
-    ]
-    groups = [[group.name, *group.layers] for group in observed.groups]
-    digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]
-    mode = f"{tuned_model.mode}, {bind}" if bind else tuned_model.mode
-    return device, " ".join(dtypes), mode, digest
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 Watch = Callable[[SearchProgress], object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -610,6 +611,12 @@ def _form_in(bound: BoundStatement, tile: Tile) -> ContractionRoles:
     return exchanged(form) if tile.swapped else form
 
 
+def can_share_segments(bound: BoundStatement, tile: Tile) -> bool:
+    """True if programs with this tile may share segments (Tile.stream_k_chunk)."""
+    form = _form_in(bound, tile)
+    return form.segment is not None and not form.laned and not form.stacked and not torch.version.hip
+
+
 @lru_cache(maxsize=1024)
 def _emitted(statement: Statement, form: ContractionRoles, signature: Signature) -> Source:
     return emit(statement, form, signature)
@@ -946,14 +953,17 @@ def default_precision(bound: BoundStatement) -> str:
 def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10) -> float:
     """Median GPU seconds of `runs` calls with a cold cache; stops early if far slower than `best`."""
     flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
-    times: list[float] = []
-    for _ in range(runs + 2):
+    times, nap = list[float](), _TIMING_SLEEP_CYCLES
+    for number in range(runs + 2):
         flush.zero_()
         # The GPU sleeps while the host enqueues the call, so that launch overhead is not timed.
-        torch.cuda._sleep(_TIMING_SLEEP_CYCLES)
+        torch.cuda._sleep(nap)
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        begin = time.perf_counter()
         call()
+        if number == 1:
+            nap = max(nap, int(2 * _CYCLES_PER_SECOND * (time.perf_counter() - begin)))
         stop.record()
         stop.synchronize()
         times.append(1e-3 * start.elapsed_time(stop))
@@ -962,7 +972,8 @@ def measured(call: Callable[[], object], best: float = math.inf, runs: int = 10)
     return sorted(times[2:])[runs // 2]
 
 
+_CYCLES_PER_SECOND = 2e9  # Of a GPU, at most
 _TIMING_SLEEP_CYCLES = 400_000
-"""GPU clock cycles, about 0.2 ms."""
+"""GPU clock cycles, about 0.2 ms; more for a call of many kernels."""
 
 _RUNNERS: BoundedCache[KernelExecutor] = BoundedCache(4096)

@@ -3,9 +3,12 @@
 pairs        lists of pairs per kernel offset (weight-stationary)
 compacted    tiles of outputs with the offsets that occur in each (output-stationary), rows sorted by their offset masks
 unsorted     compacted, with rows in their original order
-split2, split3, split4   compacted, in parts: each has a range of kernel offsets and rows sorted by their masks
+splitN       compacted, in N parts, from 2 on: each has a range of kernel offsets and rows sorted by their masks
+online       as compacted, but a kernel looks up in the map's table what a row meets, instead of reading it by tile
 table        the input of every output and kernel offset, -1 if none: all offsets are computed
 ..._t        the form of the transposed map
+..._w        a tiled form by kernel offset, for weight gradients (weight-stationary): outputs and inputs of each tile of
+             the first offset, then of the next, those of all parts together
 grouped      groups of pairs of one kernel offset
 """
 
@@ -30,6 +33,7 @@ from pumice.coords.kernel_map import Deferred, pair_capacity
 from pumice.coords.segments import WHOLE
 from pumice.coords.traced_ops import RELATION, dynamic, own, register, relation_of
 from pumice.coords.tracing import relation_fields
+from pumice.errors import OptionError
 from pumice.language.parse import parse
 from pumice.language.rewrite import StorageForm
 from pumice.lower import cpu, maps
@@ -42,13 +46,17 @@ from pumice.schedule.tile import SHARED_CHUNK
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
 _TILES = "map[rows[tile[e],b], k[e], met[e,b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE_T = "map[met[rows[tile[e],b],k[e]], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
+_ONLINE_W = "map[rows[tile[e],b], k[e], met[rows[tile[e],b],k[e]]] = 1 ; k:sorted"
+_TILES_W = "map[o[e,b], k[e], i[e,b]] = 1 ; k:sorted"
 _TILES_T = "map[met[e,b], k[e], rows[tile[e],b]] = 1 ; tile:sorted, rows:distinct, rows:onto"
 _GROUPS = "map[o[g,q], k[g], i[g,q]] = 1"
 _TABLE = "map[o, k, met[o,k]] = 1"
 _TABLE_T = "map[met[i,k], k, i] = 1"
 _TILE_ARRAYS = ("rows", "tile", "k", "met")
 _SPLITS = {"unsorted": 0, "compacted": 1, "split2": 2, "split3": 3, "split4": 4}
-"""Parts into which each tiled form splits the kernel offsets; 0: rows are not sorted."""
+"""Parts into which the usual tiled forms split the kernel offsets; 0: rows are not sorted."""
 
 _FORMS_OF: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu": (("pairs",), ("pairs",)),
@@ -436,26 +444,118 @@ def _group_sizes(found: KernelMap) -> Sizes:
     return [(found.transpose() if found.flipped else found, 0, None)]
 
 
-def _tiled(splits: int, flipped: bool) -> MapForm:
+_TILE_AXES = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
+_TEXTS = {"": _TILES, "_t": _TILES_T}
+"""The tiled forms of a map and of its transpose, by the end of their names."""
+
+
+@lru_cache(maxsize=256)
+def _tiled(splits: int, end: str = "") -> MapForm:
+    """A tiled form of so many parts, named with this end: of the map, its transpose, or by kernel offset."""
+    if end == "_w":
+        stored, axes = _stored(_TILES_W), {"o": "eb", "k": "e", "i": "eb"}
+        return MapForm(stored, partial(_by_offset, splits), lambda found: _tile_sizes(found, splits), axes)
 
     def side(found: KernelMap) -> KernelMap:
-        return found.transpose() if flipped else found
+        return found.transpose() if end == "_t" else found
 
-    stored = _stored(_TILES_T if flipped else _TILES, max(1, splits))
-    axes = {"rows": "tb", "tile": "e", "k": "e", "met": "eb"}
+    stored = _stored(_TEXTS[end], max(1, splits))
     return MapForm(
-        stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits), axes
+        stored, lambda found: _tiles(side(found), splits), lambda found: _tile_sizes(side(found), splits), _TILE_AXES
     )
 
 
-FORMS: Mapping[str, MapForm] = {
-    "pairs": MapForm(_stored(_PAIRS), _pairs),
-    "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
-    "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
-    "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
-    **{name: _tiled(splits, False) for name, splits in _SPLITS.items()},
-    **{f"{name}_t": _tiled(splits, True) for name, splits in _SPLITS.items()},
-}
+def _by_offset(splits: int, found: KernelMap) -> Sequence[Arrays]:
+    """The tiles of all splits, sorted by kernel offset; padding entries come first, with offset -1."""
+    parts = found.split(tile_rows_for(found.num_outputs), splits)
+    taps = _joined([torch.where(part.tiles < part.rows.shape[0], part.taps, -1) for part in parts])
+    taps, order = taps.sort(stable=True)
+    inputs = _joined([part.inputs for part in parts])[order]
+    outputs = _joined([part.rows[part.tiles.clamp(max=part.rows.shape[0] - 1)] for part in parts])[order]
+    return [{"o": torch.where(inputs < 0, -1, outputs), "k": taps, "i": inputs}]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def splits_in_a_row(found: KernelMap, splits: int) -> list[Tensor]:
+    """The tile arrays of all splits one after the other, for one kernel over all; rows and tiles are counted through.
+    Cached with the map."""
+    return found.cached(("splits in a row", splits), partial(_in_a_row, splits))
+
+
+def _in_a_row(splits: int, found: KernelMap) -> list[Tensor]:
+    parts = found.split(tile_rows_for(found.num_outputs), splits)
+    tiles = parts[0].rows.shape[0]
+    # A padding entry of a part counts as one of the next part's first tile, without inputs.
+    rows = [torch.where(part.rows < 0, -1, part.rows + n * found.num_outputs) for n, part in enumerate(parts)]
+    each = (
+        rows,
+        [p.tiles + n * tiles for n, p in enumerate(parts)],
+        [p.taps for p in parts],
+        [p.inputs for p in parts],
+    )
+    made = [_joined(arrays) for arrays in each]
+    if found.buffered is not None:
+        for x in made:
+            PERSISTENT.add(x)
+    return made
+
+
+def _online(found: KernelMap) -> Sequence[Arrays]:
+    """Tiles of rows sorted by their offsets, and the map's table."""
+    own = found.transpose() if found.flipped and found.symmetric else found
+    if own.buffered is not None:
+        raise OptionError("form 'online' counts entries on the host, which is not allowed in capture")
+    (how,) = SortSpec.splits(own.volume, 1)
+    tiling = own.tiling(tile_rows_for(own.num_outputs), how)
+    tile, taps = tiling.active.nonzero().int().t().contiguous()
+    taps = taps if own is found else own.volume - 1 - taps
+    return [{"rows": tiling.slots, "tile": tile, "k": taps, "met": found.rows()}]
+
+
+def _online_by_offset(found: KernelMap) -> Sequence[Arrays]:
+    ((rows, tile, taps, met),) = [part.values() for part in _online(found)]
+    taps, order = taps.sort(stable=True)
+    return [{"rows": rows, "tile": tile[order], "k": taps, "met": met}]
+
+
+class _Forms(Mapping[str, MapForm]):
+    """The forms by name: the usual ones, which it lists, and tiled ones of any number of parts, by the rule splitN."""
+
+    def __init__(self, usual: Mapping[str, MapForm]) -> None:
+        self._usual = usual
+
+    def __getitem__(self, name: str) -> MapForm:
+        found = self._usual.get(name)
+        if found is not None:
+            return found
+        base, side = (name[:-2], name[-2:]) if name.endswith(("_t", "_w")) else (name, "")
+        count = base.removeprefix("split")
+        if count == base or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+            raise KeyError(name)
+        return _tiled(int(count), side)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._usual)
+
+    def __len__(self) -> int:
+        return len(self._usual)
+
+
+FORMS: Mapping[str, MapForm] = _Forms(
+    {
+        "pairs": MapForm(_stored(_PAIRS), _pairs),
+        "grouped": MapForm(_stored(_GROUPS), _grouped, _group_sizes, {"o": "gq", "k": "g", "i": "gq"}),
+        "table": MapForm(_stored(_TABLE), lambda found: [{"met": found.rows()}]),
+        "table_t": MapForm(_stored(_TABLE_T), lambda found: [{"met": found.transpose().rows()}]),
+        "online": MapForm(_stored(_ONLINE), _online),
+        "online_t": MapForm(_stored(_ONLINE_T), lambda found: _online(found.transpose())),
+        "online_w": MapForm(_stored(_ONLINE_W), _online_by_offset),
+        **{name + end: _tiled(splits, end) for end in (*_TEXTS, "_w") for name, splits in _SPLITS.items()},
+    }
+)
 
 
 # Arrays of a map as arguments of calls

@@ -246,8 +246,8 @@ class PlanRequest:
     """Planning request for a call with a bound map.
 
     static_rows: operand positions whose first axis has a fixed size; position len(operands) stands for the result.
-    runtime_operands: positions of the operands passed per call, in its order. stream_k_chunk: for tiles that have none,
-    or 0. result_dtype: `kept` of plan_for.
+    runtime_operands: positions of the operands passed per call, in its order. stream_k_chunk: of the tiles, 0: that of
+    the heuristics. result_dtype: `kept` of plan_for.
     """
 
     names: str
@@ -299,15 +299,16 @@ def _plan_for_request(operands: Sequence[Tensor], call: PlanRequest) -> Plan:
 
 
 def _with_stream_k(plan: Plan, operands: Sequence[Tensor], piece: int) -> Plan:
-    """The plan with stream-K kernels. piece: maximum entries of a segment per program; 0: unchanged."""
+    """The plan with stream-K kernels where they can be. piece: maximum entries of a segment per program; 0: unchanged."""
     if not piece:
         return plan
     parts = []
     for part in plan.steps:
         if isinstance(run := part.run, kernels.KernelExecutor):
             tile = kernels.tile_of(run.bound, {name: operands[place] for name, place in part.places}, run.precision)
-            tile = replace(tile, stream_k_chunk=tile.stream_k_chunk or piece)
-            part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
+            if kernels.can_share_segments(run.bound, tile):
+                tile = replace(tile, stream_k_chunk=piece)
+                part = replace(part, run=kernels.runner(run.bound, run.dtype, tile, run.precision, run.finish))
         parts.append(part)
     return replace(plan, steps=tuple(parts))
 

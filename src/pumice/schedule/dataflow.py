@@ -9,28 +9,28 @@ and FlexGEMM.
 
 Kernel offsets are multiplied in groups, which depend on the number of pairs per offset.
 
-In a batched GEMM over a group g, every offset costs as much as the longest one. The share of padding rows is
+In a batched GEMM over a group g, every offset costs as much as the longest one. The share of redundant operations, that
+of padding rows, is
 
     padding(g) = 1 - sum over k in g of n[k] / (len(g) * max over k in g of n[k])            n[k]: pairs of offset k
 
-which is at most
-
-    spread(g) = 1 - min over k in g of n[k] / max over k in g of n[k]
-
-Groupings of TorchSparse (Tang et al., MLSys 2022), which trade padding for larger products:
+Groupings of TorchSparse (Tang et al., MLSys 2022, section 4.2), which trade padding for larger products:
 
     separate    every offset by itself
     symmetric   offsets k and K-1-k of a submanifold map, which have equally many pairs; the centre by itself
-    fixed       runs of a fixed number of offsets; all at once if the map is not symmetric
-    adaptive    runs with spread(g) <= epsilon; batched if max n[k] < S, otherwise one plain GEMM per offset
+    fixed       a submanifold map in three groups: the first four offsets with their mirror images, all others, and the
+                centre; any other map in one
+    adaptive    runs with padding(g) <= epsilon; batched if max n[k] < S, otherwise one plain GEMM per offset
 
-Offsets are taken in the order 0, K-1, 1, K-2, ..., the centre last. If n is symmetric, as for a submanifold map, no run
-separates k from K-1-k, and the centre, which pairs every row with itself, is a group of its own.
+Offsets are taken in the order 0, 1, 2, ..., on a submanifold map each with its mirror image K-1-k, and the centre,
+which pairs every row with itself, by itself. Without the centre, adaptive is one dense group for epsilon = 1 and S
+above all n[k], separate for S = 0, and symmetric for epsilon = 0 and such an S, where neighbours in this order differ
+in n[k].
 
-Sources of the groups: order, spread, S and the ranges of epsilon and S follow TorchSparse's public code (torchsparse
-2.1, files backend/convolution/convolution_gather_scatter_cuda.cu and utils/tune.py), which multiplies the centre of a
-submanifold map without gathering. Its untuned epsilon and S are 0, equivalent to separate. Fixed and symmetric are in
-the paper only (section 4.2.2), whose fixed grouping has three groups; the default `width` is ours.
+The paper bounds two shares by epsilon: section 4.2.3 that of redundant operations, as here, and algorithm 4 the larger
+1 - min n[k] / max n[k]. For the fixed grouping it names W0 to W3 without their mirror images, which have the same
+sizes, and does not say in which order offsets are numbered; here the last coordinate runs fastest.
+Epsilon and S are to be found for each layer: schedule/grouping_search.py.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ from pumice.errors import OptionError
 Taps = tuple[int, ...]
 
 
+_FIRST = 4  # The first offsets of a submanifold map that the fixed grouping keeps apart, W0 to W3
+
+
 class OffsetGroup(NamedTuple):
     """Kernel offsets of a group, in order. batched: one batched GEMM for all of them, otherwise one plain GEMM each."""
 
@@ -58,42 +61,33 @@ class OffsetGroup(NamedTuple):
 class Grouping:
     """A rule that groups kernel offsets; kind: a name in GROUPINGS.
 
-    width (fixed): units per run, pairs of offsets if the map is symmetric. epsilon, size (adaptive): the maximum spread
-    (0..1), and S, the number of pairs from which one offset fills a device. Both should be tuned per layer, as in the
-    paper.
+    epsilon, size (adaptive): the maximum share of redundant operations (0..1), and S, the number of pairs from which
+    one offset fills a device. `pumice.tune` finds both for each layer in the mode "grouping".
     """
 
     kind: str
-    width: int = 4
     epsilon: float = 0.3
     size: int = 25_000
 
     def __post_init__(self) -> None:
         if self.kind not in GROUPINGS:
             raise OptionError(f"grouping {self.kind!r} is unknown; there are {', '.join(GROUPINGS)}")
-        if self.width < 1 or self.size < 0 or not 0 <= self.epsilon <= 1:
-            found = f"width={self.width}, size={self.size}, epsilon={self.epsilon}"
-            raise OptionError(f"width is at least 1, size at least 0, epsilon from 0 to 1; found {found}")
+        if self.size < 0 or not 0 <= self.epsilon <= 1:
+            found = f"size={self.size}, epsilon={self.epsilon}"
+            raise OptionError(f"size is at least 0, epsilon from 0 to 1; found {found}")
 
     def groups(self, counts: Sequence[int]) -> tuple[OffsetGroup, ...]:
         """The groups for these pair counts by offset; each offset is in exactly one group."""
         return _groups(self, tuple(counts))
 
     def __str__(self) -> str:
-        settings = {"fixed": f"(width={self.width})", "adaptive": f"(epsilon={self.epsilon}, S={self.size})"}
-        return self.kind + settings.get(self.kind, "")
+        return f"adaptive(epsilon={self.epsilon:g}, S={self.size})" if self.kind == "adaptive" else self.kind
 
 
 def padding(counts: Sequence[int], taps: Sequence[int]) -> float:
-    """The share of padding rows in a batched GEMM over these offsets."""
+    """The share of redundant operations, those of padding rows, in a batched GEMM over these offsets."""
     longest = max((counts[tap] for tap in taps), default=0)
     return 1 - sum(counts[tap] for tap in taps) / (len(taps) * longest) if longest else 0.0
-
-
-def spread(counts: Sequence[int], taps: Sequence[int]) -> float:
-    """1 - smallest / largest pair count of these offsets; an upper bound of their padding."""
-    longest = max((counts[tap] for tap in taps), default=0)
-    return 1 - min(counts[tap] for tap in taps) / longest if longest else 0.0
 
 
 @lru_cache(maxsize=1024)
@@ -113,20 +107,19 @@ def _symmetric(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
 
 def _fixed(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
     units = _units(counts)
-    width = how.width if _mirrored(counts) else max(1, len(units))
-    for at in range(0, len(units), width):
-        yield OffsetGroup(_merge_units(units[at : at + width]), True)
-    for unit in _centre(counts):
-        yield OffsetGroup(unit, False)
+    first = _FIRST if _mirrored(counts) else len(units)
+    for unit in (_merge_units(units[:first]), _merge_units(units[first:]), *_centre(counts)):
+        if unit:
+            yield OffsetGroup(unit, len(unit) > 1)
 
 
 def _adaptive(how: Grouping, counts: Taps) -> Iterator[OffsetGroup]:
-    run: list[int] = []
-    for tap in _outside_in(counts):
-        if run and spread(counts, [*run, tap]) > how.epsilon:
+    run: Taps = ()
+    for unit in _units(counts):
+        if run and padding(counts, run + unit) > how.epsilon:
             yield _as_group(how, counts, run)
-            run = []
-        run.append(tap)
+            run = ()
+        run += unit
     if run:
         yield _as_group(how, counts, run)
     for unit in _centre(counts):
@@ -146,14 +139,6 @@ def _units(counts: Taps) -> list[Taps]:
     if not _mirrored(counts):
         return [(tap,) for tap in range(len(counts))]
     return [(tap, len(counts) - 1 - tap) for tap in range(len(counts) // 2)]
-
-
-def _outside_in(counts: Taps) -> Iterator[int]:
-    """0, K-1, 1, K-2, ..., without the centre of symmetric counts."""
-    for tap in range(len(counts) // 2):
-        yield from (tap, len(counts) - 1 - tap)
-    if len(counts) % 2 and not _mirrored(counts):
-        yield len(counts) // 2
 
 
 def _centre(counts: Taps) -> list[Taps]:
@@ -183,7 +168,8 @@ class Dataflow:
     of kernel offsets, each with its own row order. sorted: rows are sorted by the kernel offsets that they have.
     piece: stream-K, the maximum entries of a segment per program; 0: one program per segment.
     grouping: of kernel offsets, for batched GEMMs. repeats: passes that are bitwise deterministic on a GPU (on a CPU
-    all are). devices: device types on which it is worth trying; it runs on both. source: the paper.
+    all are). devices: device types on which it is worth trying; it runs on both. source: the paper. skipped: its
+    layouts of the map are built, but no kernel runs and the result is zeros, in trials of other passes.
     """
 
     name: str
@@ -196,6 +182,7 @@ class Dataflow:
     grouping: Grouping | None = None
     repeats: tuple[str, ...] = PASSES
     devices: tuple[str, ...] = ("cuda", "cpu")
+    skipped: bool = False
 
     def __str__(self) -> str:
         known = self.grouping is None or self == DATAFLOWS.get(self.name)
@@ -254,14 +241,32 @@ def _named(choice: str | Dataflow) -> Dataflow:
         return choice
     if choice == PLANNED.name:
         return PLANNED
-    if choice not in DATAFLOWS:
-        raise OptionError(f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}")
-    return DATAFLOWS[choice]
+    if choice in DATAFLOWS:
+        return DATAFLOWS[choice]
+    count = choice.removeprefix(_SPLIT)
+    if count == choice or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+        raise OptionError(
+            f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}, and {_SPLIT}N for any N from 2 on"
+        )
+    return split_dataflow(int(count))
+
+
+def is_named(flow: Dataflow) -> bool:
+    """True if the dataflow is the one of its name."""
+    try:
+        return _named(flow.name) == flow
+    except OptionError:
+        return False
+
+
+def skipping(choice: str | Dataflow | Dataflows, kept: Sequence[str]) -> Dataflows:
+    """The choice with the kernels of all passes but `kept` skipped (Dataflow.skipped)."""
+    passes = zip(PASSES, chosen(choice), strict=True)
+    return Dataflows(*(flow if name in kept else replace(flow, skipped=True) for name, flow in passes))
 
 
 _TS, _TSPP = "TorchSparse, MLSys 2022", "TorchSparse++, MICRO 2023"
 _ADDED = (WGRAD,)  # deterministic passes of dataflows that accumulate outputs by atomics
-_OVER_TILES = (FORWARD, DGRAD)  # the same if each output has one program and only wgrad uses atomics
 
 
 def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
@@ -277,8 +282,22 @@ def _gathering(movement: str, repeats: tuple[str, ...]) -> list[Dataflow]:
 
 def _implicit(how: str, form: str, source: str, splits: int = 1, piece: int = 0) -> Dataflow:
     return Dataflow(
-        f"implicit-gemm-{how}", "implicit", form, source, splits, splits > 0, piece, None, _OVER_TILES, ("cuda",)
+        f"implicit-gemm-{how}", "implicit", form, source, splits, splits > 0, piece, None, PASSES, ("cuda",)
     )
+
+
+_SPLIT = "implicit-gemm-split"
+
+
+@lru_cache(maxsize=64)
+def split_dataflow(count: int) -> Dataflow:
+    """Implicit GEMM over rows sorted in `count` ranges of kernel offsets, 0: not sorted. A map with fewer offsets has
+    as many ranges as offsets. Raises OptionError for a negative count."""
+    if count < 0:
+        raise OptionError(f"a number of splits is at least 0, found {count}")
+    how = {0: "unsorted", 1: "sorted"}.get(count, f"split{count}")
+    form = {0: "unsorted", 1: "compacted"}.get(count, how)
+    return _implicit(how, form, f"{_TSPP}, sec. 4.1 ({count} split{'s' * (count != 1)})", count)
 
 
 _LIST = (
@@ -294,9 +313,8 @@ _LIST = (
         f"{_TSPP}; products are written in the order of the outputs and then summed, not added by atomics",
         devices=("cuda",),
     ),
-    _implicit("unsorted", "unsorted", f"{_TSPP}, sec. 4 (0 splits)", 0),
-    _implicit("sorted", "compacted", f"{_TSPP}, sec. 4 (1 split)"),
-    *(_implicit(f"split{n}", f"split{n}", f"{_TSPP}, sec. 4 ({n} splits)", n) for n in (2, 3, 4)),
+    *map(split_dataflow, range(5)),
+    _implicit("online", "online", f"{_TSPP}, sec. 6.2: rows are reordered in the kernel"),
     # With few outputs, programs split the loop over all kernel offsets and accumulate.
     replace(_implicit("table", "table", f"{_TSPP}; FlexGEMM, implicit GEMM", 0), repeats=()),
     replace(

@@ -70,6 +70,14 @@ def seconds(work: Work, device: Device) -> float:
 
 
 DEFAULT = "implicit-gemm-sorted"  # the planner's default on a GPU
+DEFAULT_WGRAD = "fetch-on-demand"  # the same for weight gradients
+
+
+def _on_a_gpu(flow: Dataflow, name: str) -> Dataflow:
+    """The dataflow of a pass on a GPU, where the planner has defaults."""
+    if flow.movement != PLANNED.movement:
+        return flow
+    return DATAFLOWS[DEFAULT_WGRAD if name == WGRAD else DEFAULT]
 
 
 @dataclass(frozen=True)
@@ -131,10 +139,12 @@ _STATED = ("implicit", "on-demand", "in-parts")
 # Equivalent and applicable dataflows
 def equivalence_key(flow: Dataflow, name: str, device: str) -> Hashable:
     """Equivalence key of a dataflow in one pass, to skip duplicate candidates."""
-    if flow.movement == PLANNED.movement and device == "cuda":
-        flow = DATAFLOWS[DEFAULT]
+    if device == "cuda":
+        flow = _on_a_gpu(flow, name)
     if flow.movement in _STATED:
-        return "pairs of a tap" if name == WGRAD else (flow.movement, flow.form, flow.piece)
+        # Weight gradients are not summed in parts.
+        movement = "implicit" if flow.movement == "in-parts" and name == WGRAD else flow.movement
+        return movement, flow.form, flow.piece
     if name != WGRAD or flow.movement in ("explicit", PLANNED.movement):
         return flow.movement, flow.grouping
     order = "vectorised" if flow.movement == "on-demand-in-order" else flow.movement
@@ -207,10 +217,11 @@ _PART_BYTES = 12  # memory traffic per result for each part after the first: flo
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
-    if flow.movement == PLANNED.movement:
-        flow = DATAFLOWS[DEFAULT]
-    if flow.movement in _STATED and name == WGRAD:
+    flow = _on_a_gpu(flow, name)
+    if flow.movement == "on-demand" and name == WGRAD:
         return _by_pairs(work, 1.0)
+    if flow.movement in _STATED and name == WGRAD:
+        return _weights_by_tiles(flow, work)
     if flow.movement == "in-parts":
         return _by_table_in_parts(work)
     if flow.movement == "implicit":
@@ -252,6 +263,17 @@ def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int)
     longest = min(taps, entries) if not piece else min(taps, piece)
     chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _ITERATION_SECONDS + (2e-6 if piece else 0)
     return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
+
+
+def _weights_by_tiles(flow: Dataflow, work: LayerWork) -> float:
+    """Seconds of weight gradients over the tiles of each offset, or all of them: gathers pairs and whole tiles of the
+    other side, and multiplies absent pairs, too."""
+    side, parts = work.forward_map, work.forward_map.parts(flow.form)
+    entries = -(-side.outputs // side.block) * side.taps if flow.form == "table" else sum(parts)
+    moved = (side.pairs * work.channels[0] + entries * side.block * work.channels[1]) * work.itemsize
+    flops = 2 * entries * side.block * work.macs_per_pair
+    longest = max(moved / DEVICES["cuda"].cache, 1.5 * flops / _MATRIX[work.itemsize])
+    return longest + (1 if flow.form == "table" else len(parts)) * (_KERNEL_SECONDS + 6e-6)
 
 
 def _by_pairs(work: LayerWork, slowdown: float) -> float:
@@ -307,15 +329,17 @@ def _on_cpu(flow: Dataflow, work: LayerWork, name: str) -> float:
 
 
 def _layouts_on_gpu(flow: Dataflow, side: MapStats, name: str) -> Iterator[tuple[Hashable, float]]:
-    if flow.movement == PLANNED.movement:
-        flow = DATAFLOWS[DEFAULT]
-    rows = side.outputs
-    if flow.movement in ("implicit", "in-parts") and name != WGRAD:
+    flow, rows = _on_a_gpu(flow, name), side.outputs
+    if flow.movement in ("implicit", "in-parts"):
         if flow.form != "table":
             parts = max(1, flow.splits)
             order = 14e-6 + rows * 0.06e-9 if flow.sorted else 0.0
             yield (id(side), flow.form), parts * (8e-6 + rows * 0.06e-9 + order)
-    elif flow.movement in _STATED:
+            if name == WGRAD:
+                # The tiles in the order of the offsets.
+                tiles = sum(side.parts(flow.form)) * side.block
+                yield (id(side), flow.form, WGRAD), parts * 30e-6 + tiles * 8 / DEVICES["cuda"].memory
+    elif flow.movement == "on-demand":
         yield (id(side), "grouped"), 10e-6 + side.pairs * 8 / DEVICES["cuda"].memory
     elif flow.movement != "explicit":
         # Lists of pairs and their row indices, computed by torch.

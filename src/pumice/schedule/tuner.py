@@ -6,6 +6,10 @@ measurements is the sum of the groups' candidates, not their product. Our additi
 current assignment again, since clocks drift; a choice must win twice by more than the measurement noise; and the result
 is compared with the default in the end, so that it is never slower as measured.
 
+In training a task has some of the passes of a group, and its trials run only these (section 4.2, figure 13: the other
+kernels are skipped). Such trials of one `part` are compared among themselves; what wins there also has to leave the
+whole no slower.
+
 Plain data and a function `measure`: no tensors, no launches.
 """
 
@@ -30,10 +34,12 @@ FINAL_MEASUREMENTS = 4  # measurements of the final comparison with the default
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A group and its candidates besides the default, in the order in which they are tried."""
+    """A group and its candidates besides the default, in the order in which they are tried. part: names the part of
+    the work that trials measure; "": all of it."""
 
     group: str
     candidates: tuple[Choice, ...]
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class _BudgetSpent(Exception):
 
 def measurements(tasks: Sequence[TuningTask]) -> int:
     """The maximum number of measurements of a search, linear in the number of candidates."""
-    return 3 + sum(len(task.candidates) + 2 for task in tasks) + FINAL_MEASUREMENTS
+    return 3 + sum(len(task.candidates) + 2 + bool(task.part) for task in tasks) + FINAL_MEASUREMENTS
 
 
 def search(
@@ -103,15 +109,17 @@ def search(
     clock: Clock | None = None,
     start: Assignment | None = None,
     before_group: Callable[[TuningTask], object] = lambda task: None,
+    measure_part: Callable[[Assignment, str], float] | None = None,
 ) -> SearchResult:
     """Tune the groups in turn, beginning with the assignment `start`; the module docstring describes the method.
 
-    before_group: called before each group, for instance to compile its candidates.
+    before_group: called before each group, for instance to compile its candidates. measure_part: as `measure`, for
+    tasks of a part.
 
     After the first measurement, KeyboardInterrupt and the end of the budget return the results so far. A PumiceError
     in the trial of a candidate rejects it; all other errors of `measure` propagate.
     """
-    return _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group).run()
+    return _Search(tasks, measure, clock or Clock(), dict(start or {}), before_group, measure_part).run()
 
 
 @dataclass
@@ -121,6 +129,7 @@ class _Search:
     clock: Clock
     current: dict[str, Choice]
     before_group: Callable[[TuningTask], object]
+    measure_part: Callable[[Assignment, str], float] | None
     tried: dict[str, list[TrialResult]] = field(default_factory=dict)
     tuned_groups: list[str] = field(default_factory=list)
     before: float = math.inf
@@ -128,6 +137,8 @@ class _Search:
     durations: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)
     measuring: tuple[str, Choice] = ("", None)
+    standing: dict[str, float] = field(default_factory=dict)
+    """Seconds of the current assignment by part, as last measured."""
 
     def __post_init__(self) -> None:
         self.began = self.clock.now()
@@ -155,57 +166,71 @@ class _Search:
         self._update_noise(self.before, self._measure({}))
         if self.current:
             self.best = self._measure(self.current)
+        self.standing[""] = self.best
 
     def _tune_group(self, task: TuningTask) -> None:
         """Choose the fastest candidate of a group if it beats the current assignment twice."""
         self.measuring = (task.group, None)
         self._check_budget()
         self.before_group(task)
-        baseline = self._measure(self.current)
-        self._update_noise(self.best, baseline)
-        self.best = baseline
+        baseline = self._measure(self.current, task.part)
+        self._update_noise(self.standing.get(task.part, math.inf), baseline)
+        self.standing[task.part] = baseline
+        if not task.part:
+            self.best = baseline
         results = self.tried.setdefault(task.group, [])
         try:
             for candidate in task.candidates:
-                results.append(self._measure_candidate(task.group, candidate, baseline))
+                results.append(self._measure_candidate(task, candidate, baseline))
         except (_BudgetSpent, KeyboardInterrupt):
             # The candidates measured so far count.
-            self._take_best(task.group, results, baseline)
+            self._take_best(task, results, baseline)
             raise
-        winner = self._take_best(task.group, results, baseline)
+        whole = self.best
+        winner = self._take_best(task, results, baseline)
         if winner is not None:
-            self._confirm(task.group, winner)
+            self._confirm(task, winner, whole)
         self.tuned_groups.append(task.group)
 
-    def _measure_candidate(self, group: str, candidate: Choice, baseline: float) -> TrialResult:
-        self.measuring = (group, candidate)
+    def _measure_candidate(self, task: TuningTask, candidate: Choice, baseline: float) -> TrialResult:
+        self.measuring = (task.group, candidate)
         try:
-            return TrialResult(candidate, self._measure({**self.current, group: candidate}), baseline)
+            return TrialResult(candidate, self._measure({**self.current, task.group: candidate}, task.part), baseline)
         except PumiceError as reason:
             return TrialResult(candidate, baseline=baseline, refused=str(reason))
 
-    def _take_best(self, group: str, results: Sequence[TrialResult], baseline: float) -> TrialResult | None:
+    def _take_best(self, task: TuningTask, results: Sequence[TrialResult], baseline: float) -> TrialResult | None:
         winner = min(results, key=lambda tried: tried.seconds, default=None)
         if winner is None or not self._is_faster(winner.seconds, baseline):
             return None
-        self.current[group], self.best = winner.candidate, winner.seconds
+        self.current[task.group], self.standing[task.part] = winner.candidate, winner.seconds
+        # What a part gains, the whole is taken to gain, until it is measured.
+        self.best -= baseline - winner.seconds
         return winner
 
-    def _confirm(self, group: str, winner: TrialResult) -> None:
-        self.measuring = (group, winner.candidate)
-        again = self._measure(self.current)
+    def _confirm(self, task: TuningTask, winner: TrialResult, whole: float) -> None:
+        """Measure a winner again, and one of a part also with all the rest. whole: seconds of all without it."""
+        self.measuring = (task.group, winner.candidate)
+        again = self._measure(self.current, task.part)
         self._update_noise(winner.seconds, again)
-        self.best = fmean((winner.seconds, again))
-        if not self._is_faster(self.best, winner.baseline):
-            del self.current[group]
-            self.best = winner.baseline
+        mean = fmean((winner.seconds, again))
+        stands = self._is_faster(mean, winner.baseline)
+        if stands and task.part:
+            now = self._measure(self.current)
+            stands = not self._is_faster(whole, now)
+            whole = now if stands else whole
+        if not stands:
+            del self.current[task.group]
+        self.standing[task.part] = mean if stands else winner.baseline
+        self.best = whole if task.part else self.standing[""]
 
     def _verify_against_default(self) -> str:
         """Measure default and assignment again, alternating; returns why the default is kept."""
         if not self.current:
             return ""
         self.measuring = ("", None)
-        pairs = [(self._measure({}, True), self._measure(self.current, True)) for _ in range(FINAL_MEASUREMENTS // 2)]
+        both = {}, self.current
+        pairs = [tuple(self._measure(one, last=True) for one in both) for _ in range(FINAL_MEASUREMENTS // 2)]
         # These replace earlier measurements, since clocks drift.
         self.before, self.best = (fmean(side) for side in zip(*pairs, strict=True))
         if self.best < self.before:
@@ -224,12 +249,12 @@ class _Search:
         if 0 < max(one, other) < math.inf:
             self.noise.append(abs(one - other) / max(one, other))
 
-    def _measure(self, assignment: Assignment, last: bool = False) -> float:
-        """Seconds of an assignment. Checks the budget before, unless `last`."""
+    def _measure(self, assignment: Assignment, part: str = "", last: bool = False) -> float:
+        """Seconds of an assignment, or of a part of the work. Checks the budget before, unless `last`."""
         if not last:
             self._check_budget()
         begin = self.clock.now()
-        seconds = self.measure(assignment)
+        seconds = self.measure_part(assignment, part) if part and self.measure_part else self.measure(assignment)
         self.durations.append(self.clock.now() - begin)
         self._report_progress()
         return seconds
