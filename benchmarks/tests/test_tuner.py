@@ -70,7 +70,7 @@ def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
 
 OF_LAYERS = ("dataflows", "layers", "batching", "offsets")  # Studies that time no whole networks
 WAYS = {
-    "movement": {"scalar-fp32", "vectorised-fp32", "scalar", "vectorised", "fused", "locality-aware"},
+    "movement": {"fp32", "vectorised-fp32", "scalar", "vectorised", "fused", "locality-aware"},
     "breakdown": {"offset-by-offset", "locality-aware", "default"},
     "grouping": {"separate", "symmetric", "fixed", "adaptive", "adaptive-tuned"},
     "strategies": {"own", "other-width", "default"},
@@ -508,7 +508,7 @@ def test_ways_of_movement_move_as_they_say(setup, monkeypatch):
         run = getattr(bench_tuner_movement.movement, name)
         monkeypatch.setattr(bench_tuner_movement.movement, name, partial(counted, name, at, run))
     for name, way in bench_tuner_movement.MOVEMENTS.items():
-        order = "stationary" if name == "locality-aware" else "slots_scalar" if name.startswith("scalar") else "slots"
+        order = "stationary" if name == "locality-aware" else "slots_scalar" if name in ("fp32", "scalar") else "slots"
         moved.clear()
         gathered, sums = (
             bench_tuner_layers.results(run) for run in (way.gathers(layers), way.scatters(layers, products))
