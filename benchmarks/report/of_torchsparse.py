@@ -12,7 +12,7 @@ _PAPER = "TorchSparse"
 def _movement(way: str) -> tuple[Pick, ...]:
     """Gather, scatter, both, against scalar fp32."""
     return tuple(
-        tuner(f"{KITTI}/movement-{way}", f"part:{part}", peer="scalar-fp32")
+        tuner(f"{KITTI}/movement-{way}", f"part:{part}", peer="(scalar-)?fp32")
         for part in ("gather", "scatter", "movement")
     )
 
