@@ -2,7 +2,7 @@
 
 The scene is made of real scans side by side, 40 m apart, each turned at random, so that they overlap: `--count` voxels
 of 5 cm (20 million; on a CPU 1 million). The network is a MinkUNet, on a CPU of an eighth of the width, else of half.
-Tiles are the largest of which the largest, with its halo, has at most a fifth of the voxels. Each way runs in a process
+Tiles are the largest of which the largest, with its halo, has at most an eighth of the voxels (compiled inference holds the kernel maps of all levels at once). Each way runs in a process
 of its own. Memory is the peak of allocated GPU memory, where tiles may have a quarter of what the whole needed
 (torch.cuda.set_per_process_memory_fraction); on a CPU it is the growth of the process's peak resident size.
 """
@@ -29,7 +29,7 @@ from pumice.env import settings
 
 VOXEL, APART = 0.05, 40.0
 """Metres: voxels, and between scans."""
-SHARE, LIMIT = 0.2, 0.25
+SHARE, LIMIT = 0.12, 0.25
 """Of the voxels in the largest tile, and of the whole's memory that tiles may use."""
 _COUNT = {"cuda": 20_000_000, "cpu": 1_000_000}
 _GIB = 2**30
