@@ -8,7 +8,7 @@ import triton.language as tl
 def segment_sums(
     x, values, places, slots, codes, firsts, pieces, scratch, waiting, y, programs: "i64", width: "i64", size: "i64",
     LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr, VECTOR: tl.constexpr,
-    EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr, HINT: tl.constexpr
+    EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr
 ):  # fmt: skip
     """y[segment, n] = sum over entries e of the segment of values[e] * x[places[e], n]
 
@@ -45,12 +45,12 @@ def segment_sums(
             offset = place.to(tl.int64) * width
         else:
             offset = place * width.to(tl.int32)
-        first = _added(first, x, offset, column, there, value, width, LANES, 0, VECTOR, EVEN, VALUED, HINT)
+        first = _added(first, x, offset, column, there, value, width, LANES, 0, VECTOR, EVEN, VALUED)
         if BLOCKS > 1:
-            second = _added(second, x, offset, column, there, value, width, LANES, 1, VECTOR, EVEN, VALUED, HINT)
+            second = _added(second, x, offset, column, there, value, width, LANES, 1, VECTOR, EVEN, VALUED)
         if BLOCKS > 2:
-            third = _added(third, x, offset, column, there, value, width, LANES, 2, VECTOR, EVEN, VALUED, HINT)
-            fourth = _added(fourth, x, offset, column, there, value, width, LANES, 3, VECTOR, EVEN, VALUED, HINT)
+            third = _added(third, x, offset, column, there, value, width, LANES, 2, VECTOR, EVEN, VALUED)
+            fourth = _added(fourth, x, offset, column, there, value, width, LANES, 3, VECTOR, EVEN, VALUED)
         if VALUED:
             value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
         place = following
@@ -97,14 +97,11 @@ def _addresses(offset, columns, LANES: tl.constexpr, VECTOR: tl.constexpr, EVEN:
 @triton.jit
 def _added(
     total, x, offset, column, there, value, width, LANES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-    EVEN: tl.constexpr, VALUED: tl.constexpr, HINT: tl.constexpr
+    EVEN: tl.constexpr, VALUED: tl.constexpr
 ):  # fmt: skip
     columns, _ = _columns(column, width, LANES, BLOCK, VECTOR, EVEN)
     where = x + _addresses(offset, columns, LANES, VECTOR, EVEN)
-    if HINT:
-        read = tl.load(where, mask=there[:, None], other=0, eviction_policy="evict_last").to(tl.float32)
-    else:
-        read = tl.load(where, mask=there[:, None], other=0).to(tl.float32)
+    read = tl.load(where, mask=there[:, None], other=0).to(tl.float32)
     if VALUED:
         total += value[:, None] * read
     else:
