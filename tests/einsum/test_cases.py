@@ -247,7 +247,9 @@ def call(
 @pytest.mark.parametrize("forms", [*([form] for form in FORMS), [*FORMS]], ids=[*FORMS, "all"])
 def test_convolutions_in_every_form(forms, kernel, stride):
     x, found, dense = conv_map(kernel, stride)
-    forms = [form for form in forms if FORMS[form].storage_form.parts <= found.volume]
+    # The form for weight gradients is one part of several splits.
+    parts = {form: max(FORMS[form].storage_form.parts, 2 if form == "split2_w" else 1) for form in forms}
+    forms = [form for form in forms if parts[form] <= found.volume]
     if not forms:
         pytest.skip("fewer taps than parts")
     operands = {"x": x, "w": normal(4, found.volume, 5), "g": normal(found.num_outputs, 4, seed=1)}

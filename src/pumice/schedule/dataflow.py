@@ -320,6 +320,8 @@ _LIST = (
     replace(
         _implicit("table-split-k", "table", "FlexGEMM, implicit GEMM with split-K and a final sum", 0),
         movement="in-parts",
+        # Weight gradients are those of the table.
+        repeats=(FORWARD, DGRAD),
     ),
     _implicit("split-k", "compacted", "FlexGEMM, masked implicit GEMM with split-K; stream-K: PPoPP 2023", 1, 8),
 )
