@@ -4,8 +4,8 @@ The scene is made of real scans side by side, 40 m apart, each turned at random,
 of 5 cm (20 million; on a CPU 1 million). The network is a MinkUNet, on a CPU of an eighth of the width, else of half.
 Tiles are the largest of which none, with its halo, has more than an eighth of the voxels, since compiled inference
 holds the kernel maps of all levels at once. Each way runs in a process of its own. Memory is the peak of allocated GPU
-memory, where tiles may have a quarter of what the whole needed (torch.cuda.set_per_process_memory_fraction); on a CPU it
-is the growth of the process's peak resident size.
+memory, where tiles may have a quarter of what the whole needed (torch.cuda.set_per_process_memory_fraction); on a CPU
+it is the growth of the process's peak resident size.
 """
 
 from __future__ import annotations
