@@ -20,7 +20,7 @@ from pumice.lower.maps import FORMS
 from pumice.schedule.tile import Tile
 
 PRODUCTS = ("block_group_coo_128", "conv_compacted", "conv_compacted_t:dX", "conv_grouped:dW", "tp")
-ONE_TARGET = ("bcsr_", "conv_g_", "conv_table", "tp_own", "tp_grouped", "tp_tables_own")
+ONE_TARGET = ("bcsr_", "conv_g_", "conv_online", "conv_table", "tp_own", "tp_grouped", "tp_tables_own")
 """Like others in all but an axis: compiled for sm_90 alone."""
 TWO_PRODUCTS = ("block_group_coo_128", "conv_grouped:dW")
 """Of the products those in other dtypes for targets besides sm_90."""
@@ -127,7 +127,7 @@ SPILLS = {
     "block_group_coo_128 sm_90 fp32 tf32x3": 1200,
     # float32 by several products holds its operands in several parts.
     "conv_compacted sm_80 fp32 tf32x3": 16_000,
-    "conv_grouped:dW sm_80 fp32 bf16x6 128x128x64 w8 s2 prefetch": 1200,
+    "conv_grouped:dW sm_80 fp32 bf16x6 128x128x64 w8 s2 prefetch": 4000,
 }
 """Known spills of cases and jobs: bytes at most (registers on AMD)."""
 SERIALIZED = {"tp_grouped:dW sm_90 fp16", "tp sm_90 fp32 tf32", "tp_tables:dW sm_90 fp16"}

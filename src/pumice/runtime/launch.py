@@ -423,15 +423,17 @@ class BoundKernel:
         self._options |= {} if fused else {"enable_fp_fusion": False}
         self._compiled: dict[tuple[int, ...], CompiledKernel] = {}
 
-    def __call__(self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = ()) -> None:
-        """As KernelLauncher.__call__; sets the current device if necessary."""
+    def __call__(
+        self, programs: int, tensors: Sequence[Array], numbers: Sequence[float] = (), current: bool = False
+    ) -> None:
+        """As KernelLauncher.__call__; sets the current device if necessary. current: it is that of the tensors."""
         if programs == 0:
             return
         # -1 on a CPU.
         device = tensors[0].get_device()
-        if device >= 0 and device != torch._C._cuda_getDevice():
+        if device >= 0 and not current and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                return self(programs, tensors, numbers)
+                return self(programs, tensors, numbers, True)
         # Inlined, as there are several for each launch.
         addresses = [each.address if type(each) is Part else each.data_ptr() for each in tensors]
         bits = 0
