@@ -16,6 +16,7 @@ from pumice.language.bind import bind
 from pumice.language.iteration import IterationChoices
 from pumice.language.parse import parse
 from pumice.lower import iterate, nest_c
+from pumice.lower.iterate_c import widths
 from pumice.ops.direct import stored_operand
 
 pytestmark = pytest.mark.skipif(nest_c.unavailable() is not None, reason="no C compiler")
@@ -262,7 +263,9 @@ def test_weights_are_stored_by_tiles(channels, axes):
     text = f"O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[{read}] ; p:9, q:8, r:3"
     given = {"I": pm.sparse(image, "n:U h:U w:U c:C"), "F": weight.permute(axes).contiguous()}
     made = product(text, **given)
-    assert made.planned.nest.arrays[1].tiles
+    # One tile may hold all channels, as 64 with vectors of 16.
+    several = len(widths(channels, nest_c.lanes_of(torch.float32)[1])) > 1
+    assert bool(made.planned.nest.arrays[1].tiles) == several
     torch.testing.assert_close(made.run(), wanted)
     given["F"].mul_(2)
     torch.testing.assert_close(pm.einsum(text, **given), 2 * wanted)
