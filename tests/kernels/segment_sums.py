@@ -50,7 +50,7 @@ def check_sums(lengths: list[int], width: int, tile: SegmentTile | None, dtype: 
     factors = values[there, None].double() if valued else 1.0
     want = torch.zeros(len(lengths), width, dtype=torch.float64)
     want.index_add_(0, segments[there].long(), factors * x[places[there].long()].double())
-    tile = tile or SegmentTile.default(len(places) / len(lengths), x.element_size())
+    tile = tile or SegmentTile()
     ready = segment_sums.prepared(segments, len(lengths), 1, tile)
     for run in (ready.run, ready.run_torch):
         got = run(x, values if valued else None, places, torch.full((len(lengths), width), torch.nan, dtype=dtype))

@@ -59,7 +59,7 @@ Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None
 @dataclass(frozen=True)
 class Lowering:
     """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model.
-    named: it is never chosen, but asked for by name."""
+    named: it runs only if lowering= names it."""
 
     refusal: Refusal
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
@@ -676,7 +676,7 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
         if wanted and name != wanted:
             continue
         if lowering.named and not wanted:
-            yield name, math.inf, "it is asked for by name"
+            yield name, math.inf, "it runs only if lowering= names it"
             continue
         # The interpreter is for tests and only used if requested by name.
         if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":

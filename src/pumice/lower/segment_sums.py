@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -111,16 +110,14 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 
 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
-    """Rows are read through the second-level cache, some of them through the first; more slowly than by the generated
-    kernel where that was measured."""
+    """Rows are read through the second-level cache, some of them through the first."""
     roles = roles_of(statement)
     assert isinstance(roles, Roles)
-    points, size = bound.points(indices_of(statement)), operands[roles.rows].element_size()
-    found = _of_length(operands[roles.places].numel() / bound.shape[0], size)
-    return Work(2 * points, cache=(_CACHED if found.wins else _SLOWER) * size * points)
+    points = bound.points(indices_of(statement))
+    return Work(2 * points, cache=_CACHED * operands[roles.rows].element_size() * points)
 
 
-_CACHED, _SLOWER = 0.8, 8.0
+_CACHED = 0.8
 
 
 class SegmentStep:
@@ -159,9 +156,8 @@ class SegmentStep:
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
         roles, count = self._roles, self.bound.shape[0]
         places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
-        tile = SegmentTile.default(places.numel() / count, operands[roles.rows].element_size())
         size = places.shape[1] if places.ndim == 2 else 1
-        return prepared(operands[roles.segments], count, size, tile), values, places.contiguous()
+        return prepared(operands[roles.segments], count, size, SegmentTile()), values, places.contiguous()
 
     def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shape, x = self.bound.shape, operands[self._roles.rows]
@@ -179,7 +175,9 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 class SegmentTile(NamedTuple):
     """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns (of 4-byte values). short,
     long: entries up to which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at
-    most: longer segments are cut. window: segments that keep together."""
+    most: longer segments are cut. window: segments that keep together.
+
+    Few rows in one warp were the fastest of 55 tiles over 17 matrices on an H200, of 128 columns."""
 
     rows: int = 8
     blocks: int = 4
@@ -188,33 +186,6 @@ class SegmentTile(NamedTuple):
     long: int = 32
     turns: int = 16
     window: int = 1024
-
-    @classmethod
-    def default(cls, mean: float, itemsize: int) -> SegmentTile:
-        """The tile for segments of `mean` entries on average, and values of so many bytes."""
-        return _of_length(mean, itemsize).tile
-
-
-class Measured(NamedTuple):
-    """What is known of segments of less than `below` entries on average. wins: against the generated kernel."""
-
-    below: float
-    tile: SegmentTile
-    wins: bool = True
-
-
-_MEASURED: Mapping[int, tuple[Measured, ...]] = MappingProxyType(
-    {
-        4: (Measured(math.inf, SegmentTile()),),
-        2: (Measured(math.inf, SegmentTile()),),
-    }
-)
-"""By bytes of values, for 128 columns. Few rows in one warp were the fastest of 55 tiles over 17 matrices on an H200;
-blocks of columns have not been compared."""
-
-
-def _of_length(mean: float, itemsize: int) -> Measured:
-    return next(found for found in _MEASURED[itemsize] if mean < found.below)
 
 
 class Order(NamedTuple):
