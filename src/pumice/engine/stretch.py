@@ -19,6 +19,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.maps import bound_map, no_map
+from pumice.lower.parts import WeightParts, fits_parts, number_of_parts
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
@@ -37,6 +38,8 @@ from pumice.runtime.workspace import Workspace, workspace
 
 Env = dict[Node, Any]
 """Values by node."""
+Tensors = Sequence[Tensor | None]
+"""Of products, in the order of Stretch.sources."""
 _ALIGNED = 256
 """Bytes: alignment of buffers in the arena."""
 _ADDRESS = 16
@@ -189,6 +192,9 @@ class Stretch:
         self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
+        # Weights of float32 products in parts, and the products that read them.
+        self._stored: WeightParts | None = None
+        self._in_parts = frozenset[int]()
 
     def _placed(self, outside: set[Node]) -> dict[Node, Place]:
         """Place of each product's and concatenation's value."""
@@ -259,11 +265,14 @@ class Stretch:
                 own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
-            launches = self._launches(tensors, given)
-        return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
+            stored = self._store_parts(tensors, given[0])
+            launches = self._launches(stored, given)
+        if launches is None:
+            return partial(self._by_modules, env)
+        return partial(self._start, env, own, launches, (tensors, stored))
 
-    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]) -> None:
-        """Run the products as kernels. own: the inputs, cast for autocast."""
+    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors]) -> None:
+        """Run the products as kernels. own: the inputs, cast for autocast; tensors: see StretchRun."""
         going = StretchRun(self, own, launches, tensors)
         with autograd.autocast_disabled([going.like]):
             going.all()
@@ -308,6 +317,27 @@ class Stretch:
             torch._foreach_copy_(means, [mean for _, mean, _ in both])  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_sub_(means, [bias for _, _, bias in both])  # pyright: ignore[reportPrivateImportUsage]
         return found
+
+    def _store_parts(self, tensors: Tensors, like: Tensor) -> Tensors:
+        """Put weights of float32 products in parts into memory that later calls reuse."""
+        parts = number_of_parts(kernels.float32_precision()) if autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING else 0
+        size = len(_TENSORS)
+        found = {
+            n: weight
+            for n, step in enumerate(self.products if parts else ())
+            if (weight := tensors[n * size]) is not None and is_one_kernel(step.layer) and fits_parts(weight)
+        }
+        self._in_parts = frozenset(found)
+        if not found:
+            return tensors
+        weights = [*found.values()]
+        if self._stored is None or not self._stored.holds(weights, parts):
+            self._stored = WeightParts.of(weights, parts)
+        self._stored.fill(weights)
+        made = [*tensors]
+        for n, weight in zip(found, self._stored.first, strict=True):
+            made[n * size] = weight
+        return made
 
     @staticmethod
     def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -356,15 +386,16 @@ class Stretch:
         for node, place in self.places.items():
             whole = given[0].new_empty((0, place.buffer.width))
             known[node] = whole[:, place.column : place.column + place.channels]
-        return [self._launch(step, known, own) for step, own in zip(self.products, parts, strict=True)]
+        return [self._launch(n, known, own) for n, own in enumerate(parts)]
 
-    def _launch(self, step: Product, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
+    def _launch(self, number: int, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
+        step = self.products[number]
         layer: Any = step.layer
         weight, x = own[0], known[step.x]
         if not is_one_kernel(layer):
             return None
         residual = None if step.residual is None else known[step.residual]
-        epilogue = self.epilogue(step, own, residual)
+        epilogue = self.epilogue(step, own, residual).over_parts(self.weight_parts(number))
         operands = tuple(epilogue.operands.values())
         addresses = tuple(t.data_ptr() for t in (weight, *operands) if t is not residual)
         column = self.places[step.node].column * x.element_size()
@@ -373,6 +404,10 @@ class Stretch:
         key = product_signature((x, weight, *operands), epilogue.signature)
         lead = 0 if residual is None else residual.stride(0)
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
+
+    def weight_parts(self, number: int) -> int:
+        """The number of parts of a product's weight, 0 if it is read as it is."""
+        return self._stored.parts if self._stored is not None and number in self._in_parts else 0
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
         """The epilogue of a product; its row padding skips the other columns of the buffer. own: the product's tensors;
@@ -443,13 +478,19 @@ def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
     return number, None if found is None else bound_map(found).signature
 
 
+def _of_product(tensors: Tensors, number: int) -> Tensors:
+    """The tensors of a product, among those of all."""
+    return tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
+
+
 class StretchRun:
-    """One execution of a stretch: addresses, geometries and row counts of its values."""
+    """One execution of a stretch: addresses, geometries and row counts of its values. tensors: as modules, and as
+    launches take them."""
 
     def __init__(
-        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]
+        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors] = ((), ())
     ) -> None:
-        self._stretch, self._env, self._launches, self._tensors = stretch, env, launches, tensors
+        self._stretch, self._env, self._launches, (self._tensors, self._stored) = stretch, env, launches, tensors
         count = len(stretch.numbers)
         self._addresses: list[int] = [0] * (count + 1)
         # Index -1, the last entry, stands for absent operands.
@@ -500,10 +541,17 @@ class StretchRun:
             return compilation_of_linear(x, weight, epilogue)
         return compilation_of_conv(x, weight, found, epilogue)
 
-    def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
-        """`_compile`, unless this product was compiled for maps of this kind: some calls are never one kernel."""
-        if _kind_of_map(number, found) not in self._stretch.compiled:
-            self._compile(maps)
+    def _call(self, number: int, launch: Launch, maps: Sequence[KernelMap | None]) -> BoundCall | None:
+        """The call of a product; compiles all kernels first, unless it did for maps of this kind: some calls are never
+        one kernel."""
+        one, found = self._stretch.wired[number], maps[number]
+        rows = self._rows[one.at_x]
+        given = found or no_map(rows), launch.key, launch.rows(rows, self._rows[one.at_y]), launch.columns
+        call = call_over(*given)
+        if call is not None or _kind_of_map(number, found) in self._stretch.compiled:
+            return call
+        self._compile(maps)
+        return call_over(*given)
 
     def find_maps(self) -> list[KernelMap | None]:
         """Kernel maps of all products, None for linear maps; fills in geometries and row counts of all values."""
@@ -524,15 +572,12 @@ class StretchRun:
 
     def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
         """(features, weight, epilogue) with a product's layouts. rows: (of features, of the result)."""
-        step, own = self._stretch.wired[number].step, self._own(number)
+        step, own = self._stretch.wired[number].step, _of_product(self._stored, number)
         weight, lead, like = own[0], launch.residual_lead, self.like
         assert weight is not None
         x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
         residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
-        return x, weight, self._stretch.epilogue(step, own, residual)
-
-    def _own(self, number: int) -> Sequence[Tensor | None]:
-        return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
+        return x, weight, self._stretch.epilogue(step, own, residual).over_parts(self._stretch.weight_parts(number))
 
     def all(self) -> None:
         """Launch all products. All maps are requested first: other streams may build those in buffers meanwhile, and
@@ -556,14 +601,12 @@ class StretchRun:
                 if rows == on.num_inputs:
                     call = None if self.buffered else on.calls.get(launch.key)
                     if call is None:
-                        call = call_over(on, launch.key, launch.rows(rows, count), launch.columns)
+                        call = self._call(number, launch, maps)
             if call is not None and launch is not None and (call.executor is launch.executor or launch.takes(call)):
                 if (needs := call.needs) is not None and (shared is None or not shared.holds(*needs)):
                     shared = workspace(*needs, self.like.device)
                 call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], shared)
             else:
-                if call is None and launch is not None:
-                    self._compile_once(number, found, maps)
                 self._do(number, outputs)
 
     def _map(self, one: Wired, inputs: Geometry) -> tuple[KernelMap, Geometry]:
@@ -610,7 +653,7 @@ class StretchRun:
 
     def _do(self, number: int, outputs: Geometry) -> None:
         """Run a product by the functions of pumice.ops, and store its result at its place for later kernels."""
-        one, own = self._stretch.wired[number], self._own(number)
+        one, own = self._stretch.wired[number], _of_product(self._tensors, number)
         step, weight = one.step, own[0]
         layer: Any = step.layer
         assert weight is not None

@@ -46,6 +46,7 @@ class Signature:
     even: the tile axes out of "Y", "R" and "X" whose extent is divisible by the tile.
     single_iteration: one tile covers the reduction.
     split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
+    parts: the right side of a float32 product is stored in so many parts (lower.parts), which are not computed; 0: whole.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
@@ -70,6 +71,7 @@ class Signature:
     even: str = ""
     single_iteration: bool = False
     split_float32: bool = False
+    parts: int = 0
     segment_threads: int = 1
     column_major_grid: bool = False
     splits: bool = False
@@ -197,6 +199,7 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
     entry: tuple[str, str] = ("", "")
@@ -259,6 +262,8 @@ class _Emitter:
             raise OptionError("lazy=False requires a matrix product that is not nested, stacked or packed")
         if not signature.padded and not (owned and len(roles.rows) == 1):
             raise OptionError("padded=False requires tiles whose rows are the points of one segment")
+        if signature.parts and (not roles.product or roles.within or not signature.lazy or len(roles.right) != 1):
+            raise OptionError("a stored side is the right side of a matrix product, alone")
 
     def _text(self, name: str, arguments: Sequence[Argument]) -> str:
         signature = ", ".join(a.variable + (": tl.constexpr" if a.kind == "constant" else "") for a in arguments)
@@ -419,17 +424,26 @@ class _Emitter:
             self.entry = owner.code, " * ".join(f"({v.at('RX')}).to({self.accumulator})" for v in (left, right))
             code = f"tl.where({owner.at('YR')} == row[:, None], {left.at('YR')}, 0.0)"
             left = self._named("m", Value(code, "YR"), self.body)
-        sides = self._side(left, "YR", compute), self._side(right, "RX", compute)
+        a, b = self._side(left, "YR", compute), self._side(right, "RX", compute)
+        stored = self.signature.parts
         if not self.signature.split_float32:
-            a, b = (self._rounded(side, compute) for side in sides)
+            a, b = self._rounded(a, compute), b if stored else self._rounded(b, compute)
             return f"tl.dot({a}, {b}, accumulator, {self._how(compute)})"
-        (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
+        (a, low_a), (b, low_b) = self._halves(a), (b, self._part(right, 1)) if stored else self._halves(b)
         # Remainders have their own accumulator, so that NaNs are filtered once, after the loop.
         self.body += [
             f"small = tl.dot({low_a}, {b}, small, input_precision='tf32')",
             f"small = tl.dot({a}, {low_b}, small, input_precision='tf32')",
         ]
         return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
+
+    def _part(self, first: Value, number: int) -> str:
+        """Load a part of the stored side; the parts lie one behind another. first: its first part."""
+        access = self._factor(self.roles.right[0])
+        size = self._scaled(access.name, 0, self._extent(str(access.indices[0].bare)))
+        (pointer, *places), mask = self.loads[first.code]
+        where = " + ".join((pointer, f"{number} * {size}", *places))
+        return self._named("v", Value(_loading(where, mask, False)), self.body).code
 
     def _how(self, compute: str) -> str:
         """The precision arguments of tl.dot."""
@@ -766,15 +780,16 @@ class _Emitter:
         integer = self.dtypes[access.name] in INTEGERS
         if not self.signature.lazy and not integer and own in ("YR", "RX"):
             return self._loaded_eagerly(access, own, (pointer, masks), lines)
-        where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
+        where = [self._operand(access.name), *(value.at(own) for value in pointer)]
         mask = " & ".join(value.at(own) for value in masks)
         cast = ".to(tl.int32)" if integer and not self.signature.int64_operands and access.name not in self.long else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.prefetch_indices and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
-            self.ahead.append((loaded.code, where, mask, cast))
+            self.ahead.append((loaded.code, " + ".join(where), mask, cast))
         else:
-            loaded = self._named("v", Value(_loading(where, mask, integer) + cast, own), lines)
+            loaded = self._named("v", Value(_loading(" + ".join(where), mask, integer) + cast, own), lines)
+            self.loads[loaded.code] = where, mask
         self.values[key] = loaded
         return loaded
 

@@ -53,24 +53,30 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class EpilogueSignature:
-    """Static part of an epilogue. names: keys of its tensors (EPILOGUE); other fields: as in Epilogue."""
+    """Static part of an epilogue. names: keys of its tensors (EPILOGUE); weight_parts: of the product in front of it
+    (lower.parts), 0 for a weight as it is; other fields: as in Epilogue."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
     dtype: torch.dtype | None = None
     eps: float = 0.0
     row_padding: int = 0
+    weight_parts: int = 0
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
+    def _facts(self) -> tuple[Any, ...]:
+        return self.names, self.activation, self.dtype, self.eps, self.row_padding, self.weight_parts
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.activation, self.dtype, self.eps, self.row_padding))
+        return hash(self._facts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Drop the cached hash: string hashes differ between processes.
-        return EpilogueSignature, (self.names, self.activation, self.dtype, self.eps, self.row_padding)
+        return EpilogueSignature, self._facts
 
 
 NO_EPILOGUE = EpilogueSignature()
@@ -148,6 +154,14 @@ class Epilogue:
             return replace(self, mean=-bias if self.mean is None else self.mean - bias)
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
+
+    def over_parts(self, parts: int) -> Epilogue:
+        """This epilogue, behind a product whose weight is stored in parts (lower.parts)."""
+        if not parts:
+            return self
+        signature, made = replace(self.signature, weight_parts=parts), object.__new__(Epilogue)
+        object.__setattr__(made, "__dict__", {**self.__dict__, "operands": self.operands, "signature": signature})
+        return made
 
     def split(self, groups: int) -> Epilogue:
         """The epilogue for results [..., groups, channels of a group], without row padding."""

@@ -575,6 +575,8 @@ def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
     """The kernel with this tile for operands like these; operands[""] is the result."""
+    # A weight in parts is the right side.
+    tile = replace(tile, swapped=False) if options.finish.weight_parts else tile
     source, form = _generate(bound, operands, tile, options)
     names = (*_used(bound), *options.finish.names, "", *[BEFORE] * (BEFORE in operands))
     roles, call = (_form(bound), form), (bound, operands, names)
@@ -590,7 +592,12 @@ def _generate(
     thrice = form.within is not None and options.precision == "tf32x3" and _computes_fp32(signature)
     finish = options.finish
     signature = replace(
-        signature, splits=options.splits > 1, split_float32=thrice, activation=finish.activation, eps=finish.eps
+        signature,
+        splits=options.splits > 1,
+        split_float32=thrice or finish.weight_parts > 1,
+        parts=finish.weight_parts,
+        activation=finish.activation,
+        eps=finish.eps,
     )
     return _emitted(bound.statement, form, signature), form
 
