@@ -196,9 +196,9 @@ class Compiled(Begun):
         operands = {name: t.float() for name, t in found.items() if name and not name.startswith("*")}
         if finish.weight_parts:
             # One behind another.
-            w, begins = found["w"], range(sizes["operand", "w", 0], 1 << 63, 4 * found["w"].numel())
+            w, begins = found["w"], range(sizes["operand", "w", 0], 1 << 63, found["w"].nbytes)
             parts = [at(begin, w.dtype, w.shape, w.stride())[0] for begin in begins[: finish.weight_parts]]
-            operands["w"] = torch.stack(parts).sum(0)
+            operands["w"] = torch.stack(parts).float().sum(0)
         if places:
             rows = {name or statement.target.name: len(t) for name, t in found.items()}
             form = gpu.form_of(places, {name: count for name, count in rows.items() if name in SIDES})

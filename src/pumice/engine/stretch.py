@@ -488,7 +488,7 @@ class StretchRun:
     launches take them."""
 
     def __init__(
-        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors] = ((), ())
+        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors]
     ) -> None:
         self._stretch, self._env, self._launches, (self._tensors, self._stored) = stretch, env, launches, tensors
         count = len(stretch.numbers)

@@ -594,7 +594,7 @@ def _generate(
     signature = replace(
         signature,
         splits=options.splits > 1,
-        split_float32=thrice or finish.weight_parts > 1,
+        split_float32=thrice,
         parts=finish.weight_parts,
         activation=finish.activation,
         eps=finish.eps,

@@ -19,6 +19,7 @@ def split_weights(blocks, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
         # Not for NaN, whose bits may overflow, nor near the largest value, which would become infinite.
         tl.store(out + place + r, tl.where(tl.abs(x) < 3.4e38, rounded, x), mask=there)
     else:
-        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        tl.store(out + place + r, high, mask=there)
-        tl.store(out + place + tl.load(own + 3) + r, x - high, mask=there)
+        for part in tl.static_range(PARTS):
+            high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+            tl.store(out + place + part * tl.load(own + 3) + r, high.to(tl.bfloat16), mask=there)
+            x -= high
