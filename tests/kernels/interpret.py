@@ -199,7 +199,6 @@ def check_parts() -> None:
     weights[0][0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max])
     for parts in (1, 3):
         found, by_torch = WeightParts.of(weights, parts), WeightParts.of(weights, parts)
-        assert found.holds(weights, parts) and not found.holds(weights[:2], parts)
         found.fill(weights)
         with patch("pumice.lower.parts.has_triton", lambda x: False):
             by_torch.fill(weights)

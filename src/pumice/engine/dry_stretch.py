@@ -44,7 +44,7 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
         stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
         each = number_of_parts(kernels.float32_precision()) * torch.float32.itemsize
         meter.keep(sum(each * weight.numel() for weight in stored if fits_parts(weight)))
-    going = StretchRun(stretch, own, [None] * len(stretch.wired), ((), ()))
+    going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])
     for step, over, one in zip(stretch.products, found, stretch.wired, strict=True):

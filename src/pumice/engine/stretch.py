@@ -192,9 +192,9 @@ class Stretch:
         self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
-        # Weights of float32 products in parts, and the products that read them.
-        self._stored: WeightParts | None = None
-        self._in_parts = frozenset[int]()
+        # Weights of float32 products in parts, and the first part by product.
+        self._parts: WeightParts | None = None
+        self._in_parts: dict[int, Tensor] = {}
 
     def _placed(self, outside: set[Node]) -> dict[Node, Place]:
         """Place of each product's and concatenation's value."""
@@ -265,14 +265,13 @@ class Stretch:
                 own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
-            stored = self._store_parts(tensors, given[0])
-            launches = self._launches(stored, given)
-        if launches is None:
-            return partial(self._by_modules, env)
-        return partial(self._start, env, own, launches, (tensors, stored))
+            launches = self._launches(tensors, given)
+            if launches is not None and self._parts is not None:
+                self._parts.fill([tensors[n * len(_TENSORS)] for n in self._in_parts])
+        return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
-    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors]) -> None:
-        """Run the products as kernels. own: the inputs, cast for autocast; tensors: see StretchRun."""
+    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
+        """Run the products as kernels. own: the inputs, cast for autocast."""
         going = StretchRun(self, own, launches, tensors)
         with autograd.autocast_disabled([going.like]):
             going.all()
@@ -318,26 +317,17 @@ class Stretch:
             torch._foreach_sub_(means, [bias for _, _, bias in both])  # pyright: ignore[reportPrivateImportUsage]
         return found
 
-    def _store_parts(self, tensors: Tensors, like: Tensor) -> Tensors:
-        """Put weights of float32 products in parts into memory that later calls reuse."""
-        parts = number_of_parts(kernels.float32_precision()) if autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING else 0
-        size = len(_TENSORS)
-        found = {
+    def _store_parts(self, tensors: Tensors, like: Tensor) -> None:
+        """Make memory for weights of float32 products in parts, which every call fills."""
+        by_kernels = autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING
+        parts = number_of_parts(kernels.float32_precision()) if by_kernels else 0
+        weights = {
             n: weight
-            for n, step in enumerate(self.products if parts else ())
-            if (weight := tensors[n * size]) is not None and is_one_kernel(step.layer) and fits_parts(weight)
+            for n, (step, weight) in enumerate(zip(self.products, tensors[:: len(_TENSORS)], strict=True))
+            if parts and weight is not None and is_one_kernel(step.layer) and fits_parts(weight)
         }
-        self._in_parts = frozenset(found)
-        if not found:
-            return tensors
-        weights = [*found.values()]
-        if self._stored is None or not self._stored.holds(weights, parts):
-            self._stored = WeightParts.of(weights, parts)
-        self._stored.fill(weights)
-        made = [*tensors]
-        for n, weight in zip(found, self._stored.first, strict=True):
-            made[n * size] = weight
-        return made
+        self._parts = WeightParts.of([*weights.values()], parts) if weights else None
+        self._in_parts = {} if self._parts is None else dict(zip(weights, self._parts.first, strict=True))
 
     @staticmethod
     def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -363,6 +353,7 @@ class Stretch:
         facts += [[*map(fact, there)] for fact in TENSOR_GUARDS]
         # The program guards the options of layers.
         if facts != self._known[0]:
+            self._store_parts(tensors, given[0])
             self._known = facts, self._made(there, tensors, given)
             self.compiled.clear()
         return self._known[1]
@@ -391,11 +382,11 @@ class Stretch:
     def _launch(self, number: int, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
         step = self.products[number]
         layer: Any = step.layer
-        weight, x = own[0], known[step.x]
+        x = known[step.x]
         if not is_one_kernel(layer):
             return None
         residual = None if step.residual is None else known[step.residual]
-        epilogue = self.epilogue(step, own, residual).over_parts(self.weight_parts(number))
+        weight, epilogue = self.as_launched(number, own, residual)
         operands = tuple(epilogue.operands.values())
         addresses = tuple(t.data_ptr() for t in (weight, *operands) if t is not residual)
         column = self.places[step.node].column * x.element_size()
@@ -405,9 +396,12 @@ class Stretch:
         lead = 0 if residual is None else residual.stride(0)
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
 
-    def weight_parts(self, number: int) -> int:
-        """The number of parts of a product's weight, 0 if it is read as it is."""
-        return self._stored.parts if self._stored is not None and number in self._in_parts else 0
+    def as_launched(self, number: int, own: Sequence[Any], residual: Tensor | None) -> tuple[Any, Epilogue]:
+        """(weight, epilogue) of a product as its kernel takes them. own: the product's tensors."""
+        epilogue = self.epilogue(self.products[number], own, residual)
+        if self._parts is None or number not in self._in_parts:
+            return own[0], epilogue
+        return self._in_parts[number], epilogue.over_parts(self._parts.parts)
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
         """The epilogue of a product; its row padding skips the other columns of the buffer. own: the product's tensors;
@@ -478,19 +472,11 @@ def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
     return number, None if found is None else bound_map(found).signature
 
 
-def _of_product(tensors: Tensors, number: int) -> Tensors:
-    """The tensors of a product, among those of all."""
-    return tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
-
-
 class StretchRun:
-    """One execution of a stretch: addresses, geometries and row counts of its values. tensors: as modules, and as
-    launches take them."""
+    """One execution of a stretch: addresses, geometries and row counts of its values."""
 
-    def __init__(
-        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: tuple[Tensors, Tensors]
-    ) -> None:
-        self._stretch, self._env, self._launches, (self._tensors, self._stored) = stretch, env, launches, tensors
+    def __init__(self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
+        self._stretch, self._env, self._launches, self._tensors = stretch, env, launches, tensors
         count = len(stretch.numbers)
         self._addresses: list[int] = [0] * (count + 1)
         # Index -1, the last entry, stands for absent operands.
@@ -572,12 +558,13 @@ class StretchRun:
 
     def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
         """(features, weight, epilogue) with a product's layouts. rows: (of features, of the result)."""
-        step, own = self._stretch.wired[number].step, _of_product(self._stored, number)
-        weight, lead, like = own[0], launch.residual_lead, self.like
-        assert weight is not None
-        x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
+        lead, like = launch.residual_lead, self.like
         residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
-        return x, weight, self._stretch.epilogue(step, own, residual).over_parts(self._stretch.weight_parts(number))
+        weight, epilogue = self._stretch.as_launched(number, self._own(number), residual)
+        return like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]], weight, epilogue
+
+    def _own(self, number: int) -> Tensors:
+        return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
 
     def all(self) -> None:
         """Launch all products. All maps are requested first: other streams may build those in buffers meanwhile, and
@@ -653,7 +640,7 @@ class StretchRun:
 
     def _do(self, number: int, outputs: Geometry) -> None:
         """Run a product by the functions of pumice.ops, and store its result at its place for later kernels."""
-        one, own = self._stretch.wired[number], _of_product(self._tensors, number)
+        one, own = self._stretch.wired[number], self._own(number)
         step, weight = one.step, own[0]
         layer: Any = step.layer
         assert weight is not None

@@ -46,7 +46,7 @@ class Signature:
     even: the tile axes out of "Y", "R" and "X" whose extent is divisible by the tile.
     single_iteration: one tile covers the reduction.
     split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
-    parts: the right side of a float32 product is stored in so many parts (lower.parts), which are not computed; 0: whole.
+    parts: the right side of a float32 product is stored in so many parts (lower.parts); 0: whole, as other operands.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.

@@ -545,6 +545,11 @@ def _form(bound: BoundStatement) -> ContractionRoles:
 
 
 @_cached_per_statement
+def _text(bound: BoundStatement) -> str:
+    return str(bound.statement)
+
+
+@_cached_per_statement
 def _packed_form(bound: BoundStatement) -> ContractionRoles | None:
     """Roles for packed tiles; None if impossible or if an entry's extents are no compile-time constants."""
     found = packed(_form(bound), bound.statement, bound.extents)
@@ -837,7 +842,7 @@ def _key(
         extents.append(key[0])
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
-    return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
+    return Key(device, _text(bound), kinds, tuple(sizes), precision if "fp32" in kinds else "")
 
 
 def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> frozenset[Affine]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pumice.lower.tile_family import INT32_LIMIT
-from pumice.runtime.launch import has_triton, kernel, keep_for_graph, outside_inference_mode, to_device_async
+from pumice.runtime.launch import has_triton, keep_for_graph, kernel, outside_inference_mode, to_device_async
 
 _PARTS = {"tf32": 1, "tf32x3": 3}
 _BLOCK = 4096
@@ -47,7 +47,6 @@ class WeightParts:
     first: tuple[Tensor, ...]
     _memory: Tensor
     _blocks: Tensor
-    _weights: tuple[tuple[int, torch.Size], ...]
 
     @staticmethod
     def of(weights: Sequence[Tensor], parts: int) -> WeightParts:
@@ -63,11 +62,7 @@ class WeightParts:
             memory = weights[0].new_empty(size, dtype=torch.bfloat16 if parts > 1 else torch.float32)
             table = to_device_async(torch.tensor(blocks), memory.device)
             first = [memory[n : n + w.numel()].view(w.shape) for n, w in zip(places, weights, strict=True)]
-        return WeightParts(parts, tuple(first), memory, table, _places(weights))
-
-    def holds(self, weights: Sequence[Tensor], parts: int) -> bool:
-        """True if these are the weights."""
-        return self.parts == parts and self._weights == _places(weights)
+        return WeightParts(parts, tuple(first), memory, table)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         """Compute the parts of the weights as they are now."""
@@ -90,7 +85,3 @@ class WeightParts:
                 begin = first.storage_offset() + part * first.numel()
                 self._memory.as_strided(first.shape, first.stride(), begin).copy_(high)
                 rest = rest - high
-
-
-def _places(weights: Sequence[Tensor]) -> tuple[tuple[int, torch.Size], ...]:
-    return tuple([(w.data_ptr(), w.shape) for w in weights])
