@@ -6,7 +6,7 @@ import importlib.util
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -481,7 +481,8 @@ def tile_of(
     key, device: sizes and device to use instead of the operands'.
     """
     found = None
-    if tuning_mode() != DEFAULT:
+    # Most users have no tuned tiles, and a key takes longer than all else here.
+    if tuning_mode() != DEFAULT and not ledger().is_empty:
         found = ledger().get(_key(bound, operands, precision or default_precision(bound), key, device))
     if found is not None:
         try:
@@ -788,12 +789,13 @@ def _problem(
     """Input of the tile heuristics. key: sizes, default: those of the operands."""
     segments, mean, _ = key = key or _size_key(bound, operands, form)
     chained = _is_chained(bound, form)
-    bits = _bits([operands[name] for name in _used(bound)])
-    stacks = _can_stack(bound, operands)
+    kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
+    bits, stacks, mixed = _bits(kinds), _can_stack(bound, kinds), len(kinds) > 1
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
     mean = min(mean, longest) if mean < 2 * longest else mean
-    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, max(segments, 1), packs, waits, longest)
+    count = max(segments, 1)
+    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, count, packs, waits, longest, mixed)
 
 
 def _is_chained(bound: BoundStatement, form: ContractionRoles) -> bool:
@@ -819,9 +821,9 @@ def _extents_at(bound: BoundStatement, key: SizeKey) -> dict[str, int]:
     return {**bound.extents, **dict(zip(leading_indices(bound), key[2], strict=True))}
 
 
-def _can_stack(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
-    """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly."""
-    kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
+def _can_stack(bound: BoundStatement, kinds: Set[torch.dtype]) -> bool:
+    """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly. kinds:
+    of the values."""
     halves = kinds in ({torch.float16}, {torch.bfloat16})
     return halves and stacked(_form(bound), bound.statement) is not None
 
@@ -935,8 +937,8 @@ def _smallest(form: ContractionRoles) -> Tile:
     return Tile(16, 16, 16) if form.product else Tile(1, 1)
 
 
-def _bits(operands: Sequence[Tensor]) -> int:
-    return max(t.dtype.itemsize * 8 for t in operands if _is_value(t.dtype))
+def _bits(kinds: Set[torch.dtype]) -> int:
+    return max(kind.itemsize * 8 for kind in kinds)
 
 
 def _is_value(kind: torch.dtype) -> bool:
