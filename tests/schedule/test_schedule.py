@@ -237,8 +237,8 @@ def convolution(channels, mean, tiles=3000, columns=32, block=128, **more):
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
-    """As many as a segment has, in 16 and 32 bits as it may have, to 128 bytes of a row; loops of few turns ask for little
-    memory."""
+    """As many as a segment has, in 16 and 32 bits as it may have, to 128 bytes of a row; loops of few turns ask for
+    little memory."""
     found = default(convolution(channels, mean, bits=bits))
     assert str(found) == expected
 
