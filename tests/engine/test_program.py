@@ -314,6 +314,9 @@ def test_weights_of_float32_products_are_stored_in_parts(precision, parts, toler
                 weight.data.mul_(1.1)
     # The first layer has 4 channels.
     assert {made.finish.weight_parts for made in gpu.sources.values()} == {0, parts}
+    kept = {made.finish.in_tf32 for made in gpu.sources.values()}
+    # What comes from outside, is added, or is given back, is not rounded.
+    assert kept == ({"x", "y", "xy"} if parts == 1 else {""})
 
 
 def by_modules(net, x):

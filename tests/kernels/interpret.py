@@ -32,7 +32,7 @@ from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.maps import FORMS
-from pumice.lower.parts import WeightParts
+from pumice.lower.parts import WeightParts, rounded
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow, Grouping
 from pumice.schedule.tile import Tile
@@ -237,6 +237,13 @@ def check_parts_of_convolution() -> None:
             got = run({**p.operands, "W": stored.first[0]})
             assert torch.equal(got.isfinite(), there)
             near(got[there], want[there], limit)
+    stored = WeightParts.of([weight], 1)
+    stored.fill([weight])
+    p.operands["X"] = rounded(p.operands["X"])
+    finish = EpilogueSignature(weight_parts=1, in_tf32="xy")
+    got = lowered.runner(p.bound, torch.float32, None, "tf32", finish)({**p.operands, "W": stored.first[0]})
+    assert torch.equal(got[there], rounded(got[there])) and torch.equal(got.isfinite(), there)
+    near(got[there], want[there], 1e-3)
 
 
 # Rows that are segments

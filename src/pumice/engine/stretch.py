@@ -19,7 +19,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.maps import bound_map, no_map
-from pumice.lower.parts import WeightParts, fits_parts, number_of_parts
+from pumice.lower.parts import WeightParts, fits_parts, number_of_parts, rounded
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
@@ -195,6 +195,8 @@ class Stretch:
         # Weights of float32 products in parts, and the first part by product.
         self._parts: WeightParts | None = None
         self._in_parts: dict[int, Tensor] = {}
+        # Buffers that hold numbers of tf32.
+        self._in_tf32 = set[Buffer]()
 
     def _placed(self, outside: set[Node]) -> dict[Node, Place]:
         """Place of each product's and concatenation's value."""
@@ -328,6 +330,19 @@ class Stretch:
         }
         self._parts = WeightParts.of([*weights.values()], parts) if weights else None
         self._in_parts = {} if self._parts is None else dict(zip(weights, self._parts.first, strict=True))
+        self._in_tf32 = {*self.values} - self._read_whole() if parts == 1 else set()
+
+    def _read_whole(self) -> set[Buffer]:
+        """Buffers that others read than products whose weight is in parts, which alone round what they read."""
+        found = {buffer for buffer in self.values if buffer.own}
+        for number, step in enumerate(self.products):
+            read = {step.residual} if number in self._in_parts else {step.residual, step.x}
+            found |= {self.places[node].buffer for node in read if node in self.places}
+        return found
+
+    def is_in_tf32(self, node: Node | None) -> bool:
+        """True if a value of the stretch holds numbers of tf32."""
+        return bool(self._in_tf32) and node in self.places and self.places[node].buffer in self._in_tf32
 
     @staticmethod
     def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -398,10 +413,11 @@ class Stretch:
 
     def as_launched(self, number: int, own: Sequence[Any], residual: Tensor | None) -> tuple[Any, Epilogue]:
         """(weight, epilogue) of a product as its kernel takes them. own: the product's tensors."""
-        epilogue = self.epilogue(self.products[number], own, residual)
-        if self._parts is None or number not in self._in_parts:
-            return own[0], epilogue
-        return self._in_parts[number], epilogue.over_parts(self._parts.parts)
+        step, weight = self.products[number], self._in_parts.get(number)
+        parts = 0 if self._parts is None or weight is None else self._parts.parts
+        in_tf32 = "x" * self.is_in_tf32(step.x) + "y" * self.is_in_tf32(step.node)
+        epilogue = self.epilogue(step, own, residual).stored(parts, in_tf32)
+        return (own[0] if weight is None else weight), epilogue
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
         """The epilogue of a product; its row padding skips the other columns of the buffer. own: the product's tensors;
@@ -659,6 +675,7 @@ class StretchRun:
 
     def _keep(self, one: Wired, y: Tensor) -> None:
         place = self._stretch.places[one.step.node]
+        y = rounded(y) if self._stretch.is_in_tf32(one.step.node) else y
         if place.channels == place.buffer.width:
             y = y.contiguous()
             self._memory[place.buffer] = y, 0

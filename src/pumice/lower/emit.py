@@ -47,6 +47,7 @@ class Signature:
     single_iteration: one tile covers the reduction.
     split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
     parts: the right side of a float32 product is stored in so many parts (lower.parts); 0: whole, as other operands.
+    in_tf32: "x" if the left side of a product with such a right side needs no rounding, "y" if the result is rounded.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
@@ -72,6 +73,7 @@ class Signature:
     single_iteration: bool = False
     split_float32: bool = False
     parts: int = 0
+    in_tf32: str = ""
     segment_threads: int = 1
     column_major_grid: bool = False
     splits: bool = False
@@ -444,8 +446,9 @@ class _Emitter:
         if self.signature.parts == 1:
             # Raised by about half of what is cut off: within 6 % as exact as rounding, in a third of the instructions,
             # and exact for tf32. Not if packed: it prevents pipelining.
-            raised = f"(({whole} * {_RAISED!r}).to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)"
-            a = whole if self.roles.packed else self._named("f", Value(raised), self.body).code
+            raised = _CUT.format(f"({whole} * {_RAISED!r}).to(tl.int32, bitcast=True)")
+            as_it_is = self.roles.packed or "x" in self.signature.in_tf32
+            a = whole if as_it_is else self._named("f", Value(raised), self.body).code
             return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
         left, right_parts = self._thirds(whole), [b, self._part(right, 1), self._part(right, 2)]
         # As in _product, remainders have their own accumulator.
@@ -517,9 +520,7 @@ class _Emitter:
         if compute != "tl.float32" or self.roles.packed:
             return code
         whole = self._named("f", Value(code), self.body).code
-        nearest = f"(({whole}.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)"
-        # Not for NaN, whose bits may overflow, nor near the largest value, which would become infinite.
-        nearest = f"tl.where(tl.abs({whole}) < 3.4e38, {nearest}, {whole}) if PRECISION == 'tf32' else {whole}"
+        nearest = f"{_NEAREST.format(whole)} if PRECISION == 'tf32' else {whole}"
         return self._named("f", Value(nearest), self.body).code
 
     def _halves(self, code: str) -> tuple[str, str]:
@@ -529,7 +530,7 @@ class _Emitter:
         an infinity is NaN; NaN sums of remainders are dropped.
         """
         whole = self._named("f", Value(code), self.body).code
-        high = Value(f"({whole}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)")
+        high = Value(_CUT.format(f"{whole}.to(tl.int32, bitcast=True)"))
         high = self._named("f", high, self.body).code
         return high, self._named("f", Value(f"{whole} - {high}"), self.body).code
 
@@ -1115,6 +1116,8 @@ class _Emitter:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
         else:
             self._saturate()
+            if "y" in self.signature.in_tf32:
+                self.head.append(f"result = {_NEAREST.format('result')}")
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     def _saturate(self) -> None:
@@ -1153,6 +1156,9 @@ class _Emitter:
         return " * ".join(self._extent(name) for name in names)
 
 
+_CUT = "({} & -8192).to(tl.float32, bitcast=True)"
+_NEAREST = f"tl.where(tl.abs({{0}}) < 3.4e38, {_CUT.format('({0}.to(tl.int32, bitcast=True) + 4096)')}, {{0}})"
+"""float32 rounded to tf32: not NaN, whose bits may overflow, nor the largest values, which would become infinite."""
 _RAISED = 1 + 2.0**-11.5
 """Factor on float32 before the last 13 bits are cut off, so that the mean of the cut values is that of the given."""
 SPLITS = "#"

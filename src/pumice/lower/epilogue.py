@@ -54,7 +54,8 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 @dataclass(frozen=True)
 class EpilogueSignature:
     """Static part of an epilogue. names: keys of its tensors (EPILOGUE); weight_parts: of the product in front of it
-    (lower.parts), 0 for a weight as it is; other fields: as in Epilogue."""
+    (lower.parts), 0 for a weight as it is; in_tf32: "x" if its features are rounded to tf32 already, and "y" if the
+    result is to be; other fields: as in Epilogue."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
@@ -62,13 +63,15 @@ class EpilogueSignature:
     eps: float = 0.0
     row_padding: int = 0
     weight_parts: int = 0
+    in_tf32: str = ""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _facts(self) -> tuple[Any, ...]:
-        return self.names, self.activation, self.dtype, self.eps, self.row_padding, self.weight_parts
+        kept = self.weight_parts, self.in_tf32
+        return self.names, self.activation, self.dtype, self.eps, self.row_padding, *kept
 
     @cached_property
     def _hash(self) -> int:
@@ -155,11 +158,13 @@ class Epilogue:
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
-    def over_parts(self, parts: int) -> Epilogue:
-        """This epilogue, behind a product whose weight is stored in parts (lower.parts)."""
-        if not parts:
+    def stored(self, weight_parts: int, in_tf32: str) -> Epilogue:
+        """This epilogue, with how the weight of the product in front of it, its features and the result are stored; see
+        EpilogueSignature."""
+        if not (weight_parts or in_tf32):
             return self
-        signature, made = replace(self.signature, weight_parts=parts), object.__new__(Epilogue)
+        signature = replace(self.signature, weight_parts=weight_parts, in_tf32=in_tf32)
+        made = object.__new__(Epilogue)
         object.__setattr__(made, "__dict__", {**self.__dict__, "operands": self.operands, "signature": signature})
         return made
 

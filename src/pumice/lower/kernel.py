@@ -602,6 +602,7 @@ def _generate(
         splits=options.splits > 1,
         split_float32=thrice,
         parts=finish.weight_parts,
+        in_tf32=finish.in_tf32,
         activation=finish.activation,
         eps=finish.eps,
     )

@@ -39,6 +39,11 @@ def fits_parts(weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and wide and aligned and 3 * weight.numel() < INT32_LIMIT
 
 
+def rounded(x: Tensor) -> Tensor:
+    """float32 rounded to tf32; what is not finite, or would no longer be, is left."""
+    return torch.where(x.abs() < 3.4e38, ((x.view(torch.int32) + 4096) & -8192).view(torch.float32), x)
+
+
 @dataclass(frozen=True, eq=False)
 class WeightParts:
     """Weights in `parts` parts. first: the first part of each, in its shape, which the others follow in memory."""
@@ -75,9 +80,8 @@ class WeightParts:
 
     def _fill_torch(self, weights: Sequence[Tensor]) -> None:
         for weight, first in zip(weights, self.first, strict=True):
-            bits = weight.detach().view(torch.int32)
             if self.parts == 1:
-                first.copy_(torch.where(weight.abs() < 3.4e38, ((bits + 4096) & -8192).view(torch.float32), weight))
+                first.copy_(rounded(weight.detach()))
                 continue
             rest = weight.detach()
             for part in range(self.parts):
