@@ -173,9 +173,10 @@ def variants() -> tuple[Variant, ...]:
             packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
         set_status(new_status(told.device), RANGE, told.any())
         weight = torch.zeros(64, 27, 64)
-        for number in (1, 2, 3):
+        for number in (1, 2):
             parts.WeightParts.of([weight], number).fill([weight])
-        parts.raise_top(torch.zeros(4, dtype=torch.int32)[:1], weight[0])
+        top = torch.zeros(4, dtype=torch.int32)[:1]
+        parts.raise_top(top, weight[0]), parts.raise_top(top, weight[0], top)
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))

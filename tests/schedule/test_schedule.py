@@ -162,7 +162,7 @@ def test_values_of_32_bits_have_no_tiles_of_256_columns():
     assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s3 prefetch"
 
 
-def test_a_weight_in_three_parts_leaves_no_room_for_a_fourth_stage():
+def test_a_weight_in_two_parts_leaves_no_room_for_a_fourth_stage():
     for bits, mixed, stages in ((16, False, 4), (32, False, 4), (32, True, 3)):
         found = default(convolution(128, 12, 300, 128, block=64, bits=bits, mixed=mixed))
         assert (found.rows, found.columns, found.stages) == (64, 128, stages)

@@ -42,7 +42,7 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
     elif meter.machine.on_gpu:
         # And so do weights in parts.
         stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
-        parts = number_of_parts(kernels.float32_precision(), own[stretch.features[0]].geometry.buffered is None)
+        parts = number_of_parts(kernels.float32_precision())
         meter.keep(sum(bytes_of_parts(weight, parts) for weight in stored if fits_parts(weight)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()

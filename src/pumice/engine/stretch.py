@@ -195,6 +195,7 @@ class Stretch:
         # Weights of float32 products in parts, and the first part by product.
         self._parts: WeightParts | None = None
         self._in_parts: dict[int, Tensor] = {}
+        self._buffered = False
         # Number of the top of each buffer and input that is multiplied by such weights.
         self._tops: dict[Buffer | Node, int] = {}
         # Buffers that hold numbers of tf32.
@@ -269,12 +270,11 @@ class Stretch:
                 own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
-            buffered = env[self.features[0]].geometry.buffered is not None
-            launches = self._launches(tensors, given, buffered)
+            launches = self._launches(tensors, given, own[self.features[0]].geometry.buffered is not None)
             if launches is not None and self._parts is not None:
-                self._parts.fill([tensors[n * len(_TENSORS)] for n in self._in_parts])
-                for node, x in zip(self.features, given, strict=True) if self._tops else ():
-                    self.raise_top(node, x)
+                self._parts.fill([w for n in self._in_parts if (w := tensors[n * len(_TENSORS)]) is not None])
+                for node in self.features if self._tops else ():
+                    self.raise_top(node, own[node])
         return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
     def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
@@ -325,10 +325,10 @@ class Stretch:
         return found
 
     def _store_parts(self, tensors: Tensors, like: Tensor, buffered: bool) -> None:
-        """Make memory for weights of float32 products in parts, which every call fills. buffered: padding rows may hold
-        anything."""
+        """Make memory for weights of float32 products in parts, which every call fills."""
+        self._buffered = buffered
         by_kernels = autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING
-        parts = number_of_parts(kernels.float32_precision(), not buffered) if by_kernels else 0
+        parts = number_of_parts(kernels.float32_precision()) if by_kernels else 0
         weights = {
             n: weight
             for n, (step, weight) in enumerate(zip(self.products, tensors[:: len(_TENSORS)], strict=True))
@@ -344,18 +344,25 @@ class Stretch:
         """The buffer of a value, or an input."""
         return self.places[node].buffer if node in self.places else node
 
-    def raise_top(self, node: Node, x: Tensor) -> None:
-        """Raise the top of a value that no kernel wrote, if there is one."""
-        number = self._tops.get(self._holder(node))
+    def raise_top(self, node: Node, value: SparseTensor) -> None:
+        """Raise the top of a value, if it has one that its kernel does not raise."""
+        number, geometry = self._tops.get(self._holder(node)), value.geometry
         if number is not None and self._parts is not None:
-            raise_top(self._parts.top(number), x)
+            count = None if geometry.buffered is None else geometry.cloud.count
+            raise_top(self._parts.top(number), raw_feats(value), count)
+
+    def has_undefined_rows(self, step: Product) -> bool:
+        """True if the kernel of a product computes padding rows, too, of what happens to be in memory."""
+        return self._buffered and not isinstance(step.layer, Convolution)
 
     def _tops_of(self, number: int) -> dict[str, Tensor]:
         """The tops that a product reads and raises."""
         parts, step = self._parts, self.products[number]
         if parts is None or parts.parts != 2:
             return {}
-        found = {TOP: self._tops.get(self._holder(step.node))}
+        found: dict[str, int | None] = (
+            {} if self.has_undefined_rows(step) else {TOP: self._tops.get(self._holder(step.node))}
+        )
         if number in self._in_parts:
             found |= {TOP_OF_X: self._tops[self._holder(step.x)], TOP_OF_WEIGHT: [*self._in_parts].index(number)}
         return {name: parts.top(n) for name in TOPS if (n := found.get(name)) is not None}
@@ -639,6 +646,8 @@ class StretchRun:
                 if (needs := call.needs) is not None and (shared is None or not shared.holds(*needs)):
                     shared = workspace(*needs, self.like.device)
                 call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], shared)
+                if self.buffered and one.relation is None:
+                    self._stretch.raise_top(one.step.node, self.value(one.step.node))
             else:
                 self._do(number, outputs)
 
@@ -702,11 +711,11 @@ class StretchRun:
         y = y if within else _finished(step, y, env)
         self._geometries[one.at_y], self._rows[one.at_y] = y.geometry, raw_feats(y).shape[0]
         self._keep(one, raw_feats(y))
+        self._stretch.raise_top(step.node, y)
 
     def _keep(self, one: Wired, y: Tensor) -> None:
         place = self._stretch.places[one.step.node]
         y = rounded(y) if self._stretch.is_in_tf32(one.step.node) else y
-        self._stretch.raise_top(one.step.node, y)
         if place.channels == place.buffer.width:
             y = y.contiguous()
             self._memory[place.buffer] = y, 0

@@ -451,15 +451,9 @@ class _Emitter:
             as_it_is = self.roles.packed or "x" in self.signature.in_tf32
             a = whole if as_it_is else self._named("f", Value(raised), self.body).code
             return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
-        if self.signature.parts == 2:
-            return self._product_of_halves(whole, right)
-        left, right_parts = self._thirds(whole), [b, self._part(right, 1), self._part(right, 2)]
-        # As in _product, remainders have their own accumulator.
-        for m, n in ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0)):
-            self.body.append(f"small = tl.dot({left[m]}, {right_parts[n]}, small)")
-        return f"tl.dot({left[0]}, {b}, accumulator)"
+        return self._product_of_pairs(whole, right)
 
-    def _product_of_halves(self, whole: str, right: Value) -> str:
+    def _product_of_pairs(self, whole: str, right: Value) -> str:
         """The product with a right side in two parts of float16: both sides are multiplied by powers of two that put
         their largest magnitude below 2^15, so that nothing overflows, and what is 2^-29 of that is still exact."""
         self.scaled = []
@@ -474,16 +468,6 @@ class _Emitter:
         self.body.append(f"small = tl.dot({high}, {self._part(right, 1)}, small)")
         self.body.append(f"small = tl.dot({low}, {b}, small)")
         return f"tl.dot({high}, {b}, accumulator)"
-
-    def _thirds(self, whole: str) -> list[str]:
-        """Cut float32 into three parts of 8 bits, as bfloat16."""
-        found = []
-        for _ in range(2):
-            high = Value(f"({whole}.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)")
-            high = self._named("f", high, self.body).code
-            found.append(high)
-            whole = self._named("f", Value(f"{whole} - {high}"), self.body).code
-        return [self._named("h", Value(f"{part}.to(tl.bfloat16)"), self.body).code for part in (*found, whole)]
 
     def _part(self, first: Value, number: int) -> str:
         """Load a part of the stored side; the parts lie one behind another. first: its first part."""
@@ -703,8 +687,7 @@ class _Emitter:
         if product is None:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.summed})")
-        apart = self.signature.split_float32 or self.signature.parts > 1
-        if apart:
+        if self.signature.split_float32 or self.scaled:
             head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
@@ -739,7 +722,7 @@ class _Emitter:
             # An infinity makes remainders of either sign.
             small = f"tl.where(tl.abs(small) < float('inf'), small, 0.0) * {1 / APART!r}"
             head.append(f"accumulator = (accumulator + {small}) * {' * '.join(self.scaled)}")
-        elif apart:
+        elif self.signature.split_float32:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()

@@ -31,8 +31,12 @@ def tops_of_weights(blocks, tops, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "lead", "columns"])
-def top_of_rows(x, top, rows: "i64", lead: "i64", columns: "i64", BLOCK: tl.constexpr):
-    """Raise the top of x [rows, columns], whose rows are `lead` values apart."""
+def top_of_rows(
+    x, count, top, rows: "i64", lead: "i64", columns: "i64", COUNTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Raise the top of x [rows, columns], whose rows are `lead` values apart; if COUNTED, that of the first `count`."""
+    if COUNTED:
+        rows = tl.minimum(rows, tl.load(count))
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < rows * columns
     _raise(top, tl.load(x + place // columns * lead + place % columns, mask=there, other=0.0))
@@ -48,14 +52,9 @@ def split_weights(blocks, tops, out, PARTS: tl.constexpr, APART: tl.constexpr, B
         rounded = ((x.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)
         # Not for NaN, whose bits may overflow, nor near the largest value, which would become infinite.
         tl.store(where, tl.where(tl.abs(x) < 3.4e38, rounded, x), mask=there)
-    elif PARTS == 2:
+    else:
         top = tl.load(tops + tl.load(own + 4) * 4)
         x *= ((268 - tl.minimum(tl.maximum(top >> 23, 15), 254)) << 23).to(tl.float32, bitcast=True)
         high = x.to(tl.float16)
         tl.store(where, high, mask=there)
         tl.store(where + tl.load(own + 3), ((x - high.to(tl.float32)) * APART).to(tl.float16), mask=there)
-    else:
-        for part in tl.static_range(PARTS):
-            high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-            tl.store(where + part * tl.load(own + 3), high.to(tl.bfloat16), mask=there)
-            x -= high

@@ -1,14 +1,13 @@
 """Weights of float32 products in the parts that tensor cores multiply, for kernels that read them so (Signature.parts).
 
-    1    rounded to tf32
-    2    a pair of float16 numbers of 11 bits each, of the weight times a power of two. Three products of these are as
-         exact as float32, in half the time of three of tf32, if features are scaled as well: their largest magnitude
-         must be known beforehand, so that nothing overflows. It is a top: the bits of a float32, as int32 [1]
-    3    three bfloat16 numbers of 8 bits each; six products of these are as exact as float32
+    tf32      one part: the weight rounded to tf32
+    tf32x3    a pair of float16 numbers of 11 bits each, of the weight times a power of two. Three products of these are
+              as exact as float32, in half the time of three of tf32, if features are scaled as well: their largest
+              magnitude must be known beforehand, so that nothing overflows. It is a top: the bits of a float32, in
+              int32 [1]
 
 A kernel that computes the parts does so for every tile, and writes them back to shared memory, from which tensor cores
-read the right side of a product. On an H200, 63,000 outputs of 128 channels: tf32 268 us, 157 with the weight in parts;
-float32 456 us, 338 in three parts.
+read the right side of a product. On an H200, 63,000 outputs of 128 channels: tf32 268 us, 157 with the weight in parts.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pumice.lower.emit import APART
 from pumice.lower.tile_family import INT32_LIMIT
 from pumice.runtime.launch import has_triton, keep_for_graph, kernel, outside_inference_mode, to_device_async
 
-_PARTS = {("tf32", False): 1, ("tf32", True): 1, ("tf32x3", False): 3, ("tf32x3", True): 2}
-_DTYPES = {1: torch.float32, 2: torch.float16, 3: torch.bfloat16}
+_PARTS = {"tf32": 1, "tf32x3": 2}
+_DTYPES = {1: torch.float32, 2: torch.float16}
 _BLOCK = 4096
 _ALIGNED = 64
 _FEWEST = 16
@@ -32,17 +31,16 @@ _FEWEST = 16
 cores."""
 
 
-def number_of_parts(precision: str, tops: bool) -> int:
-    """The number of parts for a precision of float32 products, 0 if kernels take weights as they are. tops: those of
-    features can be known."""
-    return 0 if torch.version.hip else _PARTS.get((precision, tops), 0)
+def number_of_parts(precision: str) -> int:
+    """The number of parts for a precision of float32 products, 0 if kernels take weights as they are."""
+    return 0 if torch.version.hip else _PARTS.get(precision, 0)
 
 
 def fits_parts(weight: Tensor) -> bool:
     """True if a weight [C_out, ..., C_in] may be stored in parts."""
     wide = min(weight.shape[0], weight.shape[-1]) >= _FEWEST and not weight.numel() % 4
     aligned = weight.is_contiguous() and not weight.data_ptr() % 16
-    return weight.dtype is torch.float32 and wide and aligned and 3 * weight.numel() < INT32_LIMIT
+    return weight.dtype is torch.float32 and wide and aligned and 2 * weight.numel() < INT32_LIMIT
 
 
 def bytes_of_parts(weight: Tensor, parts: int) -> int:
@@ -55,14 +53,18 @@ def rounded(x: Tensor) -> Tensor:
     return torch.where(x.abs() < 3.4e38, ((x.view(torch.int32) + 4096) & -8192).view(torch.float32), x)
 
 
-def raise_top(top: Tensor, x: Tensor) -> None:
-    """Raise a top to the largest finite magnitude of x [N, C]."""
+def raise_top(top: Tensor, x: Tensor, count: Tensor | None = None) -> None:
+    """Raise a top to the largest finite magnitude of x [N, C]. count: of valid rows, int32 [1], default: all."""
     if has_triton(x):
         x = x if x.stride(1) == 1 else x.contiguous()
         programs, numbers = -(-x.numel() // _BLOCK), (x.shape[0], x.stride(0), x.shape[1])
-        kernel("part_kernels.top_of_rows", "lower")(programs, (x, top), numbers, {"BLOCK": _BLOCK})
+        constants = {"COUNTED": count is not None, "BLOCK": _BLOCK}
+        tensors = x, top if count is None else count, top
+        kernel("part_kernels.top_of_rows", "lower")(programs, tensors, numbers, constants)
     elif x.numel():
-        sizes = x.detach().abs().nan_to_num(0.0, 0.0)
+        sizes = x.detach().abs().nan_to_num(0.0, 0.0).amax(1)
+        if count is not None:
+            sizes = sizes * (torch.arange(len(x), device=x.device) < count)
         torch.maximum(top, sizes.max().view(torch.int32), out=top)
 
 
@@ -119,11 +121,8 @@ class WeightParts:
                 top = self.tops[number, 0].copy_(rest.abs().nan_to_num(0.0, 0.0).max().view(torch.int32))
                 # The power of two that puts it below 2^15.
                 rest = rest * ((268 - (top >> 23).clamp(15, 254)) << 23).view(torch.float32)
-            for part in range(self.parts):
-                begin = first.storage_offset() + part * first.numel()
-                into = self._memory.as_strided(first.shape, first.stride(), begin)
-                if self.parts == 3:
-                    into.copy_((rest.view(torch.int32) & -65536).view(torch.float32))
-                else:
-                    into.copy_(rounded(rest) if self.parts == 1 else rest)
-                rest = (rest - into.float()) * (APART if self.parts == 2 else 1)
+            first.copy_(rounded(rest) if self.parts == 1 else rest)
+            if self.parts == 2:
+                begin = first.storage_offset() + first.numel()
+                second = self._memory.as_strided(first.shape, first.stride(), begin)
+                second.copy_((rest - first.float()) * APART)

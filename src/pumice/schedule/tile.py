@@ -146,7 +146,7 @@ class Problem:
     roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
     loads in the loop use indices loaded in it. stacks: stacked tiles are possible. segments: their number. packed:
     roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD). mixed: values
-    have several dtypes, as features and a weight in three parts (lower.parts).
+    have several dtypes, as features and a weight in two parts (lower.parts).
     """
 
     roles: ContractionRoles
@@ -442,7 +442,7 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 without prefetch), 885 us for a million
     # of a shell (979).
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
-    # Three parts of a weight leave no room for a fourth stage of two programs.
+    # A weight in two parts leaves no room for a fourth stage of three programs.
     stages = 4 if (height <= 64 and not problem.mixed) or (depth <= 32 and not wide) else 3
     tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
     if height > 64 or not problem.waits:
