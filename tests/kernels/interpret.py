@@ -211,10 +211,11 @@ def check_parts() -> None:
     weights[1] *= 1e-20
     weights[0][0, 0, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     for parts in (1, 2):
-        found, by_torch = WeightParts.of(weights, parts, 1), WeightParts.of(weights, parts, 1)
-        found.tops.fill_(7), found.fill(weights)
+        found = WeightParts.of(weights, parts, 1)
         with patch("pumice.lower.parts.has_triton", lambda x: False):
-            by_torch.tops.fill_(7), by_torch.fill(weights)
+            by_torch = WeightParts.of(weights, parts, 1)
+        for each in (found, by_torch):
+            each.tops.fill_(7), each.fill(weights)
         assert torch.equal(found.tops[:, 0], by_torch.tops[:, 0]) and found.top(3) == (0 if parts == 2 else 7)
         for number, (weight, first, other) in enumerate(zip(weights, found.first, by_torch.first, strict=True)):
             each, others = (stored_parts(t, parts) for t in (first, other))

@@ -12,7 +12,7 @@ read the right side of a product. On an H200, 63,000 outputs of 128 channels: tf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +20,29 @@ from torch import Tensor
 
 from pumice.lower.emit import APART
 from pumice.lower.tile_family import INT32_LIMIT
-from pumice.runtime.launch import has_triton, keep_for_graph, kernel, outside_inference_mode, to_device_async
+from pumice.runtime.launch import (
+    BoundKernel,
+    has_triton,
+    keep_for_graph,
+    kernel,
+    outside_inference_mode,
+    to_device_async,
+)
 
 _PARTS = {"tf32": 1, "tf32x3": 2}
 _DTYPES = {1: torch.float32, 2: torch.float16}
+_SPLIT = {parts: {"PARTS": parts, "APART": float(APART)} for parts in _DTYPES}
 _BLOCK = 4096
 _ALIGNED = 64
 _FEWEST = 16
 """Weights per program; alignment of weights in the buffer; fewest channels on either side of a product on tensor
 cores."""
+
+
+def _bound(
+    name: str, tensors: Sequence[Tensor], constants: Mapping[str, float]
+) -> tuple[BoundKernel, Sequence[Tensor]]:
+    return kernel(f"part_kernels.{name}", "lower").bound(tensors, {**constants, "BLOCK": _BLOCK}), tensors
 
 
 def number_of_parts(precision: str) -> int:
@@ -77,7 +91,8 @@ class WeightParts:
     first: tuple[Tensor, ...]
     tops: Tensor
     _memory: Tensor
-    _blocks: Tensor
+    _programs: int
+    _launches: Sequence[tuple[BoundKernel, Sequence[Tensor]]]
 
     @staticmethod
     def of(weights: Sequence[Tensor], parts: int, others: int = 0) -> WeightParts:
@@ -92,9 +107,13 @@ class WeightParts:
         with outside_inference_mode(), torch.no_grad():
             memory = weights[0].new_empty(size, dtype=_DTYPES[parts])
             tops = memory.new_zeros((len(weights) + others, 4), dtype=torch.int32)
-            table = to_device_async(torch.tensor(blocks), memory.device)
             first = [memory[n : n + w.numel()].view(w.shape) for n, w in zip(places, weights, strict=True)]
-        return WeightParts(parts, tuple(first), tops, memory, table)
+            launches = list[tuple[BoundKernel, Sequence[Tensor]]]()
+            if has_triton(memory):
+                table = to_device_async(torch.tensor(blocks), memory.device)
+                each = ("tops_of_weights", (table, tops), {}), ("split_weights", (table, tops, memory), _SPLIT[parts])
+                launches += [_bound(name, tensors, more) for name, tensors, more in each[parts == 1 :]]
+        return WeightParts(parts, tuple(first), tops, memory, len(blocks), launches)
 
     def top(self, number: int) -> Tensor:
         """A top: of a weight, or behind these of others."""
@@ -102,17 +121,13 @@ class WeightParts:
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         """Compute the parts of the weights as they are now, and set other tops to 0."""
-        memory, blocks, tops = map(keep_for_graph, (self._memory, self._blocks, self.tops))
+        keep_for_graph(self)
         if self.parts == 2:
-            tops.zero_()
-        if not has_triton(memory):
-            return self._fill_torch(weights)
-        programs, block = len(blocks), {"BLOCK": _BLOCK}
-        if self.parts == 2:
-            kernel("part_kernels.tops_of_weights", "lower")(programs, (blocks, tops), (), block)
-        constants = {"PARTS": self.parts, "APART": float(APART), **block}
-        kernel("part_kernels.split_weights", "lower")(programs, (blocks, tops, memory), (), constants)
-        return None
+            self.tops.zero_()
+        for launch, tensors in self._launches:
+            launch(self._programs, tensors)
+        if not self._launches:
+            self._fill_torch(weights)
 
     def _fill_torch(self, weights: Sequence[Tensor]) -> None:
         for number, (weight, first) in enumerate(zip(weights, self.first, strict=True)):
