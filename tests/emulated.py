@@ -194,6 +194,11 @@ class Compiled(Begun):
                 assert gpu.rooms[sizes["room", "", 0]] >= made.room(programs), "too little room"
         places = {name[4:]: sizes["operand", name, 0] for name in self.layouts if name.startswith("map_")}
         operands = {name: t.float() for name, t in found.items() if name and not name.startswith("*")}
+        if finish.weight_parts:
+            # One behind another.
+            w, begins = found["w"], range(sizes["operand", "w", 0], 1 << 63, found["w"].nbytes)
+            parts = [at(begin, w.dtype, w.shape, w.stride())[0] for begin in begins[: finish.weight_parts]]
+            operands["w"] = torch.stack(parts).float().sum(0)
         if places:
             rows = {name or statement.target.name: len(t) for name, t in found.items()}
             form = gpu.form_of(places, {name: count for name, count in rows.items() if name in SIDES})

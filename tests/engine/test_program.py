@@ -26,6 +26,7 @@ from pumice.coords import chain_build
 from pumice.engine import stretch
 from pumice.engine.trace import CallStep, Product
 from pumice.errors import DtypeError, GeometryError, OptionError, PumiceError, ShapeError
+from pumice.lower import kernel as kernels
 from pumice.testing import random_cloud
 
 prepare, programs = import_module("pumice.ops.prepare"), import_module("pumice.engine.program")
@@ -295,6 +296,32 @@ def test_half_precision(tmp_path):
         found = program(moved(x, 0))
         with on_cpu():
             torch.testing.assert_close(found.feats, net(moved(x, 0)).feats, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "parts", "tolerance"), [("tf32x3", 3, 1e-5), ("tf32", 1, 1e-2), ("ieee", 0, 1e-5)]
+)
+def test_weights_of_float32_products_are_stored_in_parts(precision, parts, tolerance, tmp_path, monkeypatch):
+    """Those of matrix products on tensor cores, in every call as they are then."""
+    monkeypatch.setattr(kernels, "float32_precision", lambda: precision)
+    torch.manual_seed(0)
+    net = strange(UNet([max(16, width // 8) for width in UNET]))
+    x, program = cloud(0), pm.compile(net)
+    with emulated(tmp_path) as gpu, torch.no_grad():
+        for _ in range(2):
+            check(program(x), by_modules(net, x), tolerance)
+            for weight in net.parameters():
+                weight.data.mul_(1.1)
+    # The first layer has 4 channels.
+    assert {made.finish.weight_parts for made in gpu.sources.values()} == {0, parts}
+    kept = {made.finish.in_tf32 for made in gpu.sources.values()}
+    # What comes from outside, is added, or is given back, is not rounded.
+    assert kept == ({"x", "y", "xy"} if parts == 1 else {""})
+
+
+def by_modules(net, x):
+    with on_cpu():
+        return net(x)
 
 
 @pytest.mark.parametrize("name", NETS)

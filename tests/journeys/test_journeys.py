@@ -22,7 +22,7 @@ BOUNDS = {
     "layer, training step, seen": 70,
     "Sequential, evaluation, seen": 160,
     "Sequential, training step, seen": 410,
-    "program, evaluation, seen": 70,
+    "program, evaluation, seen": 76,
     "program, first training step": 26500,
     "program, training step, seen": 175,
     "program of a U-Net, a scene never seen": 4330,

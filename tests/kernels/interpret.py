@@ -30,8 +30,9 @@ from pumice.language.rewrite import lower_statement, single_terms
 from pumice.lower import chained, dataflow, maps, reference, segments
 from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
-from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, applied
+from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.maps import FORMS
+from pumice.lower.parts import WeightParts, rounded
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow, Grouping
 from pumice.schedule.tile import Tile
@@ -154,6 +155,8 @@ def within_checks() -> Checks:
             found[f"within {sizes} {name}"] = partial(check_within, sizes, kind)
     found["an infinity within"] = check_infinity_within
     found["float32 as tf32 is rounded"] = check_rounded
+    found["weights in parts"] = check_parts
+    found["weights in parts, of a convolution"] = check_parts_of_convolution
     return found
 
 
@@ -187,6 +190,60 @@ def check_rounded() -> None:
     got = lowered.runner(bound, torch.float32, None, "tf32")({"A": a, "B": b})
     torch.testing.assert_close(got[4:], near[0][4:] @ near[1], rtol=1e-5, atol=1e-5)
     assert not got[:3, 1:].isfinite().any() and (got[3, 0] == 0)
+
+
+def check_parts() -> None:
+    """The kernel writes the parts that torch does: a weight rounded to tf32, or three that add up to it."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, 3, c, generator=generator) for n, c in ((20, 16), (96, 32), (16, 20))]
+    weights[0][0, 0, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max])
+    for parts in (1, 3):
+        found, by_torch = WeightParts.of(weights, parts), WeightParts.of(weights, parts)
+        found.fill(weights)
+        with patch("pumice.lower.parts.has_triton", lambda x: False):
+            by_torch.fill(weights)
+        for weight, first, other in zip(weights, found.first, by_torch.first, strict=True):
+            each, others = (stored_parts(t, parts) for t in (first, other))
+            torch.testing.assert_close(each, others, rtol=0, atol=0, equal_nan=True)
+            usual = weight.abs() < 1e38
+            assert torch.equal(each[0].isfinite(), weight.isfinite())
+            if parts == 1:
+                assert not (first.view(torch.int32)[usual] & 8191).any()
+                assert (first - weight)[usual].abs().le(2.0**-11 * weight[usual].abs()).all()
+            else:
+                assert torch.equal(torch.stack(each).double().sum(0)[usual], weight.double()[usual])
+
+
+def stored_parts(first: Tensor, parts: int) -> list[Tensor]:
+    """All parts of a weight, by its first one."""
+    begins = [first.storage_offset() + n * first.numel() for n in range(parts)]
+    return [first.as_strided(first.shape, first.stride(), begin) for begin in begins]
+
+
+def check_parts_of_convolution() -> None:
+    """Three parts are as exact as float32, one is as exact as tf32; an infinity stays one, in its rows."""
+    p = problem(CASES["conv_compacted"].at(SMALL, c=16, n=20))
+    p.operands["X"][0, 3] = torch.inf
+    weight = p.operands["W"]
+    want = wanted(p)
+    there = want.isfinite()
+    assert not there.all() and there.any()
+    for parts, precision, limit in ((3, "tf32x3", 1e-6), (1, "tf32", 2e-3)):
+        stored = WeightParts.of([weight], parts)
+        stored.fill([weight])
+        finish = EpilogueSignature(weight_parts=parts)
+        for tile in (None, Tile(16, 16, 16, stream_k_chunk=2), Tile(16, 32, 16, prefetch_indices=True)):
+            run = lowered.runner(p.bound, torch.float32, tile, precision, finish)
+            got = run({**p.operands, "W": stored.first[0]})
+            assert torch.equal(got.isfinite(), there)
+            near(got[there], want[there], limit)
+    stored = WeightParts.of([weight], 1)
+    stored.fill([weight])
+    p.operands["X"] = rounded(p.operands["X"])
+    finish = EpilogueSignature(weight_parts=1, in_tf32="xy")
+    got = lowered.runner(p.bound, torch.float32, None, "tf32", finish)({**p.operands, "W": stored.first[0]})
+    assert torch.equal(got[there], rounded(got[there])) and torch.equal(got.isfinite(), there)
+    near(got[there], want[there], 1e-3)
 
 
 # Rows that are segments

@@ -159,7 +159,13 @@ def test_tiles_with_chunks_have_one_kernel_and_those_without_another():
 
 
 def test_values_of_32_bits_have_no_tiles_of_256_columns():
-    assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s4 prefetch"
+    assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s3 prefetch"
+
+
+def test_a_weight_in_three_parts_leaves_no_room_for_a_fourth_stage():
+    for bits, mixed, stages in ((16, False, 4), (32, False, 4), (32, True, 3)):
+        found = default(convolution(128, 12, 300, 128, block=64, bits=bits, mixed=mixed))
+        assert (found.rows, found.columns, found.stages) == (64, 128, stages)
 
 
 def test_candidates_have_their_columns_in_slices():
@@ -222,7 +228,8 @@ def convolution(channels, mean, tiles=3000, columns=32, block=128, **more):
         (3, 5, 16, "128x32x64 w4 s3 packed"),
         (3, 20, 16, "128x32x64 w4 s3 packed"),
         (4, 18, 16, "128x32x64 w4 s3 packed"),
-        (4, 18, 32, "128x32x32 w4 s5 packed"),
+        (4, 18, 32, "128x32x32 w4 s3 packed"),
+        (4, 5, 32, "128x32x32 w4 s3 packed"),
         (16, 30, 16, "128x32x64 w4 s5 packed"),
         (16, 18, 8, "128x32x128 w4 s5 packed"),
         (32, 18, 16, "128x32x32 w4 s4 prefetch"),
@@ -230,8 +237,8 @@ def convolution(channels, mean, tiles=3000, columns=32, block=128, **more):
     ],
 )
 def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
-    """As many as a segment has, in 16 bits as it may have, to 128 bytes of a row; loops of few turns ask for little
-    memory."""
+    """As many as a segment has, in 16 and 32 bits as it may have, to 128 bytes of a row; loops of few turns ask for
+    little memory."""
     found = default(convolution(channels, mean, bits=bits))
     assert str(found) == expected
 
@@ -271,10 +278,12 @@ def test_products_of_products_are_left_to_few_warps():
 
 
 def test_few_tiles_are_made_narrower():
-    """Of 32 bits."""
+    """Of 8 bits; those of 16 and 32 are the same for all sizes."""
     for tiles, sides in ((3000, (128, 128)), (40, (64, 64))):
-        found = default(convolution(128, 12, tiles, columns=128, bits=32))
+        found = default(convolution(128, 12, tiles, columns=128, bits=8))
         assert (found.rows, found.columns) == sides
+        for bits in (16, 32):
+            assert default(convolution(128, 12, tiles, columns=128, bits=bits)).columns == 128
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,15 @@ from torch.fx import Node
 from pumice.coords import KernelMap
 from pumice.engine.dry_run import Meter
 from pumice.engine.groups import map_stats
-from pumice.engine.stretch import Env, Stretch, StretchRun
+from pumice.engine.stretch import Env, Stretch, StretchRun, is_one_kernel
 from pumice.engine.trace import Product
 from pumice.engine.train_layers import Joined, Layer, TrainPlan
 from pumice.engine.train_pass import Backward, Layout, Memory, Started
 from pumice.engine.train_stretch import TrainStretch
+from pumice.lower import kernel as kernels
 from pumice.lower import maps
 from pumice.lower.maps import NoMap
+from pumice.lower.parts import fits_parts, number_of_parts
 from pumice.nn.conv import Convolution
 from pumice.ops.tensor import raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
@@ -37,6 +39,11 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
     if dtype is not None:
         # Narrow copies of weights stay for later calls.
         meter.keep(sum(step.layer.weight.numel() * dtype.itemsize for step in stretch.products))
+    elif meter.machine.on_gpu:
+        # And so do weights in parts.
+        stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
+        each = number_of_parts(kernels.float32_precision()) * torch.float32.itemsize
+        meter.keep(sum(each * weight.numel() for weight in stored if fits_parts(weight)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])

@@ -19,6 +19,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
 from pumice.lower.epilogue import Epilogue
 from pumice.lower.maps import bound_map, no_map
+from pumice.lower.parts import WeightParts, fits_parts, number_of_parts, rounded
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
@@ -37,6 +38,8 @@ from pumice.runtime.workspace import Workspace, workspace
 
 Env = dict[Node, Any]
 """Values by node."""
+Tensors = Sequence[Tensor | None]
+"""Of products, in the order of Stretch.sources."""
 _ALIGNED = 256
 """Bytes: alignment of buffers in the arena."""
 _ADDRESS = 16
@@ -189,6 +192,11 @@ class Stretch:
         self.compiled: set[tuple[int, Any]] = set()
         self._narrow: dict[int, Tensor] = {}
         self._means: dict[int, Tensor] = {}
+        # Weights of float32 products in parts, and the first part by product.
+        self._parts: WeightParts | None = None
+        self._in_parts: dict[int, Tensor] = {}
+        # Buffers that hold numbers of tf32.
+        self._in_tf32 = set[Buffer]()
 
     def _placed(self, outside: set[Node]) -> dict[Node, Place]:
         """Place of each product's and concatenation's value."""
@@ -260,9 +268,11 @@ class Stretch:
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
             launches = self._launches(tensors, given)
+            if launches is not None and self._parts is not None:
+                self._parts.fill([tensors[n * len(_TENSORS)] for n in self._in_parts])
         return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
-    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]) -> None:
+    def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
         """Run the products as kernels. own: the inputs, cast for autocast."""
         going = StretchRun(self, own, launches, tensors)
         with autograd.autocast_disabled([going.like]):
@@ -309,6 +319,31 @@ class Stretch:
             torch._foreach_sub_(means, [bias for _, _, bias in both])  # pyright: ignore[reportPrivateImportUsage]
         return found
 
+    def _store_parts(self, tensors: Tensors, like: Tensor) -> None:
+        """Make memory for weights of float32 products in parts, which every call fills."""
+        by_kernels = autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING
+        parts = number_of_parts(kernels.float32_precision()) if by_kernels else 0
+        weights = {
+            n: weight
+            for n, (step, weight) in enumerate(zip(self.products, tensors[:: len(_TENSORS)], strict=True))
+            if parts and weight is not None and is_one_kernel(step.layer) and fits_parts(weight)
+        }
+        self._parts = WeightParts.of([*weights.values()], parts) if weights else None
+        self._in_parts = {} if self._parts is None else dict(zip(weights, self._parts.first, strict=True))
+        self._in_tf32 = {*self.values} - self._read_whole() if parts == 1 else set()
+
+    def _read_whole(self) -> set[Buffer]:
+        """Buffers that others read than products whose weight is in parts, which alone round what they read."""
+        found = {buffer for buffer in self.values if buffer.own}
+        for number, step in enumerate(self.products):
+            read = {step.residual} if number in self._in_parts else {step.residual, step.x}
+            found |= {self.places[node].buffer for node in read if node in self.places}
+        return found
+
+    def is_in_tf32(self, node: Node | None) -> bool:
+        """True if a value of the stretch holds numbers of tf32."""
+        return bool(self._in_tf32) and node in self.places and self.places[node].buffer in self._in_tf32
+
     @staticmethod
     def _held(held: dict[int, Tensor], n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         """The reused tensor number n, reallocated if shape, device or dtype changed."""
@@ -333,6 +368,7 @@ class Stretch:
         facts += [[*map(fact, there)] for fact in TENSOR_GUARDS]
         # The program guards the options of layers.
         if facts != self._known[0]:
+            self._store_parts(tensors, given[0])
             self._known = facts, self._made(there, tensors, given)
             self.compiled.clear()
         return self._known[1]
@@ -356,15 +392,16 @@ class Stretch:
         for node, place in self.places.items():
             whole = given[0].new_empty((0, place.buffer.width))
             known[node] = whole[:, place.column : place.column + place.channels]
-        return [self._launch(step, known, own) for step, own in zip(self.products, parts, strict=True)]
+        return [self._launch(n, known, own) for n, own in enumerate(parts)]
 
-    def _launch(self, step: Product, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
+    def _launch(self, number: int, known: Mapping[Node, Tensor], own: Sequence[Any]) -> Launch | None:
+        step = self.products[number]
         layer: Any = step.layer
-        weight, x = own[0], known[step.x]
+        x = known[step.x]
         if not is_one_kernel(layer):
             return None
         residual = None if step.residual is None else known[step.residual]
-        epilogue = self.epilogue(step, own, residual)
+        weight, epilogue = self.as_launched(number, own, residual)
         operands = tuple(epilogue.operands.values())
         addresses = tuple(t.data_ptr() for t in (weight, *operands) if t is not residual)
         column = self.places[step.node].column * x.element_size()
@@ -373,6 +410,14 @@ class Stretch:
         key = product_signature((x, weight, *operands), epilogue.signature)
         lead = 0 if residual is None else residual.stride(0)
         return Launch(key, addresses, weight.shape[0], x.stride(0), lead, x.dtype)
+
+    def as_launched(self, number: int, own: Sequence[Any], residual: Tensor | None) -> tuple[Any, Epilogue]:
+        """(weight, epilogue) of a product as its kernel takes them. own: the product's tensors."""
+        step, weight = self.products[number], self._in_parts.get(number)
+        parts = 0 if self._parts is None or weight is None else self._parts.parts
+        in_tf32 = "x" * self.is_in_tf32(step.x) + "y" * self.is_in_tf32(step.node)
+        epilogue = self.epilogue(step, own, residual).stored(parts, in_tf32)
+        return (own[0] if weight is None else weight), epilogue
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
         """The epilogue of a product; its row padding skips the other columns of the buffer. own: the product's tensors;
@@ -446,9 +491,7 @@ def _kind_of_map(number: int, found: KernelMap | None) -> tuple[int, Any]:
 class StretchRun:
     """One execution of a stretch: addresses, geometries and row counts of its values."""
 
-    def __init__(
-        self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Sequence[Tensor | None]
-    ) -> None:
+    def __init__(self, stretch: Stretch, env: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
         self._stretch, self._env, self._launches, self._tensors = stretch, env, launches, tensors
         count = len(stretch.numbers)
         self._addresses: list[int] = [0] * (count + 1)
@@ -500,10 +543,17 @@ class StretchRun:
             return compilation_of_linear(x, weight, epilogue)
         return compilation_of_conv(x, weight, found, epilogue)
 
-    def _compile_once(self, number: int, found: KernelMap | None, maps: Sequence[KernelMap | None]) -> None:
-        """`_compile`, unless this product was compiled for maps of this kind: some calls are never one kernel."""
-        if _kind_of_map(number, found) not in self._stretch.compiled:
-            self._compile(maps)
+    def _call(self, number: int, launch: Launch, maps: Sequence[KernelMap | None]) -> BoundCall | None:
+        """The call of a product; compiles all kernels first, unless it did for maps of this kind: some calls are never
+        one kernel."""
+        one, found = self._stretch.wired[number], maps[number]
+        rows = self._rows[one.at_x]
+        given = found or no_map(rows), launch.key, launch.rows(rows, self._rows[one.at_y]), launch.columns
+        call = call_over(*given)
+        if call is not None or _kind_of_map(number, found) in self._stretch.compiled:
+            return call
+        self._compile(maps)
+        return call_over(*given)
 
     def find_maps(self) -> list[KernelMap | None]:
         """Kernel maps of all products, None for linear maps; fills in geometries and row counts of all values."""
@@ -524,14 +574,12 @@ class StretchRun:
 
     def _like_call(self, number: int, launch: Launch, rows: tuple[int, int]) -> tuple[Tensor, Tensor, Epilogue]:
         """(features, weight, epilogue) with a product's layouts. rows: (of features, of the result)."""
-        step, own = self._stretch.wired[number].step, self._own(number)
-        weight, lead, like = own[0], launch.residual_lead, self.like
-        assert weight is not None
-        x = like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]]
+        lead, like = launch.residual_lead, self.like
         residual = like.new_empty((rows[1], lead))[:, : launch.columns] if lead else None
-        return x, weight, self._stretch.epilogue(step, own, residual)
+        weight, epilogue = self._stretch.as_launched(number, self._own(number), residual)
+        return like.new_empty((rows[0], launch.lead))[:, : weight.shape[-1]], weight, epilogue
 
-    def _own(self, number: int) -> Sequence[Tensor | None]:
+    def _own(self, number: int) -> Tensors:
         return self._tensors[number * len(_TENSORS) : (number + 1) * len(_TENSORS)]
 
     def all(self) -> None:
@@ -556,14 +604,12 @@ class StretchRun:
                 if rows == on.num_inputs:
                     call = None if self.buffered else on.calls.get(launch.key)
                     if call is None:
-                        call = call_over(on, launch.key, launch.rows(rows, count), launch.columns)
+                        call = self._call(number, launch, maps)
             if call is not None and launch is not None and (call.executor is launch.executor or launch.takes(call)):
                 if (needs := call.needs) is not None and (shared is None or not shared.holds(*needs)):
                     shared = workspace(*needs, self.like.device)
                 call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], shared)
             else:
-                if call is None and launch is not None:
-                    self._compile_once(number, found, maps)
                 self._do(number, outputs)
 
     def _map(self, one: Wired, inputs: Geometry) -> tuple[KernelMap, Geometry]:
@@ -629,6 +675,7 @@ class StretchRun:
 
     def _keep(self, one: Wired, y: Tensor) -> None:
         place = self._stretch.places[one.step.node]
+        y = rounded(y) if self._stretch.is_in_tf32(one.step.node) else y
         if place.channels == place.buffer.width:
             y = y.contiguous()
             self._memory[place.buffer] = y, 0

@@ -46,6 +46,8 @@ class Signature:
     even: the tile axes out of "Y", "R" and "X" whose extent is divisible by the tile.
     single_iteration: one tile covers the reduction.
     split_float32: float32 products are written out as three tf32 products (see _Emitter._halves).
+    parts: the right side of a float32 product is stored in so many parts (lower.parts); 0: whole, as other operands.
+    in_tf32: "x" if the left side of a product with such a right side needs no rounding, "y" if the result is rounded.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
     column_major_grid: all rows of one block of columns are processed before the next block.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
@@ -70,6 +72,8 @@ class Signature:
     even: str = ""
     single_iteration: bool = False
     split_float32: bool = False
+    parts: int = 0
+    in_tf32: str = ""
     segment_threads: int = 1
     column_major_grid: bool = False
     splits: bool = False
@@ -197,6 +201,7 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
+    loads: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
     entry: tuple[str, str] = ("", "")
@@ -236,7 +241,7 @@ class _Emitter:
         self._loop(product)
         self._store(outer, inner != [])
         # Written-out products fix their precision.
-        precise = [] if self.signature.split_float32 else ["PRECISION"]
+        precise = [] if self.signature.split_float32 or self.signature.parts else ["PRECISION"]
         own = ["BR", *precise] if self.roles.product else ["STAGES"] if inner else []
         constants = ["BY", "BX", *own, *self._loop_constants()]
         arguments = (
@@ -259,6 +264,8 @@ class _Emitter:
             raise OptionError("lazy=False requires a matrix product that is not nested, stacked or packed")
         if not signature.padded and not (owned and len(roles.rows) == 1):
             raise OptionError("padded=False requires tiles whose rows are the points of one segment")
+        if signature.parts and (not roles.product or roles.within or not signature.lazy or len(roles.right) != 1):
+            raise OptionError("a stored side is the right side of a matrix product, alone")
 
     def _text(self, name: str, arguments: Sequence[Argument]) -> str:
         signature = ", ".join(a.variable + (": tl.constexpr" if a.kind == "constant" else "") for a in arguments)
@@ -419,17 +426,53 @@ class _Emitter:
             self.entry = owner.code, " * ".join(f"({v.at('RX')}).to({self.accumulator})" for v in (left, right))
             code = f"tl.where({owner.at('YR')} == row[:, None], {left.at('YR')}, 0.0)"
             left = self._named("m", Value(code, "YR"), self.body)
-        sides = self._side(left, "YR", compute), self._side(right, "RX", compute)
+        a, b = self._side(left, "YR", compute), self._side(right, "RX", compute)
+        if self.signature.parts:
+            return self._stored_product(a, right)
         if not self.signature.split_float32:
-            a, b = (self._rounded(side, compute) for side in sides)
+            a, b = self._rounded(a, compute), self._rounded(b, compute)
             return f"tl.dot({a}, {b}, accumulator, {self._how(compute)})"
-        (a, low_a), (b, low_b) = self._halves(sides[0]), self._halves(sides[1])
+        (a, low_a), (b, low_b) = self._halves(a), self._halves(b)
         # Remainders have their own accumulator, so that NaNs are filtered once, after the loop.
         self.body += [
             f"small = tl.dot({low_a}, {b}, small, input_precision='tf32')",
             f"small = tl.dot({a}, {low_b}, small, input_precision='tf32')",
         ]
         return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
+
+    def _stored_product(self, a: str, right: Value) -> str:
+        """The product with a right side that is stored in parts (lower.parts): nothing of it is computed here."""
+        whole, b = self._named("f", Value(a), self.body).code, right.at("RX")
+        if self.signature.parts == 1:
+            # Raised by about half of what is cut off: within 6 % as exact as rounding, in a third of the instructions,
+            # and exact for tf32. Not if packed: it prevents pipelining.
+            raised = _CUT.format(f"({whole} * {_RAISED!r}).to(tl.int32, bitcast=True)")
+            as_it_is = self.roles.packed or "x" in self.signature.in_tf32
+            a = whole if as_it_is else self._named("f", Value(raised), self.body).code
+            return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
+        left, right_parts = self._thirds(whole), [b, self._part(right, 1), self._part(right, 2)]
+        # As in _product, remainders have their own accumulator.
+        for m, n in ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0)):
+            self.body.append(f"small = tl.dot({left[m]}, {right_parts[n]}, small)")
+        return f"tl.dot({left[0]}, {b}, accumulator)"
+
+    def _thirds(self, whole: str) -> list[str]:
+        """Cut float32 into three parts of 8 bits, as bfloat16."""
+        found = []
+        for _ in range(2):
+            high = Value(f"({whole}.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)")
+            high = self._named("f", high, self.body).code
+            found.append(high)
+            whole = self._named("f", Value(f"{whole} - {high}"), self.body).code
+        return [self._named("h", Value(f"{part}.to(tl.bfloat16)"), self.body).code for part in (*found, whole)]
+
+    def _part(self, first: Value, number: int) -> str:
+        """Load a part of the stored side; the parts lie one behind another. first: its first part."""
+        access = self._factor(self.roles.right[0])
+        size = self._scaled(access.name, 0, self._extent(str(access.indices[0].bare)))
+        (pointer, *places), mask = self.loads[first.code]
+        where = " + ".join((pointer, f"{number} * {size}", *places))
+        return self._named("v", Value(_loading(where, mask, False)), self.body).code
 
     def _how(self, compute: str) -> str:
         """The precision arguments of tl.dot."""
@@ -477,9 +520,7 @@ class _Emitter:
         if compute != "tl.float32" or self.roles.packed:
             return code
         whole = self._named("f", Value(code), self.body).code
-        nearest = f"(({whole}.to(tl.int32, bitcast=True) + 4096) & -8192).to(tl.float32, bitcast=True)"
-        # Not for NaN, whose bits may overflow, nor near the largest value, which would become infinite.
-        nearest = f"tl.where(tl.abs({whole}) < 3.4e38, {nearest}, {whole}) if PRECISION == 'tf32' else {whole}"
+        nearest = f"{_NEAREST.format(whole)} if PRECISION == 'tf32' else {whole}"
         return self._named("f", Value(nearest), self.body).code
 
     def _halves(self, code: str) -> tuple[str, str]:
@@ -489,7 +530,7 @@ class _Emitter:
         an infinity is NaN; NaN sums of remainders are dropped.
         """
         whole = self._named("f", Value(code), self.body).code
-        high = Value(f"({whole}.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)")
+        high = Value(_CUT.format(f"{whole}.to(tl.int32, bitcast=True)"))
         high = self._named("f", high, self.body).code
         return high, self._named("f", Value(f"{whole} - {high}"), self.body).code
 
@@ -643,7 +684,8 @@ class _Emitter:
         if product is None:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.summed})")
-        if self.signature.split_float32:
+        apart = self.signature.split_float32 or self.signature.parts > 1
+        if apart:
             head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
@@ -674,7 +716,7 @@ class _Emitter:
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
-        if self.signature.split_float32:
+        if apart:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()
@@ -766,15 +808,16 @@ class _Emitter:
         integer = self.dtypes[access.name] in INTEGERS
         if not self.signature.lazy and not integer and own in ("YR", "RX"):
             return self._loaded_eagerly(access, own, (pointer, masks), lines)
-        where = " + ".join([self._operand(access.name), *(value.at(own) for value in pointer)])
+        where = [self._operand(access.name), *(value.at(own) for value in pointer)]
         mask = " & ".join(value.at(own) for value in masks)
         cast = ".to(tl.int32)" if integer and not self.signature.int64_operands and access.name not in self.long else ""
         turns = bool((self.turning - self.fixed) & set(indices_of(access)))
         if integer and turns and self.signature.prefetch_indices and all(e.bare for e in access.indices):
             loaded = Value(f"v{next(self.number)}", own)
-            self.ahead.append((loaded.code, where, mask, cast))
+            self.ahead.append((loaded.code, " + ".join(where), mask, cast))
         else:
-            loaded = self._named("v", Value(_loading(where, mask, integer) + cast, own), lines)
+            loaded = self._named("v", Value(_loading(" + ".join(where), mask, integer) + cast, own), lines)
+            self.loads[loaded.code] = where, mask
         self.values[key] = loaded
         return loaded
 
@@ -1073,6 +1116,8 @@ class _Emitter:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
         else:
             self._saturate()
+            if "y" in self.signature.in_tf32:
+                self.head.append(f"result = {_NEAREST.format('result')}")
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
 
     def _saturate(self) -> None:
@@ -1111,6 +1156,11 @@ class _Emitter:
         return " * ".join(self._extent(name) for name in names)
 
 
+_CUT = "({} & -8192).to(tl.float32, bitcast=True)"
+_NEAREST = f"tl.where(tl.abs({{0}}) < 3.4e38, {_CUT.format('({0}.to(tl.int32, bitcast=True) + 4096)')}, {{0}})"
+"""float32 rounded to tf32: not NaN, whose bits may overflow, nor the largest values, which would become infinite."""
+_RAISED = 1 + 2.0**-11.5
+"""Factor on float32 before the last 13 bits are cut off, so that the mean of the cut values is that of the given."""
 SPLITS = "#"
 """Key of the number of splits among the extents; not a valid index name."""
 _NOWHERE = -(1 << 30)

@@ -53,24 +53,33 @@ RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.fl
 
 @dataclass(frozen=True)
 class EpilogueSignature:
-    """Static part of an epilogue. names: keys of its tensors (EPILOGUE); other fields: as in Epilogue."""
+    """Static part of an epilogue. names: keys of its tensors (EPILOGUE); weight_parts: of the product in front of it
+    (lower.parts), 0 for a weight as it is; in_tf32: "x" if its features are rounded to tf32 already, and "y" if the
+    result is to be; other fields: as in Epilogue."""
 
     names: tuple[str, ...] = ()
     activation: str = ""
     dtype: torch.dtype | None = None
     eps: float = 0.0
     row_padding: int = 0
+    weight_parts: int = 0
+    in_tf32: str = ""
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
+    def _facts(self) -> tuple[Any, ...]:
+        kept = self.weight_parts, self.in_tf32
+        return self.names, self.activation, self.dtype, self.eps, self.row_padding, *kept
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.names, self.activation, self.dtype, self.eps, self.row_padding))
+        return hash(self._facts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Drop the cached hash: string hashes differ between processes.
-        return EpilogueSignature, (self.names, self.activation, self.dtype, self.eps, self.row_padding)
+        return EpilogueSignature, self._facts
 
 
 NO_EPILOGUE = EpilogueSignature()
@@ -148,6 +157,16 @@ class Epilogue:
             return replace(self, mean=-bias if self.mean is None else self.mean - bias)
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
+
+    def stored(self, weight_parts: int, in_tf32: str) -> Epilogue:
+        """This epilogue, with how the weight of the product in front of it, its features and the result are stored; see
+        EpilogueSignature."""
+        if not (weight_parts or in_tf32):
+            return self
+        signature = replace(self.signature, weight_parts=weight_parts, in_tf32=in_tf32)
+        made = object.__new__(Epilogue)
+        object.__setattr__(made, "__dict__", {**self.__dict__, "operands": self.operands, "signature": signature})
+        return made
 
     def split(self, groups: int) -> Epilogue:
         """The epilogue for results [..., groups, channels of a group], without row padding."""

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -481,7 +481,8 @@ def tile_of(
     key, device: sizes and device to use instead of the operands'.
     """
     found = None
-    if tuning_mode() != DEFAULT:
+    # Most users have no tuned tiles, and a key takes longer than all else here.
+    if tuning_mode() != DEFAULT and not ledger().is_empty:
         found = ledger().get(_key(bound, operands, precision or default_precision(bound), key, device))
     if found is not None:
         try:
@@ -545,6 +546,11 @@ def _form(bound: BoundStatement) -> ContractionRoles:
 
 
 @_cached_per_statement
+def _text(bound: BoundStatement) -> str:
+    return str(bound.statement)
+
+
+@_cached_per_statement
 def _packed_form(bound: BoundStatement) -> ContractionRoles | None:
     """Roles for packed tiles; None if impossible or if an entry's extents are no compile-time constants."""
     found = packed(_form(bound), bound.statement, bound.extents)
@@ -575,6 +581,8 @@ def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
     """The kernel with this tile for operands like these; operands[""] is the result."""
+    # A weight in parts is the right side.
+    tile = replace(tile, swapped=False) if options.finish.weight_parts else tile
     source, form = _generate(bound, operands, tile, options)
     names = (*_used(bound), *options.finish.names, "", *[BEFORE] * (BEFORE in operands))
     roles, call = (_form(bound), form), (bound, operands, names)
@@ -590,7 +598,13 @@ def _generate(
     thrice = form.within is not None and options.precision == "tf32x3" and _computes_fp32(signature)
     finish = options.finish
     signature = replace(
-        signature, splits=options.splits > 1, split_float32=thrice, activation=finish.activation, eps=finish.eps
+        signature,
+        splits=options.splits > 1,
+        split_float32=thrice,
+        parts=finish.weight_parts,
+        in_tf32=finish.in_tf32,
+        activation=finish.activation,
+        eps=finish.eps,
     )
     return _emitted(bound.statement, form, signature), form
 
@@ -776,12 +790,13 @@ def _problem(
     """Input of the tile heuristics. key: sizes, default: those of the operands."""
     segments, mean, _ = key = key or _size_key(bound, operands, form)
     chained = _is_chained(bound, form)
-    bits = _bits([operands[name] for name in _used(bound)])
-    stacks = _can_stack(bound, operands)
+    kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
+    bits, stacks, mixed = _bits(kinds), _can_stack(bound, kinds), len(kinds) > 1
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
     mean = min(mean, longest) if mean < 2 * longest else mean
-    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, max(segments, 1), packs, waits, longest)
+    count = max(segments, 1)
+    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, count, packs, waits, longest, mixed)
 
 
 def _is_chained(bound: BoundStatement, form: ContractionRoles) -> bool:
@@ -807,9 +822,9 @@ def _extents_at(bound: BoundStatement, key: SizeKey) -> dict[str, int]:
     return {**bound.extents, **dict(zip(leading_indices(bound), key[2], strict=True))}
 
 
-def _can_stack(bound: BoundStatement, operands: Mapping[str, Tensor]) -> bool:
-    """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly."""
-    kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
+def _can_stack(bound: BoundStatement, kinds: Set[torch.dtype]) -> bool:
+    """True if segments may be stacked: all values have one half precision, which tensor cores multiply exactly. kinds:
+    of the values."""
     halves = kinds in ({torch.float16}, {torch.bfloat16})
     return halves and stacked(_form(bound), bound.statement) is not None
 
@@ -830,7 +845,7 @@ def _key(
         extents.append(key[0])
     sizes = (int(2 * math.log2(max(1, extent))) for extent in extents)
     kinds = tuple(DTYPES[t.dtype] for t in used)
-    return Key(device, str(bound.statement), kinds, tuple(sizes), precision if "fp32" in kinds else "")
+    return Key(device, _text(bound), kinds, tuple(sizes), precision if "fp32" in kinds else "")
 
 
 def _far(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> frozenset[Affine]:
@@ -923,8 +938,8 @@ def _smallest(form: ContractionRoles) -> Tile:
     return Tile(16, 16, 16) if form.product else Tile(1, 1)
 
 
-def _bits(operands: Sequence[Tensor]) -> int:
-    return max(t.dtype.itemsize * 8 for t in operands if _is_value(t.dtype))
+def _bits(kinds: Set[torch.dtype]) -> int:
+    return max(kind.itemsize * 8 for kind in kinds)
 
 
 def _is_value(kind: torch.dtype) -> bool:

@@ -145,7 +145,8 @@ class Problem:
 
     roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
     loads in the loop use indices loaded in it. stacks: stacked tiles are possible. segments: their number. packed:
-    roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD).
+    roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD). mixed: values
+    have several dtypes, as features and a weight in three parts (lower.parts).
     """
 
     roles: ContractionRoles
@@ -158,6 +159,7 @@ class Problem:
     packed: ContractionRoles | None = None
     waits: bool = True
     longest: int = LONGEST
+    mixed: bool = False
 
     @property
     def shares(self) -> bool:
@@ -404,7 +406,7 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     """The tile if loads use loaded indices, which are prefetched except in short loops. Tuned on H200 convolutions."""
     (rows, columns, depth), roles = sides, problem.roles
     own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds or swapped)
-    if own and problem.bits == 16:
+    if own and problem.bits in (16, 32):
         return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
     if roles.atomic and problem.bits in (16, 32) and not (roles.packed or roles.folds):
@@ -421,24 +423,27 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
 
 
 def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
-    """The tile of a 16-bit product over segments, as in a convolution: nearly the same for all sizes, since each tile
-    is a kernel to compile. Only stream_k_chunk depends on the number of segments.
+    """The tile of a 16- or 32-bit product over segments, as in a convolution: nearly the same for all sizes, since each
+    tile is a kernel to compile. Only stream_k_chunk depends on the number of segments.
 
     On an H100 (fp16, U-Net and encoder on 10 scans of 5,000 to 136,000 voxels) convolutions took as long as with
     special tiles (narrower, other stages) for few or short segments, with half as many kernels.
     """
     rows, columns, depth = sides
-    height, width = _tile_side(rows, 128), _tile_side(columns, 128)
-    tile = Tile(height, width, depth, stages=3, prefetch_indices=True)
+    wide, height, width = problem.bits > 16, _tile_side(rows, 128), _tile_side(columns, 128)
+    # 32-bit operands go through registers, for which 4 warps have too few.
+    warps = 8 if wide and height == width == 128 else 4
+    tile = Tile(height, width, depth, warps=warps, stages=3, prefetch_indices=True)
     if problem.longest <= _SHORT:
-        return replace(tile, epilogue_subtiles=4 if width == 128 else 1)
-    if height == 128 and columns >= 256:
+        return replace(tile, epilogue_subtiles=4 if width == 128 and not wide else 1)
+    if height == 128 and columns >= 256 and not wide:
         # One program for 256 columns gathers each row once.
         return replace(tile, columns=256, warps=8)
     # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 without prefetch), 885 us for a million
     # of a shell (979).
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
-    stages = 4 if height <= 64 or depth <= 32 else 3
+    # Three parts of a weight leave no room for a fourth stage of two programs.
+    stages = 4 if (height <= 64 and not problem.mixed) or (depth <= 32 and not wide) else 3
     tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
     if height > 64 or not problem.waits:
         return tile
@@ -570,10 +575,10 @@ def _should_pack(problem: Problem) -> bool:
 
 def _packed_tile(problem: Problem) -> Tile:
     """The tile for packed entries: an iteration takes a segment of mean length, limited by the depth of other tiles. In
-    16 bits it takes the longest segment (mean: half of it), so that other scenes need no other kernel."""
+    16 and 32 bits it takes the longest segment (mean: half of it), so that other scenes need no other kernel."""
     assert problem.packed is not None
     points = power_above(problem.volume(problem.packed.reduced))
-    own = problem.bits == 16 and problem.packed.segment is not None
+    own = problem.bits in (16, 32) and problem.packed.segment is not None
     most, mean = (problem.longest, problem.longest / 2) if own else (math.ceil(problem.mean), problem.mean)
     depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(most)))
     turns = math.ceil(mean * points / depth)
