@@ -717,7 +717,7 @@ def _signature(
         even=even,
         single_iteration=_whole(form, extents, tile, settled),
         segment_threads=tile.segment_threads,
-        column_major_grid=tile.column_major_grid,
+        slow_axis="" if not tile.column_major_grid else "Y" if tile.swapped else "X",
         accumulate=BEFORE in operands,
         prefetch_indices=tile.prefetch_indices,
         stream_k=tile.stream_k_chunk > 0,
