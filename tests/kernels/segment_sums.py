@@ -114,16 +114,16 @@ def check_prepared() -> None:
     tensors, names, _ = flatten_used(SPMM, {"A": A, "B": b}, ())
     step = plan.plan_for(tensors, names, SPMM, None, "segments")
     plan.execute_plan(step, tensors)
-    call = plan.of_one(step, tensors, b)
+    call = plan.repeated(step, tensors, [len(tensors) - 1])
     values = A.parts[0].values
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(b)
-        near(call(other), factor * a.double() @ other.double(), 1e-5)
+        near(call([other]), factor * a.double() @ other.double(), 1e-5)
         values.mul_(3)
     twice = SPMM.replace("=", "+= 2 *", 1)
     tensors, names, _ = flatten_used(twice, {"A": A, "B": b, "C": torch.ones(20, 32)}, ())
-    assert plan.of_one(plan.plan_for(tensors, names, twice, None, "segments"), tensors, b) is None
+    assert plan.repeated(plan.plan_for(tensors, names, twice, None, "segments"), tensors, [len(tensors) - 2]) is None
 
 
 def check_refusals() -> None:

@@ -12,7 +12,7 @@ stay in the caches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pumice.language.nodes import Access, Affine, Statement, indices_of
 from pumice.lower.entry_sums import finished
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
+from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.predict import Work
 
@@ -143,15 +144,18 @@ class SegmentStep:
             found = finished(self.bound, operands, self.dtype, lambda dtype: self._sums(operands, dtype))
         return found if before is None else before + found
 
-    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
-        """The step as a function of the gathered rows, of the same layout and dtype, the values being read where they
-        are now; None if more than one kernel is to be run."""
-        x = operands[name]
-        if not self._plain or name != self._roles.rows or not self._flat or not x.is_contiguous():
+    def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
+        """The step that ran as a function of the operands `names`, of the same layouts; None if others than rows and
+        values are open."""
+        roles, fixed = self._roles, {name: x for name, x in operands.items() if name not in names}
+        given = OpenArguments.of(names, [roles.rows, roles.values or roles.rows], _RESULT)
+        if given is None:
             return None
+        launch, x = None, operands[roles.rows]
         ready, values, places = self._ready(operands)
-        call = ready.bound(x, values, places, self.dtype)
-        return None if call is None else lambda x: keep_for_graph(call)(x)
+        if self._plain and self._flat and x.is_contiguous() and (not roles.values or values is operands[roles.values]):
+            launch = ready.repeated((x, values, places), self.dtype, given)
+        return launch or (lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))}))
 
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
         roles, count = self._roles, self.bound.shape[0]
@@ -278,30 +282,23 @@ class SegmentSums:
         run(programs, self._tensors(x, values, places, y, own), numbers)
         return y
 
-    def bound(
-        self, x: Tensor, values: Tensor | None, places: Tensor, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor] | None:
-        """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
+    def repeated(
+        self,
+        factors: tuple[Tensor, Tensor | None, Tensor],
+        dtype: torch.dtype,
+        open: OpenArguments,
+    ) -> RepeatedLaunch | None:
+        """`run` of contiguous factors (x, values, places) like these, if it has run."""
+        x, values, _ = factors
         launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
         if launch is None:
             return None
-        run, programs, numbers = launch
-        shape, device = (self.count, x.shape[1]), x.device
-        needs = self._needs(shape[1], programs // numbers[0])
-        own, y = needs and workspace(*needs, device), x.new_empty(shape, dtype=dtype)
-        tensors = self._tensors(x, values, places, y, own)
-        given = [n for n, t in enumerate(tensors) if t is x or t is y]
-        start, xs = run.prepared(programs, tensors, numbers, given), len(given) - 1
-        held = [t for t in tensors if t is not x and t is not y]
-
-        def call(x: Tensor, held: object = held) -> Tensor:
-            y = x.new_empty(shape, dtype=dtype)
-            # Other streams, and graphs, have a workspace of their own.
-            if start is None or (needs and workspace(*needs, device) is not own) or not start(*[x] * xs, y):
-                return self.run(x, values, places, y)
-            return y
-
-        return call
+        kernel, programs, numbers = launch
+        needs = self._needs(x.shape[1], programs // numbers[0])
+        tensors = self._tensors(*factors, x, needs and workspace(*needs, x.device))
+        result = NewTensor((self.count, x.shape[1]), dtype, x.device)
+        open = open._replace(workspace=_WORKSPACE, needs=needs) if needs else open
+        return RepeatedLaunch.of(kernel, programs, (tensors, numbers), open, result)
 
     def _needs(self, width: int, groups: int) -> tuple[int, int] | None:
         """(counters, bytes) of a workspace, None if no segment is cut. groups: of columns."""
@@ -318,7 +315,7 @@ class SegmentSums:
         """The tensors of a launch."""
         none = self.order.firsts
         scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
-        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)
+        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)  # see _WORKSPACE, _RESULT
 
     def _launch(
         self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
@@ -356,6 +353,10 @@ class SegmentSums:
                 if segment >= 0:
                     total[segment] += (held[read][:, None] * x[flat[read]].float()).sum(0)
         return y.copy_(total)
+
+
+_WORKSPACE, _RESULT = (8, 7), 9
+"""Positions among the tensors of a launch: of counters and partial sums, and of the result."""
 
 
 def prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:

@@ -149,6 +149,8 @@ def _outside_transforms() -> Iterator[None]:
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 _RECORDED: ContextVar[list[object] | None] = ContextVar("recording_constants", default=None)
+recorded_constants: Callable[[], list[object] | None] = _RECORDED.get
+"""What was recorded so far within `recording_constants`, None outside."""
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
@@ -266,29 +268,35 @@ class CompiledKernel:
         else:
             self._launch(*before, *values)
 
+    def prepared(self, programs: int, device: int) -> PreparedLaunch:
+        """`self(programs, values, device)` as a function of the values."""
+        before = self._before.copy()
+        before[self._programs_at] = programs
+        return PreparedLaunch(self, before, device)
+
 
 class PreparedLaunch:
-    """A launch of a compiled kernel of which only some tensors are left open, at the positions `given` of `values`."""
+    """A launch of a compiled kernel for a number of programs, of which only the values are left open."""
 
-    __slots__ = ("_compiled", "_device", "_given", "_programs", "_values")
+    __slots__ = ("_before", "_device", "_launch", "_packs", "_runtime", "_stream_at")
 
-    def __init__(
-        self, compiled: CompiledKernel, programs: int, values: Sequence[Any], given: tuple[int, ...], device: int
-    ) -> None:
-        self._compiled, self._programs, self._device = compiled, programs, device
-        self._values, self._given = [*values], given
+    def __init__(self, compiled: CompiledKernel, before: list[Any], device: int) -> None:
+        self._before, self._device = before, device
+        self._runtime, self._launch = compiled._runtime, compiled._launch
+        self._stream_at, self._packs = compiled._stream_at, compiled._packs
 
-    def __call__(self, *tensors: Tensor) -> bool:
-        """Launch on the current stream. False, without a launch, if a tensor is not aligned to 16 bytes or another
-        device is current."""
-        values, device = self._values.copy(), self._device
-        for place, tensor in zip(self._given, tensors, strict=True):
-            values[place] = address = tensor.data_ptr()
-            if address & 15:
-                return False
-        if device != torch._C._cuda_getDevice():
+    def __call__(self, values: Sequence[Any]) -> bool:
+        """Launch on the current stream. False, without a launch, if another device is current or a hook listens to
+        Triton's launches."""
+        hook, device = self._runtime.launch_enter_hook, self._device
+        if (hook is not None and getattr(hook, "calls", True)) or device != torch._C._cuda_getDevice():
             return False
-        self._compiled(self._programs, values, device)
+        before = self._before.copy()
+        before[self._stream_at] = torch._C._cuda_getCurrentRawStream(device)
+        if self._packs:
+            self._launch(*before, tuple(values))
+        else:
+            self._launch(*before, *values)
         return True
 
 
@@ -465,16 +473,3 @@ class BoundKernel:
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
-
-    def prepared(
-        self, programs: int, tensors: Sequence[Array], numbers: Sequence[float], given: Sequence[int]
-    ) -> PreparedLaunch | None:
-        """The launch with all tensors bound but those at these positions; None if it was not compiled, or if the others
-        are not aligned to 16 bytes."""
-        device = tensors[0].get_device()
-        addresses = [each.address if type(each) is Part else each.data_ptr() for each in tensors]
-        beyond = [0 if n in given else address % 16 for n, address in enumerate(addresses)]
-        compiled = self.compiled(device, beyond)
-        if compiled is None or any(beyond):
-            return None
-        return PreparedLaunch(compiled, programs, [*addresses, *numbers, *self.constants], tuple(given), device)

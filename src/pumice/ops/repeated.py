@@ -1,0 +1,180 @@
+"""Calls of a statement that are repeated with other tensors of the same layouts, sparse operands and index arrays being
+the same. What a call checks, converts and plans is done once; repeating it is a comparison and one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pumice.lower import kernel as kernels
+from pumice.lower import plan
+from pumice.lower.call import global_settings
+from pumice.ops import autograd
+from pumice.ops.operands import Operand, tensors_of
+from pumice.ops.sparse import Sparse
+from pumice.runtime.cache import BoundedCache
+from pumice.runtime.launch import recorded_constants
+from pumice.runtime.repeat import Repeated, like_these
+from pumice.schedule.tuned_loops import loop_records
+
+
+class RepeatedCalls:
+    """The repeated calls of a statement whose first sparse operand is the same. A call of a layout that was seen before
+    is kept, if the statement is one kernel or loop nest."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[RepeatedCall, ...] = ()
+        self._seen: BoundedCache[Hashable] = BoundedCache(64)
+
+    def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan | None]) -> None:
+        """Note a call that was carried out; find: its plan, None if it is several."""
+        layout = tuple(_layouts(operands))
+        if layout not in self._seen:
+            self._seen.keep(layout, None)
+            return
+        tensors = tensors_of(operands.values())
+        if not tensors or not autograd.is_plain_call(tensors):
+            return
+        state = _state_of(tensors)()
+        if self._seen[layout] == state:
+            return
+        self._seen.keep(layout, state)
+        others = [call for call in self.kept if call.layout != layout]
+        found = find()
+        call = None if found is None else RepeatedCall.of(found, operands, layout)
+        self.kept = (*([] if call is None else [call]), *others[: _MOST - 1])
+
+
+_MOST = 8
+"""Repeated calls that are compared one after the other."""
+
+
+class KnownPlan(NamedTuple):
+    """The plan of a call, and the names of its operands that are index arrays."""
+
+    plan: plan.Plan
+    arrays: frozenset[str]
+
+
+class Fixed(NamedTuple):
+    """A tensor that a repeated call reads where it is, and that was not written to."""
+
+    tensor: Callable[[], Tensor | None]
+    version: int
+    address: int
+
+    @staticmethod
+    def of(x: Tensor) -> Fixed:
+        return Fixed(ref(x), x._version, x.data_ptr())
+
+    def holds(self, x: Any) -> bool:
+        """True if x is this tensor, as it was."""
+        return x is self.tensor() and x._version == self.version and x.data_ptr() == self.address
+
+
+class RepeatedCall:
+    """A call as a function of its dense tensors that are no index arrays."""
+
+    layout: Hashable
+
+    @staticmethod
+    def of(known: KnownPlan, operands: Mapping[str, Operand], layout: Hashable) -> RepeatedCall | None:
+        """Of a call that was carried out; None if it is more than one kernel or loop nest."""
+        tensors = tensors_of(operands.values())
+        names, values, places = list[str](), list[int](), list[int]()
+        end = 0
+        for name, x in operands.items():
+            start, end = end, end + len(tensors_of([x]))
+            if isinstance(x, Sparse):
+                values += [place for place in range(start, end) if tensors[place].is_floating_point()]
+            elif isinstance(x, Tensor) and name not in known.arrays:
+                names.append(name)
+                places.append(start)
+        # A loop nest packs values, which it then expects to be the same; a kernel reads them where they are.
+        on_cpu = tensors[0].is_cpu
+        run = plan.repeated(known.plan, tensors, places if on_cpu else [*places, *values])
+        if run is None or any(t.is_inference() for t in tensors):
+            return None
+        held = [tensors[place] for place in values]
+        return RepeatedCall(run, operands, (names, sorted(known.arrays)), (held, on_cpu), layout)
+
+    def __init__(
+        self,
+        run: Repeated,
+        operands: Mapping[str, Operand],
+        names: tuple[Sequence[str], Sequence[str]],
+        values: tuple[Sequence[Tensor], bool],
+        layout: Hashable,
+    ) -> None:
+        self._run, self._count, self.layout = run, len(operands), layout
+        self._open, self._arrays = names
+        self._values, fixed = values
+        every = [*map(operands.__getitem__, self._open), *self._values, *map(operands.__getitem__, self._arrays)]
+        self._alike, self._tracked = like_these(every), any(x.requires_grad for x in every)
+        self._fixed = [(name, Fixed.of(operands[name])) for name in self._arrays]
+        self._packed = [(x, Fixed.of(x)) for x in self._values if fixed]
+        self._same = [(name, ref(x)) for name, x in operands.items() if isinstance(x, Sparse)]
+        self._numbers = [(name, x) for name, x in operands.items() if isinstance(x, int)]
+        self._besides = bool(self._fixed or self._packed or self._numbers)
+        self._state = _state_of(every)
+        self._known = self._state()
+
+    def __call__(self, operands: Mapping[str, Operand]) -> Tensor | None:
+        """The result; None if anything that the call depends on has changed, or that the launch depends on."""
+        find = operands.get
+        for name, same in self._same:
+            if find(name) is not same():
+                return None
+        tensors = [*map(find, self._open), *self._values]
+        if not self._alike(*tensors, *map(find, self._arrays)) or len(operands) != self._count:
+            return None
+        if torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
+            return None
+        if (
+            recorded_constants() is not None
+            or self._state() != self._known
+            or (self._tracked and torch.is_grad_enabled())
+        ):
+            return None
+        if self._besides and not self._unchanged(operands):
+            return None
+        return self._run(tensors)
+
+    def _unchanged(self, operands: Mapping[str, Operand]) -> bool:
+        """True if index arrays, packed values and integers are those of before."""
+        arrays = all([fixed.holds(operands[name]) for name, fixed in self._fixed])
+        values = all([fixed.holds(x) for x, fixed in self._packed])
+        return arrays and values and all([_same_number(operands.get(name), n) for name, n in self._numbers])
+
+
+def _same_number(x: object, n: int) -> bool:
+    return type(x) is type(n) and x == n
+
+
+def _layouts(operands: Mapping[str, Operand]) -> Iterator[Hashable]:
+    """What a repeated call is made for, besides the values of its operands."""
+    for name, x in operands.items():
+        if isinstance(x, Tensor):
+            yield name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+        else:
+            yield name, id(x) if isinstance(x, Sparse) else x
+
+
+def _state_of(tensors: Sequence[Tensor]) -> Callable[[], Hashable]:
+    """A function of the state that the choice of kernels or schedules for such tensors depends on."""
+    if tensors[0].is_cpu:
+        return _state_of_nests
+    return _state_of_products if any(x.dtype is torch.float32 for x in tensors) else global_settings
+
+
+def _state_of_nests() -> Hashable:
+    return loop_records().generation
+
+
+def _state_of_products() -> Hashable:
+    return global_settings(), kernels.float32_precision()
