@@ -109,21 +109,19 @@ class BlockStep(entry_sums.EntryStep):
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor] = staticmethod(run)
 
     def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
-        """The step that ran as a function of its two factors, see EntryStep.repeated."""
-        statement, shape, dtype = self.bound.statement, self.bound.shape, self.dtype
+        """The step that ran as a function of X, or of both factors, see EntryStep.repeated."""
+        statement, fixed = self.bound.statement, {name: x for name, x in operands.items() if name not in names}
         found = matched(self.bound, _shapes(operands))
         assert isinstance(found, BlockForm)
         ready, read = prepared(found, operands), (found.x, found.values)
-        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and {*names} == {*read}
-        if not plain or ready is None:
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate
+        if not plain or ready is None or found.x not in names:
             return None
         x, values = (operands[name] for name in read)
-        result = NewTensor(shape, dtype, x.device, not ready.sums.whole)
-        launch = ready.repeated((x, values), result, OpenArguments.of(names, read, 6))
+        launch = ready.repeated((x, values), self._result(ready.sums, x), OpenArguments.of(names, read, 6))
         if launch is not None and not ready.sums.pads and x.is_contiguous() and values.is_contiguous():
             return launch
-        at, of = (names.index(name) for name in read)
-        return lambda tensors: keep_for_graph(ready).run(tensors[at], tensors[of], dtype).view(shape)
+        return lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))})
 
 
 def _shapes(operands: Mapping[str, Tensor]) -> Shapes:

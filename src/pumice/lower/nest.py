@@ -33,6 +33,7 @@ from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, Form, Fusing, NestAxis, View, entry_parts, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
+from pumice.runtime.repeat import Repeated
 from pumice.runtime.workspace import SPARE
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts
