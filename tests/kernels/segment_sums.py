@@ -22,6 +22,8 @@ TILES = {
     "cut": SegmentTile(4, 1, 2, short=2, long=4, turns=2, window=5),
     "whole": SegmentTile(16, 2, 4, short=3, long=9, turns=64, window=3),
     "hardly any rows": SegmentTile(8, 4, 2, short=0, long=0, turns=1, window=1),
+    "two at once": SegmentTile(4, 4, 2, short=5, long=9, turns=3, depth=2, warps=2),
+    "four at once": SegmentTile(4, 4, 2, short=4, long=17, turns=4, depth=4),
 }
 LENGTHS = {
     "mixed": [0, 3, 1, 0, 9, 2, 170, 4, 5, 0, 33, 12, 1, 1],
@@ -66,9 +68,10 @@ def check_order() -> None:
         seen = torch.zeros(2 * int(bounds[-1]), dtype=torch.int64)
         for slots, code in zip(found.slots.tolist(), found.codes.tolist(), strict=True):
             step = (1, tile.middle, tile.rows)[code & 3]
-            assert code >> 2 <= max(tile.turns, tile.short, -(-tile.long // tile.middle)), "a program takes too long"
+            longest = max(tile.turns * tile.depth, tile.short, -(-tile.long // tile.middle))
+            assert (code >> 2) * tile.depth < longest + tile.depth, "a program takes too long"
             for begin, stop, segment in zip(*slots, strict=True):
-                read = range(begin, min(stop, begin + step * (code >> 2)), step)
+                read = range(begin, min(stop, begin + step * (code >> 2) * tile.depth), step)
                 seen[list(read)] += 1
                 assert all(2 * bounds[segment] <= e < 2 * bounds[segment + 1] for e in read) or segment < 0
         assert (seen == 1).all()

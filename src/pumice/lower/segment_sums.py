@@ -177,11 +177,9 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class SegmentTile(NamedTuple):
-    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns (of 4-byte values). short,
-    long: entries up to which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at
-    most: longer segments are cut. window: segments that keep together.
-
-    Few rows in one warp were the fastest of 55 tiles over 17 matrices on an H200, of 128 columns."""
+    """rows: of a program, each of which reads `depth` entries at once, in `blocks` blocks of 128 bytes of columns (of
+    4-byte values). short, long: entries up to which a segment gets one of these rows, or `middle` of them. turns:
+    iterations of a program at most: longer segments are cut. window: segments that keep together."""
 
     rows: int = 8
     blocks: int = 4
@@ -190,6 +188,13 @@ class SegmentTile(NamedTuple):
     long: int = 32
     turns: int = 16
     window: int = 1024
+    depth: int = 1
+    warps: int = 1
+
+    @property
+    def longest(self) -> int:
+        """Entries up to which a segment is not cut."""
+        return self.rows * self.depth * self.turns
 
 
 class Order(NamedTuple):
@@ -204,7 +209,7 @@ class Order(NamedTuple):
 def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
     """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
     starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
-    cut = lengths > tile.rows * tile.turns
+    cut = lengths > tile.longest
     long = _pieces(starts, lengths, cut.nonzero()[:, 0], tile)
     short = _windows(starts, lengths, (~cut).nonzero()[:, 0], tile)
     firsts, pieces = long.firsts, long.pieces
@@ -217,7 +222,7 @@ def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
 def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
     """A program for each piece of these segments, the longest first."""
     which = which[lengths[which].argsort(descending=True, stable=True)]
-    counts = -(-lengths[which] // (tile.rows * tile.turns))
+    counts = -(-lengths[which] // tile.longest)
     segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
     firsts = (counts.cumsum(0) - counts)[segment]
     number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
@@ -226,7 +231,7 @@ def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -
     stops = torch.minimum(begins + each, starts[of] + lengths[of])
     part = torch.arange(tile.rows, device=starts.device)
     slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
-    steps = -(-(stops - begins).clamp(min=0) // tile.rows)
+    steps = -(-(stops - begins).clamp(min=0) // (tile.rows * tile.depth))
     return Order(slots, 4 * steps + 2, firsts, counts[segment])
 
 
@@ -258,7 +263,7 @@ def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) 
     slots[program[of], 2, row] = which[of]
     steps = torch.zeros(total, dtype=torch.int64, device=device)
     leads = place == 0
-    steps[program[leads]] = -(-size[leads] // own[leads])
+    steps[program[leads]] = -(-size[leads] // (own[leads] * tile.depth))
     kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(windows), programs)
     return Order(slots, 4 * steps + kinds, steps[:0], steps[:0])
 
@@ -329,6 +334,7 @@ class SegmentSums:
             "BLOCKS": blocks,
             "ROWS": tile.rows,
             "MIDDLE": tile.middle,
+            "DEPTH": tile.depth,
             "VECTOR": min(width & -width, 16 // size, lanes),
             "EVEN": width % (lanes * blocks) == 0,
             "FAR": max(x.numel(), y.numel()) >= _FAR,
@@ -338,7 +344,7 @@ class SegmentSums:
         programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
         needs = self._needs(width, groups)
         tensors = self._tensors(x, values, places, y, needs and workspace(*needs, x.device))
-        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, 1)
+        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, tile.warps)
         return made, programs * groups, [programs, width, x.shape[0]]
 
     def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
@@ -348,8 +354,9 @@ class SegmentSums:
         total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
         for slots, code in zip(self.order.slots.tolist(), self.order.codes.tolist(), strict=True):
             step = (1, self.tile.middle, rows)[code & 3]
+            length = (code >> 2) * self.tile.depth * step
             for begin, stop, segment in zip(*slots, strict=True):
-                read = [e for e in range(begin, min(stop, begin + (code >> 2) * step), step) if 0 <= flat[e] < len(x)]
+                read = [e for e in range(begin, min(stop, begin + length), step) if 0 <= flat[e] < len(x)]
                 if segment >= 0:
                     total[segment] += (held[read][:, None] * x[flat[read]].float()).sum(0)
         return y.copy_(total)
