@@ -237,7 +237,7 @@ class BlockSums:
         bound = kernel("entry_kernels.block_sums", "lower").bound(
             tensors, constants, self.tile.warps, constants["OVERLAP"]
         )
-        return RepeatedLaunch.of(bound, programs, (tensors, numbers), open, result)
+        return RepeatedLaunch.of(bound, (programs, tensors, numbers), open, result, (self, found))
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """(words of each segment in a row, iterations of each): the first words are loaded without waiting."""

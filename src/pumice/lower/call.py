@@ -157,13 +157,12 @@ class BoundCall(NamedTuple):
         self.launch(addresses, result, shared)
         return True
 
-    def repeated(self, kept: object) -> Repeated:
-        """This call as a function of its tensors; kept: keeps what else it reads alive."""
+    def repeated(self) -> Repeated:
+        """This call as a function of its tensors, while the arrays of the map are alive."""
         executor, layout = self.executor, self.layout
         shared = OpenArguments(layout.tensors, layout.result, layout.workspace or (-1, -1), self.needs)
         result = NewTensor(self.shape, executor.writes, self.device, not executor.writes_all)
-        prepared = self.kernel.prepared(self.programs, self.device.index or 0)
-        launch = RepeatedLaunch(prepared, self.values, shared, result, (self.kept, kept))
+        launch = RepeatedLaunch(self.kernel.prepared(self.programs, self.values), shared, result, self.kept)
         if executor.writes is executor.dtype:
             return launch
         return lambda tensors: None if (y := launch(tensors)) is None else y.to(executor.dtype)
@@ -438,7 +437,7 @@ class BoundExecutor:
             self._keep_template(key, operands, self._sized.family({**self.bound_operands, **operands}))
         call = self._instantiate(key, operands)
         if call is not None:
-            return call.repeated(self.bound_operands)
+            return call.repeated()
         return lambda tensors: self(dict(zip(names, tensors, strict=True)))
 
     def family(self, operands: Mapping[str, Tensor], was_run: bool = True) -> TileFamily | None:

@@ -281,7 +281,7 @@ class EntrySums:
         count, numbers, constants = found
         tensors = self._tensors(*factors, y)
         bound = kernel("entry_kernels.entry_sums", "lower").bound(tensors, constants, self.tile.warps)
-        return RepeatedLaunch.of(bound, count, (tensors, numbers), open, result)
+        return RepeatedLaunch.of(bound, (count, tensors, numbers), open, result, self)
 
     def _launch(self, size: int) -> tuple[int, list[int], dict[str, Any]]:
         """(programs, integers, constants) of a launch. size: bytes of the larger element."""

@@ -426,6 +426,11 @@ def repeated(plan: Plan, operands: Sequence[Tensor], given: Sequence[int]) -> Re
     return bound.repeated({name: tensors[name] for name in names})
 
 
+def depends_on_precision(plan: Plan) -> bool:
+    """True if the plan's launches depend on the precision of float32 products that torch is set to."""
+    return not all(isinstance(step.run, segment_sums.SegmentStep | nest.NestStep) for step in plan.steps)
+
+
 class TuningLimits(NamedTuple):
     """candidates: schedules of a loop nest to measure besides the rule's; clock: budget of each, and its observer."""
 

@@ -153,7 +153,8 @@ class SegmentStep:
             return None
         launch, x = None, operands[roles.rows]
         ready, values, places = self._ready(operands)
-        if self._plain and self._flat and x.is_contiguous() and (not roles.values or values is operands[roles.values]):
+        read = places is operands[roles.places] and (not roles.values or values is operands[roles.values])
+        if self._plain and self._flat and x.is_contiguous() and read:
             launch = ready.repeated((x, values, places), self.dtype, given)
         return launch or (lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))}))
 
@@ -303,7 +304,7 @@ class SegmentSums:
         tensors = self._tensors(*factors, x, needs and workspace(*needs, x.device))
         result = NewTensor((self.count, x.shape[1]), dtype, x.device)
         open = open._replace(workspace=_WORKSPACE, needs=needs) if needs else open
-        return RepeatedLaunch.of(kernel, programs, (tensors, numbers), open, result)
+        return RepeatedLaunch.of(kernel, (programs, tensors, numbers), open, result, self)
 
     def _needs(self, width: int, groups: int) -> tuple[int, int] | None:
         """(counters, bytes) of a workspace, None if no segment is cut. groups: of columns."""

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ from pumice.ops.operands import (
     validate_operands,
     value_names_of,
 )
-from pumice.ops.repeated import KnownPlan, RepeatedCalls
+from pumice.ops.repeated import KnownPlan, RepeatedCall, RepeatedCalls
 from pumice.ops.sparse import Sparse, sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
@@ -176,6 +177,12 @@ class Einsum:
         if torch.compiler.is_dynamo_compiling():
             return _traced(self.text, operands, self.lowering)
         memory = self._memory
+        if (last := memory.last()) is not None and (y := last(operands)) is not None:
+            return y
+        return self._other_call(operands, memory)
+
+    def _other_call(self, operands: Mapping[str, Operand], memory: _Memory) -> Any:
+        """A call that does not repeat the last one that was repeated."""
         calls = memory.repeated
         for x in operands.values():
             if type(x) is Sparse:
@@ -183,6 +190,7 @@ class Einsum:
                 break
         for call in calls.kept:
             if (y := call(operands)) is not None:
+                memory.last = ref(call)
                 return y
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
@@ -346,10 +354,11 @@ class _CheckedCall:
 @dataclass(eq=False)
 class _Memory:
     """What equal Einsums share. checked: calls by the facts of operands; repeated: those without sparse operands, which
-    keep the others."""
+    keep the others; last: the one that was repeated last, for as long as its sparse operand is there."""
 
     checked: BoundedCache[_CheckedCall] = field(default_factory=lambda: BoundedCache(256))
     repeated: RepeatedCalls = field(default_factory=RepeatedCalls)
+    last: Callable[[], RepeatedCall | None] = field(default=lambda: None)
 
 
 @lru_cache(maxsize=256)

@@ -13,13 +13,12 @@ from torch.autograd import forward_ad
 
 from pumice.lower import kernel as kernels
 from pumice.lower import plan
-from pumice.lower.call import global_settings
 from pumice.ops import autograd
 from pumice.ops.operands import Operand, tensors_of
 from pumice.ops.sparse import Sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import recorded_constants
-from pumice.runtime.repeat import Repeated, like_these
+from pumice.runtime.repeat import Repeated, RepeatedLaunch, like_these
 from pumice.schedule.tuned_loops import loop_records
 
 
@@ -29,7 +28,7 @@ class RepeatedCalls:
 
     def __init__(self) -> None:
         self.kept: tuple[RepeatedCall, ...] = ()
-        self._seen: BoundedCache[Hashable] = BoundedCache(64)
+        self._seen: BoundedCache[State | None] = BoundedCache(64)
 
     def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan | None]) -> None:
         """Note a call that was carried out; find: its plan, None if it is several."""
@@ -40,16 +39,37 @@ class RepeatedCalls:
         tensors = tensors_of(operands.values())
         if not tensors or not autograd.is_plain_call(tensors):
             return
-        state = _state_of(tensors)()
+        state = State.of(tensors)
         if self._seen[layout] == state:
             return
         self._seen.keep(layout, state)
-        others = [call for call in self.kept if call.layout != layout]
+        others = [call for call in self.kept if call.layout != layout and call.alive]
         found = find()
         call = None if found is None else RepeatedCall.of(found, operands, layout)
         self.kept = (*([] if call is None else [call]), *others[: _MOST - 1])
 
 
+class State(NamedTuple):
+    """What the choice of kernels, or of schedules of loop nests, depends on besides the operands. records: of tuned
+    tiles or schedules; precision: of float32 products, "" without any."""
+
+    records: Any
+    generation: int
+    mode: str
+    deterministic: bool
+    precision: str
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> State:
+        on_cpu = tensors[0].is_cpu
+        records = loop_records() if on_cpu else kernels.ledger()
+        wide = not on_cpu and any(x.dtype is torch.float32 for x in tensors)
+        precision = kernels.float32_precision() if wide else ""
+        return State(records, records.generation, kernels.tuning_mode(), deterministic(), precision)
+
+
+deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+"""torch.are_deterministic_algorithms_enabled, in C."""
 _MOST = 8
 """Repeated calls that are compared one after the other."""
 
@@ -100,20 +120,24 @@ class RepeatedCall:
         run = plan.repeated(known.plan, tensors, places if on_cpu else [*places, *values])
         if run is None or any(t.is_inference() for t in tensors):
             return None
+        if known.arrays and not isinstance(run, RepeatedLaunch):
+            # Others would keep index arrays alive.
+            return None
         held = [tensors[place] for place in values]
-        return RepeatedCall(run, operands, (names, sorted(known.arrays)), (held, on_cpu), layout)
+        precise = plan.depends_on_precision(known.plan)
+        return RepeatedCall(run, operands, (names, sorted(known.arrays)), (held, on_cpu, precise), layout)
 
     def __init__(
         self,
         run: Repeated,
         operands: Mapping[str, Operand],
         names: tuple[Sequence[str], Sequence[str]],
-        values: tuple[Sequence[Tensor], bool],
+        values: tuple[Sequence[Tensor], bool, bool],
         layout: Hashable,
     ) -> None:
         self._run, self._count, self.layout = run, len(operands), layout
         self._open, self._arrays = names
-        self._values, fixed = values
+        self._values, fixed, precise = values
         every = [*map(operands.__getitem__, self._open), *self._values, *map(operands.__getitem__, self._arrays)]
         self._alike, self._tracked = like_these(every), any(x.requires_grad for x in every)
         self._fixed = [(name, Fixed.of(operands[name])) for name in self._arrays]
@@ -121,8 +145,8 @@ class RepeatedCall:
         self._same = [(name, ref(x)) for name, x in operands.items() if isinstance(x, Sparse)]
         self._numbers = [(name, x) for name, x in operands.items() if isinstance(x, int)]
         self._besides = bool(self._fixed or self._packed or self._numbers)
-        self._state = _state_of(every)
-        self._known = self._state()
+        self._records, self._generation, self._mode, self._deterministic, precision = State.of(every)
+        self._precision = precision if precise else ""
 
     def __call__(self, operands: Mapping[str, Operand]) -> Tensor | None:
         """The result; None if anything that the call depends on has changed, or that the launch depends on."""
@@ -131,19 +155,27 @@ class RepeatedCall:
             if find(name) is not same():
                 return None
         tensors = [*map(find, self._open), *self._values]
-        if not self._alike(*tensors, *map(find, self._arrays)) or len(operands) != self._count:
+        every = [*tensors, *map(find, self._arrays)] if self._arrays else tensors
+        if not self._alike(*every) or len(operands) != self._count:
             return None
-        if torch._C._len_torch_function_stack() or forward_ad._current_level >= 0:
+        if torch._C._len_torch_function_stack() or forward_ad._current_level >= 0 or recorded_constants() is not None:
             return None
-        if (
-            recorded_constants() is not None
-            or self._state() != self._known
-            or (self._tracked and torch.is_grad_enabled())
-        ):
+        if self._records.generation != self._generation or kernels.tuning_mode() != self._mode:
+            return None
+        if deterministic() is not self._deterministic or (self._tracked and torch.is_grad_enabled()):
+            return None
+        if self._precision and kernels.float32_precision() != self._precision:
             return None
         if self._besides and not self._unchanged(operands):
             return None
         return self._run(tensors)
+
+    @property
+    def alive(self) -> bool:
+        """True if the sparse operands and index arrays are there."""
+        return all([same() is not None for _, same in self._same]) and all(
+            [fixed.tensor() is not None for _, fixed in self._fixed]
+        )
 
     def _unchanged(self, operands: Mapping[str, Operand]) -> bool:
         """True if index arrays, packed values and integers are those of before."""
@@ -160,21 +192,7 @@ def _layouts(operands: Mapping[str, Operand]) -> Iterator[Hashable]:
     """What a repeated call is made for, besides the values of its operands."""
     for name, x in operands.items():
         if isinstance(x, Tensor):
-            yield name, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            which = 0 if x.is_floating_point() else id(x)
+            yield name, which, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
         else:
             yield name, id(x) if isinstance(x, Sparse) else x
-
-
-def _state_of(tensors: Sequence[Tensor]) -> Callable[[], Hashable]:
-    """A function of the state that the choice of kernels or schedules for such tensors depends on."""
-    if tensors[0].is_cpu:
-        return _state_of_nests
-    return _state_of_products if any(x.dtype is torch.float32 for x in tensors) else global_settings
-
-
-def _state_of_nests() -> Hashable:
-    return loop_records().generation
-
-
-def _state_of_products() -> Hashable:
-    return global_settings(), kernels.float32_precision()

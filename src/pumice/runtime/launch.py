@@ -268,36 +268,27 @@ class CompiledKernel:
         else:
             self._launch(*before, *values)
 
-    def prepared(self, programs: int, device: int) -> PreparedLaunch:
-        """`self(programs, values, device)` as a function of the values."""
+    def prepared(self, programs: int, values: Sequence[Any]) -> PreparedLaunch:
+        """The launcher, with the arguments of a launch of so many programs."""
         before = self._before.copy()
         before[self._programs_at] = programs
-        return PreparedLaunch(self, before, device)
+        first = 0 if self._packs else len(before)
+        arguments = [*values] if self._packs else [*before, *values]
+        return PreparedLaunch(
+            self._launch, self._runtime, before if self._packs else None, arguments, first, self._stream_at
+        )
 
 
-class PreparedLaunch:
-    """A launch of a compiled kernel for a number of programs, of which only the values are left open."""
+class PreparedLaunch(NamedTuple):
+    """A launcher and its arguments, in which the stream, at `stream_at`, is missing. before: the arguments before the
+    kernel's own, if the launcher takes these as a tuple; first: position of the kernel's in `arguments`."""
 
-    __slots__ = ("_before", "_device", "_launch", "_packs", "_runtime", "_stream_at")
-
-    def __init__(self, compiled: CompiledKernel, before: list[Any], device: int) -> None:
-        self._before, self._device = before, device
-        self._runtime, self._launch = compiled._runtime, compiled._launch
-        self._stream_at, self._packs = compiled._stream_at, compiled._packs
-
-    def __call__(self, values: Sequence[Any]) -> bool:
-        """Launch on the current stream. False, without a launch, if another device is current or a hook listens to
-        Triton's launches."""
-        hook, device = self._runtime.launch_enter_hook, self._device
-        if (hook is not None and getattr(hook, "calls", True)) or device != torch._C._cuda_getDevice():
-            return False
-        before = self._before.copy()
-        before[self._stream_at] = torch._C._cuda_getCurrentRawStream(device)
-        if self._packs:
-            self._launch(*before, tuple(values))
-        else:
-            self._launch(*before, *values)
-        return True
+    launch: Callable[..., object]
+    runtime: Any
+    before: list[Any] | None
+    arguments: list[Any]
+    first: int
+    stream_at: int
 
 
 class _Launcher(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,51 +65,66 @@ class OpenArguments(NamedTuple):
         return OpenArguments(found, result) if {number for _, number in found} == {*range(len(names))} else None
 
 
-Arguments = tuple[Sequence[Tensor], Sequence[float]]
-"""The tensors and the numbers of a launch."""
+Arguments = tuple[int, Sequence[Tensor], Sequence[float]]
+"""The programs, tensors and numbers of a launch."""
 
 
 class RepeatedLaunch:
     """A launch of a compiled kernel on the current stream as a function of the tensors that are open, of the layouts
-    that it was made for; the others are aligned to 16 bytes. values: all arguments of the kernel; kept: keeps what they
-    point to alive."""
+    that it was made for; the others are aligned to 16 bytes, and alive. kept: what else it reads."""
 
-    __slots__ = ("_kept", "_launch", "_make", "_on", "_open", "_values")
+    __slots__ = (
+        *("_arguments", "_before", "_device", "_given", "_kept", "_launch", "_make", "_needs", "_on", "_only"),
+        *("_result", "_runtime", "_shared", "_stream_at"),
+    )
 
-    def __init__(
-        self, launch: PreparedLaunch, values: Sequence[Any], open: OpenArguments, result: NewTensor, kept: object
-    ) -> None:
-        self._launch, self._values, self._open, self._kept = launch, [*values], open, kept
-        self._make, self._on = result.make, result.device
+    def __init__(self, launch: PreparedLaunch, open: OpenArguments, result: NewTensor, kept: object) -> None:
+        first, self._kept = launch.first, kept
+        self._launch, self._runtime, self._before, self._arguments, _, self._stream_at = launch
+        self._given = tuple([(first + place, number) for place, number in open.tensors])
+        self._result, self._needs = first + open.result, open.needs
+        self._shared = tuple([first + place for place in open.workspace])
+        self._make, self._on, self._device = result.make, result.device, result.device.index or 0
+        # Then it is always the current one.
+        self._only = torch.cuda.device_count() == 1
 
     @staticmethod
     def of(
-        kernel: BoundKernel, programs: int, arguments: Arguments, open: OpenArguments, result: NewTensor
+        kernel: BoundKernel, arguments: Arguments, open: OpenArguments, result: NewTensor, kept: object
     ) -> RepeatedLaunch | None:
         """Of a kernel with bound constants; None if it is not compiled, or a tensor that stays is not aligned."""
-        tensors, numbers = arguments
-        index = result.device.index or 0
-        compiled, addresses = kernel.compiled(index, ()), [x.data_ptr() for x in tensors]
+        programs, tensors, numbers = arguments
+        compiled, addresses = kernel.compiled(result.device.index or 0, ()), [x.data_ptr() for x in tensors]
         moving = {open.result, *(place for place, _ in open.tensors), *open.workspace}
-        kept = [x for n, x in enumerate(tensors) if n not in moving]
-        if compiled is None or any(x.data_ptr() & 15 for x in kept):
+        if compiled is None or any(address & 15 for n, address in enumerate(addresses) if n not in moving):
             return None
-        values = [*addresses, *numbers, *kernel.constants]
-        return RepeatedLaunch(compiled.prepared(programs, index), values, open, result, kept)
+        launch = compiled.prepared(programs, [*addresses, *numbers, *kernel.constants])
+        return RepeatedLaunch(launch, open, result, kept)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """The result; None, without a launch, if a tensor is not aligned or as PreparedLaunch answers False."""
-        values, (given, result, shared, needs) = self._values.copy(), self._open
-        bits = 0
-        for place, number in given:
-            values[place] = address = tensors[number].data_ptr()
+        """The result; None, without a launch, if a tensor is not aligned, another device is current or a hook listens
+        to Triton's launches."""
+        arguments, bits = self._arguments.copy(), 0
+        for place, number in self._given:
+            arguments[place] = address = tensors[number].data_ptr()
             bits |= address
-        if bits & 15:
+        hook = self._runtime.launch_enter_hook
+        if bits & 15 or (hook is not None and getattr(hook, "calls", True)):
             return None
-        if needs is not None:
+        if not self._only and self._device != torch._C._cuda_getDevice():
+            return None
+        if self._needs is not None:
             # Keeps the memory until the launch.
-            own = workspace(*needs, self._on)
-            values[shared[0]], values[shared[1]] = own.addresses
+            own = workspace(*self._needs, self._on)
+            arguments[self._shared[0]], arguments[self._shared[1]] = own.addresses
         y = self._make()
-        values[result] = y.data_ptr()
-        return y if self._launch(values) else None
+        arguments[self._result] = y.data_ptr()
+        stream, before = torch._C._cuda_getCurrentRawStream(self._device), self._before
+        if before is None:
+            arguments[self._stream_at] = stream
+            self._launch(*arguments)
+        else:
+            before = before.copy()
+            before[self._stream_at] = stream
+            self._launch(*before, tuple(arguments))
+        return y
