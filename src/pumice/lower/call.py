@@ -50,10 +50,13 @@ def call_signature(tensors: Sequence[Tensor], dynamic: Sequence[bool], *facts: H
     return cache.INTERNED.get(key) or cache.INTERNED.keep(key, object())
 
 
+deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+"""torch.are_deterministic_algorithms_enabled, in C."""
+
+
 def global_settings() -> tuple[Hashable, ...]:
     """The global settings that launches depend on, except the precision of float32 products."""
-    # torch.are_deterministic_algorithms_enabled in C.
-    return torch._C._get_deterministic_algorithms(), kernels.ledger().generation, kernels.tuning_mode()
+    return deterministic(), kernels.ledger().generation, kernels.tuning_mode()
 
 
 def product_signature(tensors: Sequence[Tensor], finish: EpilogueSignature) -> Hashable:

@@ -410,7 +410,8 @@ def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
 
 def repeated(plan: Plan, operands: Sequence[Tensor], given: Sequence[int]) -> Repeated | None:
     """A plan that ran as a function of the operands at the positions `given`, of the same layouts, the others being
-    where they are now; None if it is not one kernel or loop nest that reads each of them."""
+    where they are now; None if it is not one kernel or loop nest that reads each of them. Further tensors are ignored
+    by a loop nest."""
     if len(plan.steps) != 1 or plan.accumulated is not None:
         return None
     (step,) = plan.steps
@@ -424,6 +425,11 @@ def repeated(plan: Plan, operands: Sequence[Tensor], given: Sequence[int]) -> Re
         return None
     bound = BoundExecutor(run, {name: x for name, x in tensors.items() if name not in names})
     return bound.repeated({name: tensors[name] for name in names})
+
+
+def packs_values(plan: Plan) -> bool:
+    """True if a repeated call takes values as they were: loop nests pack them, kernels read them where they are."""
+    return any(isinstance(step.run, nest.NestStep) for step in plan.steps)
 
 
 def depends_on_precision(plan: Plan) -> bool:

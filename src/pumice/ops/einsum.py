@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from types import NoneType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import ref
 
@@ -194,22 +195,16 @@ class Einsum:
                 return y
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
-        y = self._checked_call(operands)
-        calls.look(operands, lambda: self._plan(operands))
-        return y
+        return self._checked_call(operands, calls)
 
-    def _plan(self, operands: Mapping[str, Operand]) -> KnownPlan | None:
-        """The plan of a call that was carried out; None for several plans, and if operands are converted."""
-        seen = self._memory.checked.get(facts_of(operands))
-        if seen is None or seen.statement is None:
-            return None
-        tensors, names = tensors_of(operands.values()), seen.statement.names
+    def _plan(self, tensors: Sequence[Tensor], names: str, operands: Mapping[str, Operand]) -> KnownPlan:
+        """The plan of a call that was carried out, without conversions."""
         statement = plan.statement_of(self.text, names)
         arrays = frozenset(array.name for array in arrays_of(*statement.terms, statement.target))
         return KnownPlan(plan.plan_for(tensors, names, self.text, None, self.lowering), arrays & operands.keys())
 
-    def _checked_call(self, operands: Mapping[str, Operand]) -> Any:
-        """The call with all checks of its operands."""
+    def _checked_call(self, operands: Mapping[str, Operand], calls: RepeatedCalls) -> Any:
+        """The call with all checks of its operands, which is kept with other calls if it may be repeated."""
         facts = facts_of(operands)
         seen = self._memory.checked.get(facts)
         if seen is None:
@@ -219,7 +214,11 @@ class Einsum:
         if seen.statement is None:
             assert seen.joined is not None
             return seen.joined(operands)
-        return seen.statement(tensors_of(operands.values()))
+        tensors, known = tensors_of(operands.values()), seen.statement
+        y = known(tensors)
+        if seen.repeats and tensors:
+            seen.repeats = calls.look(operands, lambda: self._plan(tensors, known.names, operands))
+        return y
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
@@ -344,11 +343,13 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion: of a statement, or of one that takes a join."""
+    """Cached call of operands that need no conversion: of a statement, or of one that takes a join. repeats: False once
+    it is known that such calls cannot be kept as repeated ones."""
 
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     statement: autograd.KnownStatement | None = None
     joined: JoinedStatement | None = None
+    repeats: bool = True
 
 
 @dataclass(eq=False)
@@ -358,7 +359,7 @@ class _Memory:
 
     checked: BoundedCache[_CheckedCall] = field(default_factory=lambda: BoundedCache(256))
     repeated: RepeatedCalls = field(default_factory=RepeatedCalls)
-    last: Callable[[], RepeatedCall | None] = field(default=lambda: None)
+    last: Callable[[], RepeatedCall | None] = NoneType
 
 
 @lru_cache(maxsize=256)

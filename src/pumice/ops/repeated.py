@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from pumice.lower import kernel as kernels
 from pumice.lower import plan
+from pumice.lower.call import deterministic
 from pumice.ops import autograd
 from pumice.ops.operands import Operand, tensors_of
 from pumice.ops.sparse import Sparse
@@ -23,30 +24,27 @@ from pumice.schedule.tuned_loops import loop_records
 
 
 class RepeatedCalls:
-    """The repeated calls of a statement whose first sparse operand is the same. A call of a layout that was seen before
-    is kept, if the statement is one kernel or loop nest."""
+    """The repeated calls of a statement whose first sparse operand is the same, if it is one kernel or loop nest."""
 
     def __init__(self) -> None:
         self.kept: tuple[RepeatedCall, ...] = ()
-        self._seen: BoundedCache[State | None] = BoundedCache(64)
+        self._seen: BoundedCache[State] = BoundedCache(64)
 
-    def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan | None]) -> None:
-        """Note a call that was carried out; find: its plan, None if it is several."""
-        layout = tuple(_layouts(operands))
-        if layout not in self._seen:
-            self._seen.keep(layout, None)
-            return
-        tensors = tensors_of(operands.values())
-        if not tensors or not autograd.is_plain_call(tensors):
-            return
+    def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan]) -> bool:
+        """Keep a call that was carried out, if it is plain; find: its plan. False if such calls are never kept."""
+        layout, tensors = tuple(_layouts(operands)), tensors_of(operands.values())
+        if not autograd.is_plain_call(tensors):
+            return True
         state = State.of(tensors)
-        if self._seen[layout] == state:
-            return
-        self._seen.keep(layout, state)
-        others = [call for call in self.kept if call.layout != layout and call.alive]
-        found = find()
-        call = None if found is None else RepeatedCall.of(found, operands, layout)
-        self.kept = (*([] if call is None else [call]), *others[: _MOST - 1])
+        # One that does not match again and again, as for a misaligned tensor, is not made again.
+        if self._seen.get(layout) != state:
+            self._seen.keep(layout, state)
+            call = RepeatedCall.of(find(), operands, layout)
+            if call is None:
+                return False
+            others = [call for call in self.kept if call.layout != layout and call.alive]
+            self.kept = (call, *others[: _MOST - 1])
+        return True
 
 
 class State(NamedTuple):
@@ -68,8 +66,6 @@ class State(NamedTuple):
         return State(records, records.generation, kernels.tuning_mode(), deterministic(), precision)
 
 
-deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-"""torch.are_deterministic_algorithms_enabled, in C."""
 _MOST = 8
 """Repeated calls that are compared one after the other."""
 
@@ -115,9 +111,8 @@ class RepeatedCall:
             elif isinstance(x, Tensor) and name not in known.arrays:
                 names.append(name)
                 places.append(start)
-        # A loop nest packs values, which it then expects to be the same; a kernel reads them where they are.
-        on_cpu = tensors[0].is_cpu
-        run = plan.repeated(known.plan, tensors, places if on_cpu else [*places, *values])
+        packs = plan.packs_values(known.plan)
+        run = plan.repeated(known.plan, tensors, places if packs else [*places, *values])
         if run is None or any(t.is_inference() for t in tensors):
             return None
         if known.arrays and not isinstance(run, RepeatedLaunch):
@@ -125,7 +120,7 @@ class RepeatedCall:
             return None
         held = [tensors[place] for place in values]
         precise = plan.depends_on_precision(known.plan)
-        return RepeatedCall(run, operands, (names, sorted(known.arrays)), (held, on_cpu, precise), layout)
+        return RepeatedCall(run, operands, (names, sorted(known.arrays)), (held, packs, precise), layout)
 
     def __init__(
         self,

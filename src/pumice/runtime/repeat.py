@@ -86,7 +86,7 @@ class RepeatedLaunch:
         self._shared = tuple([first + place for place in open.workspace])
         self._make, self._on, self._device = result.make, result.device, result.device.index or 0
         # Then it is always the current one.
-        self._only = torch.cuda.device_count() == 1
+        self._only = result.device.type != "cuda" or torch.cuda.device_count() == 1
 
     @staticmethod
     def of(
