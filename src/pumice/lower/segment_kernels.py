@@ -14,29 +14,31 @@ def segment_sums(
 
     A program computes BLOCKS * LANES columns of some segments, whose entries are dealt out to its ROWS rows: 1, MIDDLE
     or all of them to a segment. An iteration reads DEPTH entries of each row. codes [programs]: 4 * iterations + 0, 1
-    or 2 for these. slots [programs, 3, ROWS]: of each row, its first entry, the end of the segment's entries, and the
-    segment (-1: none). The first programs may have pieces of a segment: the one that finishes the last of `pieces` of
-    them, the first of which is program `firsts`, adds up what they left in `scratch`."""
+    or 2 for these. slots [programs, 3 + DEPTH, ROWS]: of each row, its first entry, the end of the segment's entries,
+    the segment (-1: none), and the places of its first DEPTH entries, so that no load waits for them. The first
+    programs may have pieces of a segment: the one that finishes the last of `pieces` of them, the first of which is
+    program `firsts`, adds up what they left in `scratch`."""
     number = tl.program_id(0) % programs.to(tl.int32)
     group = tl.program_id(0) // programs.to(tl.int32)
-    r = tl.arange(0, ROWS)
-    slot = slots + number.to(tl.int64) * (3 * ROWS) + r
+    slot = slots + number.to(tl.int64) * ((3 + DEPTH) * ROWS) + tl.arange(0, ROWS)
     at = tl.load(slot)
     stop = tl.load(slot + ROWS)
     segment = tl.load(slot + 2 * ROWS)
+    place = tl.load(slot + 3 * ROWS)
     code = tl.load(codes + number)
+    count = 0
+    start = 0
+    if LONG:
+        count = tl.load(pieces + number)
+        start = tl.load(firsts + number)
     kind = code & 3
     step = tl.where(kind == 0, 1, tl.where(kind == 1, MIDDLE, ROWS))
     column = group * (BLOCKS * LANES)
-    place0, value0 = _entry(places, values, at, stop, VALUED)
-    place1, value1 = place0, value0
-    place2, value2 = place0, value0
-    place3, value3 = place0, value0
+    value = _value(values, at, stop, place, VALUED)
+    place1, value1 = place, value
     if DEPTH > 1:
-        place1, value1 = _entry(places, values, at + step, stop, VALUED)
-    if DEPTH > 2:
-        place2, value2 = _entry(places, values, at + 2 * step, stop, VALUED)
-        place3, value3 = _entry(places, values, at + 3 * step, stop, VALUED)
+        place1 = tl.load(slot + 4 * ROWS)
+        value1 = _value(values, at + step, stop, place1, VALUED)
     first = tl.zeros([ROWS, LANES], tl.float32)
     second = first
     third = first
@@ -44,42 +46,23 @@ def segment_sums(
     for _ in tl.range(0, code >> 2):
         # Places are loaded an iteration ahead of the rows of x that they name.
         at += DEPTH * step
-        next0, ahead0 = _entry(places, values, at, stop, VALUED)
-        next1, ahead1 = next0, ahead0
-        next2, ahead2 = next0, ahead0
-        next3, ahead3 = next0, ahead0
+        ahead, held = _entry(places, values, at, stop, VALUED)
+        ahead1, held1 = ahead, held
         if DEPTH > 1:
-            next1, ahead1 = _entry(places, values, at + step, stop, VALUED)
-        if DEPTH > 2:
-            next2, ahead2 = _entry(places, values, at + 2 * step, stop, VALUED)
-            next3, ahead3 = _entry(places, values, at + 3 * step, stop, VALUED)
+            ahead1, held1 = _entry(places, values, at + step, stop, VALUED)
         first, second, third, fourth = _added(
-            first, second, third, fourth, x, place0, value0, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
-            VALUED
+            first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
         )  # fmt: skip
         if DEPTH > 1:
             first, second, third, fourth = _added(
                 first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
                 VALUED
             )  # fmt: skip
-        if DEPTH > 2:
-            first, second, third, fourth = _added(
-                first, second, third, fourth, x, place2, value2, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
-                VALUED
-            )  # fmt: skip
-            first, second, third, fourth = _added(
-                first, second, third, fourth, x, place3, value3, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
-                VALUED
-            )  # fmt: skip
-        place0, value0 = next0, ahead0
-        place1, value1 = next1, ahead1
-        place2, value2 = next2, ahead2
-        place3, value3 = next3, ahead3
+        place, value, place1, value1 = ahead, held, ahead1, held1
     whole = kind == 2
     if LONG:
-        count = tl.load(pieces + number)
-        if count > 1:
-            start = tl.load(firsts + number)
+        shared = count > 1
+        if shared:
             counter = waiting + start * (tl.num_programs(0) // programs.to(tl.int32)) + group
             whole = _left(
                 first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES, BLOCKS
@@ -118,12 +101,16 @@ def _addresses(offset, columns, LANES: tl.constexpr, VECTOR: tl.constexpr, EVEN:
 @triton.jit
 def _entry(places, values, at, stop, VALUED: tl.constexpr):
     """(row of x, value) of an entry of each row of the program; -1 where there is none."""
-    there = at < stop
-    place = tl.load(places + at, mask=there, other=-1)
+    place = tl.load(places + at, mask=at < stop, other=-1).to(tl.int32)
+    return place, _value(values, at, stop, place, VALUED)
+
+
+@triton.jit
+def _value(values, at, stop, place, VALUED: tl.constexpr):
     value = place.to(tl.float32)
     if VALUED:
-        value = tl.load(values + at, mask=there, other=0).to(tl.float32)
-    return place, value
+        value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
+    return value
 
 
 @triton.jit

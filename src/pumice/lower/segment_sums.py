@@ -161,8 +161,8 @@ class SegmentStep:
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
         roles, count = self._roles, self.bound.shape[0]
         places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
-        size = places.shape[1] if places.ndim == 2 else 1
-        return prepared(operands[roles.segments], count, size, SegmentTile()), values, places.contiguous()
+        tile = SegmentTile.default(operands[roles.rows].element_size(), places.numel(), count)
+        return prepared(operands[roles.segments], places, count, tile), values, places.contiguous()
 
     def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shape, x = self.bound.shape, operands[self._roles.rows]
@@ -182,15 +182,22 @@ class SegmentTile(NamedTuple):
     4-byte values). short, long: entries up to which a segment gets one of these rows, or `middle` of them. turns:
     iterations of a program at most: longer segments are cut. window: segments that keep together."""
 
-    rows: int = 8
+    rows: int = 4
     blocks: int = 4
-    middle: int = 4
+    middle: int = 2
     short: int = 12
     long: int = 32
     turns: int = 16
     window: int = 1024
     depth: int = 1
-    warps: int = 1
+
+    @classmethod
+    def default(cls, size: int, entries: int, segments: int) -> SegmentTile:
+        """The tile for values of `size` bytes, the fastest of 25 over the graphs of TC-GNN on an H200, of 128 columns:
+        few rows in one warp; two entries at once if those of a row are 256 bytes; narrower programs if there are few.
+        """
+        few = max(segments // 4, entries // 32) < _FEW_PROGRAMS
+        return cls(depth=2, turns=8) if size < 4 else cls(depth=2, turns=8, blocks=2) if few else cls()
 
     @property
     def longest(self) -> int:
@@ -198,8 +205,12 @@ class SegmentTile(NamedTuple):
         return self.rows * self.depth * self.turns
 
 
+_FEW_PROGRAMS = 8192  # Twice what an H200 holds
+
+
 class Order(NamedTuple):
-    """The work of programs; see segment_kernels.segment_sums. firsts, pieces: of cut segments, which come first."""
+    """The work of programs; see segment_kernels.segment_sums. slots: without the places of the first entries. firsts,
+    pieces: of cut segments, which come first."""
 
     slots: Tensor
     codes: Tensor
@@ -209,69 +220,70 @@ class Order(NamedTuple):
 
 def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
     """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
-    starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
+    starts, lengths = bounds[:-1] * size, bounds.diff() * size
     cut = lengths > tile.longest
-    long = _pieces(starts, lengths, cut.nonzero()[:, 0], tile)
-    short = _windows(starts, lengths, (~cut).nonzero()[:, 0], tile)
-    firsts, pieces = long.firsts, long.pieces
-    if len(pieces):
-        firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (firsts, pieces))
-    joined = torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces
-    return Order(*(x.int() for x in joined))
+    which = cut.nonzero()[:, 0]
+    if not len(which):
+        return _windows(starts, lengths, None, tile)
+    long, short = _pieces(starts, lengths, which, tile), _windows(starts, lengths, cut, tile)
+    firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (long.firsts, long.pieces))
+    return Order(torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces)
 
 
 def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
     """A program for each piece of these segments, the longest first."""
     which = which[lengths[which].argsort(descending=True, stable=True)]
     counts = -(-lengths[which] // tile.longest)
-    segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
-    firsts = (counts.cumsum(0) - counts)[segment]
-    number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
+    segment, number = _numbered(counts)
+    of = which[segment]
     each = -(-lengths[of] // counts[segment])
     begins = starts[of] + number * each
     stops = torch.minimum(begins + each, starts[of] + lengths[of])
     part = torch.arange(tile.rows, device=starts.device)
     slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
     steps = -(-(stops - begins).clamp(min=0) // (tile.rows * tile.depth))
-    return Order(slots, 4 * steps + 2, firsts, counts[segment])
+    firsts = torch.arange(len(segment), device=starts.device) - number
+    return Order(*(x.int() for x in (slots, 4 * steps + 2, firsts, counts[segment])))
 
 
-def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of so many elements of groups, in order: its group, and its number within it."""
+    ends = counts.cumsum(0)
+    every = torch.arange(int(ends[-1]), device=counts.device)
+    group = torch.searchsorted(ends, every, right=True)
+    return group, every - (ends - counts)[group]
+
+
+def _windows(starts: Tensor, lengths: Tensor, cut: Tensor | None, tile: SegmentTile) -> Order:
     """Programs for segments that are not cut, by windows of segments: in each those that get most rows first, longer
-    ones before shorter ones."""
-    device, size = starts.device, lengths[which]
-    kind = (size > tile.short).long() + (size > tile.long).long()
-    group = which // tile.window * 3 + 2 - kind
-    longest = int(size.max()) + 1 if len(size) else 1
-    order = (group * longest + longest - 1 - size).argsort(stable=True)
-    which, size, group = which[order], size[order], group[order]
-    windows = -(-len(starts) // tile.window)
-    # Of each group of a window: rows of a segment, segments of a program.
+    ones before shorter ones. Functions of torch that others use too: each takes milliseconds when it is first used."""
+    device, count = starts.device, len(starts)
+    windows, none = -(-count // tile.window), 3 * -(-count // tile.window)
+    kind = (lengths > tile.short).long() + (lengths > tile.long)
+    group = torch.arange(count, device=device) // tile.window * 3 + 2 - kind
+    group = group if cut is None else torch.where(cut, none, group)
+    key = (group + 1) * (tile.longest + 1) - 1 - lengths.clamp(max=tile.longest)
+    key, order = key.sort(stable=True)
+    # Of each group of a window: its first segment, rows of a segment, segments of a program.
+    begins = torch.searchsorted(key, torch.arange(none + 1, device=device) * (tile.longest + 1))
     parts = torch.tensor([tile.rows, tile.middle, 1], device=device).repeat(windows)
     each = tile.rows // parts
-    counts = torch.bincount(group, minlength=3 * windows)
-    programs = -(-counts // each)
-    place = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[group]
-    program, place = (programs.cumsum(0) - programs)[group] + place // each[group], place % each[group]
-    total = int(programs.sum())
-    slots = torch.tensor([0, 0, -1], device=device)[:, None].expand(total, 3, tile.rows).clone()
-    own = parts[group]
-    of = torch.repeat_interleave(torch.arange(len(which), device=device), own)
-    part = torch.arange(len(of), device=device) - (own.cumsum(0) - own)[of]
-    row = (place * own)[of] + part
-    slots[program[of], 0, row] = starts[which][of] + part
-    slots[program[of], 1, row] = (starts[which] + size)[of]
-    slots[program[of], 2, row] = which[of]
-    steps = torch.zeros(total, dtype=torch.int64, device=device)
-    leads = place == 0
-    steps[program[leads]] = -(-size[leads] // (own[leads] * tile.depth))
-    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(windows), programs)
-    return Order(slots, 4 * steps + kinds, steps[:0], steps[:0])
+    group, number = _numbered(-(-begins.diff() // each))
+    own, row = parts[group][:, None], torch.arange(tile.rows, device=device)
+    place = (begins[group] + number * each[group])[:, None] + row // own
+    there = place < begins[group + 1][:, None]
+    of = order[place.clamp(max=max(0, count - 1))]
+    at = starts[of] + row % own
+    slots = torch.stack([at * there, (starts[of] + lengths[of]) * there, torch.where(there, of, -1)], 1)
+    steps = -(-lengths[of[:, 0]] // (own[:, 0] * tile.depth))
+    codes = 4 * steps + 2 - group % 3
+    return Order(slots.int(), codes.int(), lengths[:0].int(), lengths[:0].int())
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentSums:
-    """The segments of an index array in the order of a tile. launches: by dtypes and shape."""
+    """The segments of an index array in the order of a tile, with the places of their first entries. launches: by
+    dtypes and shape."""
 
     tile: SegmentTile
     count: int
@@ -345,7 +357,7 @@ class SegmentSums:
         programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
         needs = self._needs(width, groups)
         tensors = self._tensors(x, values, places, y, needs and workspace(*needs, x.device))
-        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, tile.warps)
+        made = kernel("segment_kernels.segment_sums", "lower").bound(tensors, constants, 1)
         return made, programs * groups, [programs, width, x.shape[0]]
 
     def run_torch(self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor) -> Tensor:
@@ -353,7 +365,7 @@ class SegmentSums:
         flat, rows = places.reshape(-1).long(), self.tile.rows
         held = (x.new_ones(()).expand(len(flat)) if values is None else values.reshape(-1)).float()
         total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
-        for slots, code in zip(self.order.slots.tolist(), self.order.codes.tolist(), strict=True):
+        for slots, code in zip(self.order.slots[:, :3].tolist(), self.order.codes.tolist(), strict=True):
             step = (1, self.tile.middle, rows)[code & 3]
             length = (code >> 2) * self.tile.depth * step
             for begin, stop, segment in zip(*slots, strict=True):
@@ -367,12 +379,19 @@ _WORKSPACE, _RESULT = (8, 7), 9
 """Positions among the tensors of a launch: of counters and partial sums, and of the result."""
 
 
-def prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    """The sums over the segments of a sorted array for the values 0 to count - 1, each of whose positions stands for
-    `size` entries."""
-    return keep_for_graph(_prepared(array, count, size, tile))
+def prepared(array: Tensor, places: Tensor, count: int, tile: SegmentTile) -> SegmentSums:
+    """The sums over the segments of a sorted array for the values 0 to count - 1. places: rows of x of the entries,
+    [len(array)] or [len(array), entries of each]."""
+    return keep_for_graph(_prepared(array, places, count, tile))
 
 
 @cached_per_tensor
-def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    return SegmentSums(tile, count, ordered(bounds_of(array, count), size, tile))
+def _prepared(array: Tensor, places: Tensor, count: int, tile: SegmentTile) -> SegmentSums:
+    found = ordered(bounds_of(array, count), places.shape[1] if places.ndim == 2 else 1, tile)
+    begins, stops, _ = found.slots.unbind(1)
+    kind = (found.codes & 3)[:, None]
+    step = torch.where(kind == 0, 1, torch.where(kind == 1, tile.middle, tile.rows))
+    entries = torch.stack([begins + n * step for n in range(tile.depth)], 1)
+    flat = places.reshape(-1)
+    read = torch.where(entries < stops[:, None], flat[entries.clamp(max=len(flat) - 1)], -1)
+    return SegmentSums(tile, count, found._replace(slots=torch.cat([found.slots, read.int()], 1)))
