@@ -253,6 +253,8 @@ class _Emitter:
             raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
         if signature.stream_k and not owned:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
+        if signature.slow_axis == "Y" and (roles.laned or roles.stacked):
+            raise OptionError("a swapped tile with column_major_grid requires rows that are not segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
             raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
         if not signature.lazy and (not roles.product or roles.within or roles.stacked or roles.packed):
