@@ -32,10 +32,10 @@ class RepeatedCalls:
 
     def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan]) -> bool:
         """Keep a call that was carried out, if it is plain; find: its plan. False if such calls are never kept."""
-        layout, tensors = tuple(_layouts(operands)), tensors_of(operands.values())
+        tensors = tensors_of(operands.values())
         if not autograd.is_plain_call(tensors):
             return True
-        state = State.of(tensors)
+        layout, state = (torch.is_inference_mode_enabled(), *_layouts(operands)), State.of(tensors)
         # One that does not match again and again, as for a misaligned tensor, is not made again.
         if self._seen.get(layout) != state:
             self._seen.keep(layout, state)
@@ -187,7 +187,7 @@ def _layouts(operands: Mapping[str, Operand]) -> Iterator[Hashable]:
     """What a repeated call is made for, besides the values of its operands."""
     for name, x in operands.items():
         if isinstance(x, Tensor):
-            which = 0 if x.is_floating_point() else id(x)
-            yield name, which, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+            index = not x.is_floating_point() and not x.is_inference()
+            yield name, (id(x), x._version) if index else None, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
         else:
             yield name, id(x) if isinstance(x, Sparse) else x
