@@ -197,11 +197,13 @@ class Einsum:
             return _traced(self.text, operands, self.lowering)
         return self._checked_call(operands, calls)
 
-    def _plan(self, tensors: Sequence[Tensor], names: str, operands: Mapping[str, Operand]) -> KnownPlan:
+    def _plan(
+        self, tensors: Sequence[Tensor], known: autograd.KnownStatement, operands: Mapping[str, Operand]
+    ) -> KnownPlan:
         """The plan of a call that was carried out, without conversions."""
-        statement = plan.statement_of(self.text, names)
+        statement = plan.statement_of(self.text, known.names)
         arrays = frozenset(array.name for array in arrays_of(*statement.terms, statement.target))
-        return KnownPlan(plan.plan_for(tensors, names, self.text, None, self.lowering), arrays & operands.keys())
+        return KnownPlan(known.planned(tensors), arrays & operands.keys())
 
     def _checked_call(self, operands: Mapping[str, Operand], calls: RepeatedCalls) -> Any:
         """The call with all checks of its operands, which is kept with other calls if it may be repeated."""
@@ -217,7 +219,7 @@ class Einsum:
         tensors, known = tensors_of(operands.values()), seen.statement
         y = known(tensors)
         if seen.repeats and tensors:
-            seen.repeats = calls.look(operands, lambda: self._plan(tensors, known.names, operands))
+            seen.repeats = calls.look(operands, lambda: self._plan(tensors, known, operands))
         return y
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:

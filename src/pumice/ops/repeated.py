@@ -17,7 +17,6 @@ from pumice.lower.call import deterministic
 from pumice.ops import autograd
 from pumice.ops.operands import Operand, tensors_of
 from pumice.ops.sparse import Sparse
-from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import recorded_constants
 from pumice.runtime.repeat import Repeated, RepeatedLaunch, like_these
 from pumice.schedule.tuned_loops import loop_records
@@ -28,22 +27,20 @@ class RepeatedCalls:
 
     def __init__(self) -> None:
         self.kept: tuple[RepeatedCall, ...] = ()
-        self._seen: BoundedCache[State] = BoundedCache(64)
 
     def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan]) -> bool:
         """Keep a call that was carried out, if it is plain; find: its plan. False if such calls are never kept."""
         tensors = tensors_of(operands.values())
         if not autograd.is_plain_call(tensors):
             return True
-        layout, state = (torch.is_inference_mode_enabled(), *_layouts(operands)), State.of(tensors)
+        layout, alive = (torch.is_inference_mode_enabled(), *_layouts(operands)), [c for c in self.kept if c.alive]
+        known = next((call for call in alive if call.layout == layout), None)
         # One that does not match again and again, as for a misaligned tensor, is not made again.
-        if self._seen.get(layout) != state:
-            self._seen.keep(layout, state)
+        if known is None or known.state != State.of(tensors):
             call = RepeatedCall.of(find(), operands, layout)
             if call is None:
                 return False
-            others = [call for call in self.kept if call.layout != layout and call.alive]
-            self.kept = (call, *others[: _MOST - 1])
+            self.kept = (call, *[other for other in alive if other is not known][: _MOST - 1])
         return True
 
 
@@ -97,6 +94,7 @@ class RepeatedCall:
     """A call as a function of its dense tensors that are no index arrays."""
 
     layout: Hashable
+    state: State
 
     @staticmethod
     def of(known: KnownPlan, operands: Mapping[str, Operand], layout: Hashable) -> RepeatedCall | None:
@@ -140,7 +138,8 @@ class RepeatedCall:
         self._same = [(name, ref(x)) for name, x in operands.items() if isinstance(x, Sparse)]
         self._numbers = [(name, x) for name, x in operands.items() if isinstance(x, int)]
         self._besides = bool(self._fixed or self._packed or self._numbers)
-        self._records, self._generation, self._mode, self._deterministic, precision = State.of(every)
+        self.state = State.of(every)
+        self._records, self._generation, self._mode, self._deterministic, precision = self.state
         self._precision = precision if precise else ""
 
     def __call__(self, operands: Mapping[str, Operand]) -> Tensor | None:
