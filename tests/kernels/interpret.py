@@ -599,6 +599,8 @@ def way_checks() -> Checks:
             Tile(32, 16, 16, hoisted=False, padded=False, prefetch_indices=True, stream_k_chunk=4),
             Tile(64, 16, 16, lazy=False),
             Tile(32, 32, 16, lazy=False, prefetch_indices=True, swapped=True),
+            Tile(16, 16, 16, prefetch_indices=True, swapped=True, column_major_grid=True),
+            Tile(16, 16, 16, swapped=True, column_major_grid=True, stream_k_chunk=2),
         )
     } | {"a tile refuses what it cannot do": check_refused_ways, "no segment is longer than taps": check_longest}
 

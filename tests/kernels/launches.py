@@ -189,10 +189,11 @@ def _segments(x: Tensor) -> None:
     """Sums of gathered rows over short segments, and over some that are cut; with values and without."""
     for longest in (3, 2000):
         segment = torch.repeat_interleave(torch.arange(9), torch.tensor([1, longest] + 7 * [2])).int()
-        tile = segment_sums.SegmentTile()
-        ready = segment_sums.prepared(segment, 9, 1, tile)
+        tile = segment_sums.SegmentTile.default(x.element_size(), len(segment), 9)
+        places = torch.zeros_like(segment)
+        ready = segment_sums.prepared(segment, places, 9, tile)
         for values in (None, torch.zeros(len(segment), dtype=x.dtype)):
-            ready.run(x, values, torch.zeros_like(segment), x.new_empty(9, x.shape[1]))
+            ready.run(x, values, places, x.new_empty(9, x.shape[1]))
 
 
 def _norms(x: Tensor) -> None:

@@ -98,7 +98,7 @@ def forget():
     maps.NO_MAPS.clear()
     einsum = import_module("pumice.ops.einsum")
     einsum._cached_einsum.cache_clear()
-    einsum._checked_calls_of.cache_clear()
+    einsum._memory_of.cache_clear()
 
 
 def product(a, b):
@@ -238,13 +238,25 @@ def test_precision_is_part_of_what_was_tuned(made):
     assert seen == {"tf32x3", "ieee"}
 
 
-def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
+@contextmanager
+def torch_precision(setting):
+    """Within it torch is set to this precision of products of float32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = setting
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_a_newer_setting_of_precision_is_read(made):
     for setting, expected in {"tf32": "tf32", "ieee": "tf32x3", "none": "tf32x3"}.items():
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
-        assert kernels.float32_precision() == expected
+        with torch_precision(setting):
+            assert kernels.float32_precision() == expected
 
 
-def test_wide_gradients_of_weights_are_six_products(monkeypatch):
+def test_wide_gradients_of_weights_are_six_products():
     """Of float32, where that is faster; forward products and narrow ones are three."""
     text = "W[k[g],n,c] += y[o[g,q],n] * x[i[g,q],c]"
     for channels, expected in ((128, "bf16x6"), (32, "tf32x3")):
@@ -252,9 +264,8 @@ def test_wide_gradients_of_weights_are_six_products(monkeypatch):
         shapes |= {"k": (4,), "o": (4, 16), "i": (4, 16)}
         bound = bind(parse(text), shapes)
         assert kernels.default_precision(bound) == expected
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
-        assert kernels.default_precision(bound) == "tf32"
-        monkeypatch.undo()
+        with torch_precision("tf32"):
+            assert kernels.default_precision(bound) == "tf32"
     forward = bind(parse("Y[m,n] = X[m,c] * W[n,c]"), {"X": (500, 128), "W": (128, 128)})
     assert kernels.default_precision(forward) == "tf32x3"
 
@@ -1300,7 +1311,7 @@ def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatc
     (x, found), weight = voxels(400, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
     call, seen = recorded(x, weight, found), []
     for setting in ("ieee", "tf32", "ieee", "tf32"):
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", setting)
         for kernel in straight.values():
             kernel.doors.clear(), kernel.direct.clear()
         call.compute((x, weight))

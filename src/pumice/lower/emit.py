@@ -49,7 +49,7 @@ class Signature:
     parts: the right side of a float32 product is stored in so many parts (lower.parts); 0: whole, as other operands.
     in_tf32: "x" if the left side of a product with such a right side needs no rounding, "y" if the result is rounded.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
-    column_major_grid: all rows of one block of columns are processed before the next block.
+    slow_axis: the axis, "X" or "Y", of which all others are processed for one block before the next; "": none.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
     accumulate: the earlier result (BEFORE, in the layout of the result) is added.
     prefetch_indices: index arrays that are read in the loop are loaded two iterations ahead.
@@ -75,7 +75,7 @@ class Signature:
     parts: int = 0
     in_tf32: str = ""
     segment_threads: int = 1
-    column_major_grid: bool = False
+    slow_axis: str = ""
     splits: bool = False
     accumulate: bool = False
     prefetch_indices: bool = False
@@ -258,6 +258,8 @@ class _Emitter:
             raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
         if signature.stream_k and not owned:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
+        if signature.slow_axis == "Y" and (roles.laned or roles.stacked):
+            raise OptionError("a swapped tile with column_major_grid requires rows that are not segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
             raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
         if not signature.lazy and (not roles.product or roles.within or roles.stacked or roles.packed):
@@ -293,10 +295,8 @@ class _Emitter:
         """Emit the indices of the program's tile of results."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
-        if self.signature.column_major_grid and not self.turned:
-            head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
-            # The block of columns is the slowest digit of the program id.
-            head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
+        if self.signature.slow_axis and not self.turned:
+            head += self._slow_axis()
         if self.signature.stream_k:
             head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
@@ -320,6 +320,23 @@ class _Emitter:
             if self.signature.stream_k:
                 head.append("item = rest")
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
+
+    def _slow_axis(self) -> list[str]:
+        """Lines that make the block along the slow axis the slowest digit of the program id."""
+        blocks_x = f"blocks_x = tl.cdiv({self._volume(self.roles.columns)}, BX)"
+        if self.signature.slow_axis == "X":
+            return [
+                blocks_x,
+                "others = tl.num_programs(0) // blocks_x",
+                "rest = rest % others * blocks_x + rest // others",
+            ]
+        return [
+            blocks_x,
+            f"blocks_y = tl.cdiv({self._volume(self.roles.rows)}, BY)",
+            "others = tl.num_programs(0) // blocks_y",
+            "block, other = rest // others, rest % others",
+            "rest = other % blocks_x + blocks_x * (block + blocks_y * (other // blocks_x))",
+        ]
 
     def _stacked_rows(self) -> bool:
         """If stacked: emit rows that are consecutive segments, whose entries one loop reduces; return True."""
