@@ -29,9 +29,6 @@ class NetworkInput:
         """The input of a scan. Raises OptionError for another number of features than the task's."""
         return NetworkInput(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task)))
 
-    def pin_memory(self) -> NetworkInput:
-        return NetworkInput(self.points.pin_memory(), self.feats.pin_memory())
-
 
 @dataclass(frozen=True, eq=False)
 class OnTheirWay:
@@ -53,6 +50,7 @@ class Classifier:
         net = net.to(device).eval()
         self._classes = _Captured(net, task.voxel) if device.type == "cuda" else _Compiled(net, task.voxel)
         self._device, self._precision = device, precision
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     def classes(self, points: Tensor, feats: Tensor) -> Tensor:
@@ -61,13 +59,19 @@ class Classifier:
             return self._classes(points, feats).to(torch.int32)
 
     def __call__(self, given: NetworkInput) -> OnTheirWay:
-        points, feats = (t.to(self._device, non_blocking=True) for t in (given.points, given.feats))
-        host = self.classes(points, feats).to("cpu", non_blocking=True)
-        if self._device.type != "cuda":
-            return OnTheirWay(host, None)
+        if self._copies is None:
+            return OnTheirWay(self.classes(given.points, given.feats), None)
+        own = torch.cuda.current_stream(self._device)
+        # Beside the layers of the scan before.
+        with torch.cuda.stream(self._copies):
+            sent = [t.to(self._device, non_blocking=True) for t in (given.points, given.feats)]
+        own.wait_stream(self._copies)
+        for tensor in sent:
+            tensor.record_stream(own)
+        host = self.classes(*sent).to("cpu", non_blocking=True)
         # Sleeps while it waits: writers must not take processors from readers.
         copied = torch.cuda.Event(blocking=True)
-        copied.record(torch.cuda.current_stream(self._device))
+        copied.record(own)
         return OnTheirWay(host, copied)
 
 

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -13,17 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from pumice.data import Scan, read_scan
 from pumice.errors import CaptureError, FileError, OptionError, PumiceError
 from pumice.label import checkpoint
-from pumice.label.checkpoint import PRECISIONS, Task
+from pumice.label.checkpoint import PRECISIONS, Task, network_inputs
 from pumice.label.classify import Classifier, NetworkInput, OnTheirWay
 from pumice.label.features import FEATURES, fit_to_task
 from pumice.label.predictions import FORMATS, kind_of, remove_leftovers, write_prediction
 from pumice.label.record import Record, digest
+from pumice.label.slots import Slots
 from pumice.label.sources import Input, Sources, local_file, place
 
 _WRITERS = 2
@@ -167,12 +169,17 @@ class Labeller:
 
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
         waiting: deque[Future[Labelled]] = deque()
-        reached = 0
-        with ThreadPoolExecutor(_WRITERS, "pumice-writer") as pool:
+        reached, readers = 0, self._readers(len(todo))
+        # Of scans that readers are ahead, that of the network, and those that wait for their writers.
+        slots = Slots.of(_AHEAD * readers + 1 + _UNWRITTEN, self._net[1].in_channels) if readers else None
+        with ExitStack() as held:
+            if slots is not None and self._device.type == "cuda":
+                held.enter_context(slots.pinned())
+            pool = held.enter_context(ThreadPoolExecutor(_WRITERS, "pumice-writer"))
             try:
-                for read in self._loader(todo):
+                for read in self._loader(todo, readers, slots):
                     reached += 1
-                    waiting.append(self._begun(read, pool))
+                    waiting.append(self._begun(read, slots, pool))
                     while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
                         yield waiting.popleft().result()
             except RuntimeError as error:
@@ -184,23 +191,24 @@ class Labeller:
             while waiting:
                 yield waiting.popleft().result()
 
-    def _loader(self, todo: Sequence[Input]) -> DataLoader[Any]:
-        gpu = self._device.type == "cuda"
+    def _readers(self, scans: int) -> int:
         readers = self.readers
         if readers is None:
+            gpu = self._device.type == "cuda"
             readers = min(_READERS, max(1, (os.cpu_count() or 1) - 1)) if gpu else 1
-        readers = min(readers, len(todo))
-        reading = _Reading(todo, self._net[1], self.features, self.columns)
-        ahead = _AHEAD if readers else None
-        return DataLoader(
-            reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged, pin_memory=gpu
-        )
+        return min(readers, scans)
 
-    def _begun(self, read: _Read | Labelled, pool: ThreadPoolExecutor) -> Future[Labelled]:
+    def _loader(self, todo: Sequence[Input], readers: int, slots: Slots | None) -> DataLoader[Any]:
+        reading = _Reading(todo, self._net[1], self.features, self.columns, slots)
+        ahead = _AHEAD if readers else None
+        return DataLoader(reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged)
+
+    def _begun(self, read: _Read | Labelled, slots: Slots | None, pool: ThreadPoolExecutor) -> Future[Labelled]:
         """Start the network on a scan, and its writer; the result is there at once for one that failed."""
         if isinstance(read, _Read):
             try:
-                return pool.submit(self._written, read, self._classifier(read.given))
+                given = read.taken(slots)
+                return pool.submit(self._written, read, given, self._classifier(given))
             except CaptureError:
                 raise
             except (PumiceError, torch.OutOfMemoryError) as error:
@@ -209,30 +217,32 @@ class Labeller:
         done.set_result(read)
         return done
 
-    def _written(self, read: _Read, classes: OnTheirWay) -> Labelled:
+    def _written(self, read: _Read, given: NetworkInput, classes: OnTheirWay) -> Labelled:
         _, task, kind = self._net
-        path = write_prediction(Path(self.out), read.scan(), classes.wait(), task, kind)
-        return Labelled(read.one.source, str(path), "labelled", len(read.given.points))
+        xyz = given.points.numpy()
+        scan = Scan(xyz, xyz[:, :0], None, read.one.name, None, read.dropped, read.origin, read.rows)
+        path = write_prediction(Path(self.out), scan, classes.wait(), task, kind)
+        return Labelled(read.one.source, str(path), "labelled", read.points)
 
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """A scan as a reader hands it over, in tensors, which processes share: the network's input, and what else is needed
-    to write its file."""
+    """A scan as a reader hands it over. number: its slot's. given: the network's input, None: it is in the slot.
+
+    rows, dropped, origin: as in Scan."""
 
     one: Input
-    given: NetworkInput
-    rows: Tensor | None
+    number: int
+    points: int
+    given: NetworkInput | None
+    rows: np.ndarray | None
     dropped: int
     origin: tuple[float, float, float]
 
-    def scan(self) -> Scan:
-        rows = None if self.rows is None else self.rows.numpy()
-        xyz = self.given.points.numpy()
-        return Scan(xyz, xyz[:, :0], None, self.one.name, None, self.dropped, self.origin, rows)
-
-    def pin_memory(self) -> _Read:
-        return _Read(self.one, self.given.pin_memory(), self.rows, self.dropped, self.origin)
+    def taken(self, slots: Slots | None) -> NetworkInput:
+        given = self.given if slots is None or self.given is not None else slots.views(self.number, self.points)
+        assert given is not None
+        return given
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +253,7 @@ class _Reading(Dataset[Any]):
     task: Task
     features: str | None
     columns: int | None
+    slots: Slots | None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -253,11 +264,19 @@ class _Reading(Dataset[Any]):
             with local_file(one.source) as path:
                 scan = self._scan(path, one)
             (scan,) = fit_to_task([scan], self.task, self.features)
-            rows = None if scan.rows is None else torch.from_numpy(scan.rows)
-            given = NetworkInput.of(scan, self.task)
+            given = self._given(scan, index)
         except (PumiceError, OSError, MemoryError) as error:
             return _failed(one, error)
-        return _Read(one, given, rows, scan.dropped, scan.origin)
+        return _Read(one, index, len(scan), given, scan.rows, scan.dropped, scan.origin)
+
+    def _given(self, scan: Scan, index: int) -> NetworkInput | None:
+        """The network's input, or None once it is in the scan's slot."""
+        slot = None if self.slots is None else self.slots.views(index, len(scan))
+        if slot is None:
+            return NetworkInput.of(scan, self.task)
+        slot.points.numpy()[:] = scan.xyz
+        network_inputs(scan, self.task, slot.feats.numpy())
+        return None
 
     def _scan(self, path: Path, one: Input) -> Scan:
         columns = self.columns if path.name.lower().endswith(".bin") else None
