@@ -21,10 +21,10 @@ from pumice.cli import label as command
 from pumice.data import SEMANTIC_KITTI, Scan, read_scan
 from pumice.env import launch
 from pumice.errors import FileError, OptionError
-from pumice.label import checkpoint, classify, sources
+from pumice.label import checkpoint, classify, slots, sources
 from pumice.label import labeller as labeller_
 from pumice.label.checkpoint import Task
-from pumice.label.classify import NetworkInput
+from pumice.label.classify import NetworkInput, OnTheirWay
 from pumice.label.predictions import remove_leftovers, whole_file, write_prediction
 from pumice.label.sources import find_sources
 
@@ -140,6 +140,30 @@ def test_captured_from_points_as_compiled(trained):
         assert (found == want).float().mean() > 0.999
         assert np.array_equal(want, evaluate.predict(net, scan, task, CPU, "fp32"))
     assert fast._most == 2 * len(scene(1))
+
+
+@pytest.mark.parametrize("room", [2**18, 100], ids=["in slots", "larger than a slot"])
+def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room):
+    """Writers are slow, so that all slots are in use."""
+    write = labeller_.write_prediction
+
+    def slow(*args):
+        time.sleep(0.01)
+        return write(*args)
+
+    monkeypatch.setattr(labeller_, "write_prediction", slow)
+    monkeypatch.setattr(slots, "_POINTS", room)
+    xyz = np.random.default_rng(0).normal(size=(60, 500, 3)).astype(np.float32)
+    Path("scans").mkdir()
+    for i, points in enumerate(xyz):
+        np.savez(f"scans/{i:02d}.npz", xyz=points, feats=np.zeros((500, 1)))
+    labeller = pm.Labeller(trained, "out", "scans", kind="npz", device="cpu", readers=2)
+    vars(labeller)["_classifier"] = lambda given: OnTheirWay((1e6 * given.points[:, 0]).int().abs() % 19, None)
+    assert [one.state for one in labeller.label(sorted(Path("scans").glob("*")))] == ["labelled"] * 60
+    for i, points in enumerate(xyz):
+        found = np.load(f"out/{i:02d}.npz")
+        assert np.array_equal(found["xyz"], points)
+        assert np.array_equal(found["labels"], np.abs((np.float32(1e6) * points[:, 0]).astype(np.int32)) % 19)
 
 
 # Resuming

@@ -11,18 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pumice.errors import DeviceError
 from pumice.label.classify import NetworkInput
 
 _POINTS = 2**18
 """Points of a slot."""
 _AXES = 3
+_PORTABLE = 1
+"""cudaHostRegisterPortable."""
 
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """Scan number i uses slot i modulo their number: points float32 [P, 3], then feats float32 [P, channels].
+    """Scan number i has slot i modulo `count`: points float32 [P, 3], then feats float32 [P, channels].
 
-    memory: float32 [slots * numbers of one], an array of multiprocessing, which is not copied to processes."""
+    memory: an array of multiprocessing, of which processes have no copies."""
 
     memory: Any
     count: int
@@ -32,28 +35,30 @@ class Slots:
     def of(count: int, channels: int) -> Slots:
         return Slots(RawArray("f", count * _POINTS * (_AXES + channels)), count, channels)
 
-    @property
-    def tensor(self) -> Tensor:
-        """float32 [slots, numbers of one]."""
-        return torch.frombuffer(self.memory, dtype=torch.float32).view(self.count, -1)
-
     def views(self, number: int, points: int) -> NetworkInput | None:
         """The tensors of a scan's slot; None for a scan that is larger than that."""
         if points > _POINTS:
             return None
-        slot, cut = self.tensor[number % self.count], _AXES * points
+        slot, cut = self._slots[number % self.count], _AXES * points
         feats = slot[cut : cut + self.channels * points]
         return NetworkInput(slot[:cut].view(points, _AXES), feats.view(points, self.channels))
 
+    @property
+    def _slots(self) -> Tensor:
+        return torch.frombuffer(self.memory, dtype=torch.float32).view(self.count, -1)
+
     @contextmanager
     def pinned(self) -> Iterator[None]:
-        """Copies to a GPU do not hold up the host within it."""
+        """Within it, copies to a GPU do not hold up the host. Raises DeviceError if the memory cannot be locked."""
         cuda: Any = torch.cuda.cudart()
-        place = self.tensor.data_ptr()
-        if error := int(cuda.cudaHostRegister(place, self.tensor.nbytes, 0)):
-            raise RuntimeError(f"cudaHostRegister: {error}")
+        slots = self._slots
+        if error := int(cuda.cudaHostRegister(slots.data_ptr(), slots.nbytes, _PORTABLE)):
+            megabytes = slots.nbytes >> 20
+            raise DeviceError(
+                f"expected to lock {megabytes} MiB of memory, found CUDA error {error}: give fewer readers"
+            )
         try:
             yield
         finally:
             torch.cuda.synchronize()
-            cuda.cudaHostUnregister(place)
+            cuda.cudaHostUnregister(slots.data_ptr())
