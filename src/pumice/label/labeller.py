@@ -174,7 +174,7 @@ class Labeller:
         slots = Slots.of(_AHEAD * readers + 1 + _UNWRITTEN, self._net[1].in_channels) if readers else None
         with ExitStack() as held:
             if slots is not None and self._device.type == "cuda":
-                held.enter_context(slots.pinned())
+                held.enter_context(slots.pinned(self._device))
             pool = held.enter_context(ThreadPoolExecutor(_WRITERS, "pumice-writer"))
             try:
                 for read in self._loader(todo, readers, slots):

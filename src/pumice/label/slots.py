@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import RawArray
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,17 +48,14 @@ class Slots:
         return torch.frombuffer(self.memory, dtype=torch.float32).view(self.count, -1)
 
     @contextmanager
-    def pinned(self) -> Iterator[None]:
+    def pinned(self, device: torch.device) -> Iterator[None]:
         """Within it, copies to a GPU do not hold up the host. Raises DeviceError if the memory cannot be locked."""
-        cuda: Any = torch.cuda.cudart()
-        slots = self._slots
-        if error := int(cuda.cudaHostRegister(slots.data_ptr(), slots.nbytes, _PORTABLE)):
-            megabytes = slots.nbytes >> 20
-            raise DeviceError(
-                f"expected to lock {megabytes} MiB of memory, found CUDA error {error}: give fewer readers"
-            )
-        try:
-            yield
-        finally:
-            torch.cuda.synchronize()
-            cuda.cudaHostUnregister(slots.data_ptr())
+        slots, cuda = self._slots, cast(Any, torch.cuda.cudart())
+        with torch.cuda.device(device):
+            if error := int(cuda.cudaHostRegister(slots.data_ptr(), slots.nbytes, _PORTABLE)):
+                raise DeviceError(f"expected to lock {slots.nbytes} bytes of memory, found CUDA error {error}")
+            try:
+                yield
+            finally:
+                torch.cuda.synchronize()
+                cuda.cudaHostUnregister(slots.data_ptr())
