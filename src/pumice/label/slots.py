@@ -52,10 +52,11 @@ class Slots:
         """Within it, copies to a GPU do not hold up the host. Raises DeviceError if the memory cannot be locked."""
         slots, cuda = self._slots, cast(Any, torch.cuda.cudart())
         with torch.cuda.device(device):
-            if error := int(cuda.cudaHostRegister(slots.data_ptr(), slots.nbytes, _PORTABLE)):
-                raise DeviceError(f"expected to lock {slots.nbytes} bytes of memory, found CUDA error {error}")
-            try:
-                yield
-            finally:
-                torch.cuda.synchronize()
-                cuda.cudaHostUnregister(slots.data_ptr())
+            error = int(cuda.cudaHostRegister(slots.data_ptr(), slots.nbytes, _PORTABLE))
+        if error:
+            raise DeviceError(f"expected to lock {slots.nbytes} bytes of memory, found CUDA error {error}")
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(device)
+            cuda.cudaHostUnregister(slots.data_ptr())
