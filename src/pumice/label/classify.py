@@ -30,27 +30,20 @@ class NetworkInput:
         return NetworkInput(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task)))
 
 
-@dataclass(frozen=True, eq=False)
-class OnTheirWay:
-    """Classes int32 [P] on the host, complete once `copied` (None: already) has happened."""
-
-    classes: Tensor
-    copied: torch.cuda.Event | None
-
-    def wait(self) -> np.ndarray:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.classes.numpy()
-
-
 class Classifier:
-    """A network on a device; a call returns before a GPU has finished."""
+    """A network on a device, in three steps that different threads may take: send() scans there, classes(), fetch()."""
 
     def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str) -> None:
-        net = net.to(device).eval()
-        self._classes = _Captured(net, task.voxel) if device.type == "cuda" else _Compiled(net, task.voxel)
+        net, gpu = net.to(device).eval(), device.type == "cuda"
+        self._classes = _Captured(net, task.voxel) if gpu else _Compiled(net, task.voxel)
         self._device, self._precision = device, precision
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Beside the network's stream: where a driver encrypts copies, they hold up whoever asks for them.
+        self._there, self._back = (torch.cuda.Stream(device) if gpu else None for _ in range(2))
+
+    def send(self, given: NetworkInput) -> NetworkInput:
+        """The input on the device, where it is when this returns."""
+        with torch.cuda.stream(self._there):
+            return NetworkInput(given.points.to(self._device), given.feats.to(self._device))
 
     @torch.no_grad()
     def classes(self, points: Tensor, feats: Tensor) -> Tensor:
@@ -58,21 +51,33 @@ class Classifier:
         with autocast(self._device, self._precision):
             return self._classes(points, feats).to(torch.int32)
 
-    def __call__(self, given: NetworkInput) -> OnTheirWay:
-        if self._copies is None:
-            return OnTheirWay(self.classes(given.points, given.feats), None)
-        own = torch.cuda.current_stream(self._device)
-        # Beside the layers of the scan before.
-        with torch.cuda.stream(self._copies):
-            sent = [t.to(self._device, non_blocking=True) for t in (given.points, given.feats)]
-        own.wait_stream(self._copies)
-        for tensor in sent:
-            tensor.record_stream(own)
-        host = self.classes(*sent).to("cpu", non_blocking=True)
-        # Sleeps while it waits: writers must not take processors from readers.
-        copied = torch.cuda.Event(blocking=True)
-        copied.record(own)
-        return OnTheirWay(host, copied)
+    def __call__(self, sent: NetworkInput) -> OnTheirWay:
+        """The classes, before a GPU has finished."""
+        classes, done = self.classes(sent.points, sent.feats), None
+        if self._there is not None:
+            own = torch.cuda.current_stream(self._device)
+            for tensor in (sent.points, sent.feats):
+                tensor.record_stream(own)
+            # Sleeps while it waits: writers must not take processors from readers.
+            done = torch.cuda.Event(blocking=True)
+            done.record(own)
+        return OnTheirWay(classes, done, self._back)
+
+
+@dataclass(frozen=True, eq=False)
+class OnTheirWay:
+    """Classes int32 [P] on the device, complete once `done` (None: already) has happened."""
+
+    classes: Tensor
+    done: torch.cuda.Event | None = None
+    back: torch.cuda.Stream | None = None
+
+    def fetch(self) -> np.ndarray:
+        """The classes on the host."""
+        if self.done is not None:
+            self.done.synchronize()
+        with torch.cuda.stream(self.back):
+            return self.classes.cpu().numpy()
 
 
 class _Compiled:

@@ -6,7 +6,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +27,12 @@ from pumice.label.record import Record, digest
 from pumice.label.slots import Slots
 from pumice.label.sources import Input, Sources, local_file, place
 
-_WRITERS = 2
+_WRITERS = 4
 _UNWRITTEN = 8
+"""Threads that write, and scans that may wait for them."""
 _AHEAD = 2
-"""Threads that write, scans that may wait for them, and scans that each reader is ahead."""
+_SENT = 2
+"""Scans that each reader is ahead, and scans that are copied to the device ahead of the network."""
 _READERS = 12
 """Most reading processes for a GPU; a scan takes a few of its milliseconds."""
 
@@ -170,16 +171,14 @@ class Labeller:
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
         waiting: deque[Future[Labelled]] = deque()
         reached, readers = 0, self._readers(len(todo))
-        # Of scans that readers are ahead, that of the network, and those that wait for their writers.
-        slots = Slots.of(_AHEAD * readers + 1 + _UNWRITTEN, self._net[1].in_channels) if readers else None
-        with ExitStack() as held:
-            if slots is not None and self._device.type == "cuda":
-                held.enter_context(slots.pinned(self._device))
-            pool = held.enter_context(ThreadPoolExecutor(_WRITERS, "pumice-writer"))
+        # Of scans that readers are ahead, those on the device, and those that wait for their writers.
+        count = _AHEAD * readers + _SENT + 1 + _UNWRITTEN
+        slots = Slots.of(count, self._net[1].in_channels) if readers else None
+        with ThreadPoolExecutor(1, "pumice-sender") as sender, ThreadPoolExecutor(_WRITERS, "pumice-writer") as writers:
             try:
-                for read in self._loader(todo, readers, slots):
+                for sent in self._sent(self._loader(todo, readers, slots), slots, sender):
                     reached += 1
-                    waiting.append(self._begun(read, slots, pool))
+                    waiting.append(self._begun(sent, writers))
                     while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
                         yield waiting.popleft().result()
             except RuntimeError as error:
@@ -203,26 +202,41 @@ class Labeller:
         ahead = _AHEAD if readers else None
         return DataLoader(reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged)
 
-    def _begun(self, read: _Read | Labelled, slots: Slots | None, pool: ThreadPoolExecutor) -> Future[Labelled]:
-        """Start the network on a scan, and its writer; the result is there at once for one that failed."""
-        if isinstance(read, _Read):
-            try:
+    def _sent(
+        self, reads: Iterable[_Read | Labelled], slots: Slots | None, sender: ThreadPoolExecutor
+    ) -> Iterator[_Sent | Labelled]:
+        """The scans on the device or on their way there."""
+        ahead: deque[_Sent | Labelled] = deque()
+        send = self._classifier.send
+        for read in reads:
+            if isinstance(read, _Read):
                 given = read.taken(slots)
-                return pool.submit(self._written, read, given, self._classifier(given))
+                ahead.append(_Sent(read, given, sender.submit(send, given)))
+            else:
+                ahead.append(read)
+            if len(ahead) > _SENT:
+                yield ahead.popleft()
+        yield from ahead
+
+    def _begun(self, sent: _Sent | Labelled, writers: ThreadPoolExecutor) -> Future[Labelled]:
+        """Start the network on a scan, and its writer; the result is there at once for one that failed."""
+        if isinstance(sent, _Sent):
+            try:
+                return writers.submit(self._written, sent, self._classifier(sent.there.result()))
             except CaptureError:
                 raise
             except (PumiceError, torch.OutOfMemoryError) as error:
-                read = _failed(read.one, error)
+                sent = _failed(sent.read.one, error)
         done: Future[Labelled] = Future()
-        done.set_result(read)
+        done.set_result(sent)
         return done
 
-    def _written(self, read: _Read, given: NetworkInput, classes: OnTheirWay) -> Labelled:
+    def _written(self, sent: _Sent, classes: OnTheirWay) -> Labelled:
         _, task, kind = self._net
-        xyz = given.points.numpy()
+        read, xyz = sent.read, sent.given.points.numpy()
         scan = Scan(xyz, xyz[:, :0], None, read.one.name, None, read.dropped, read.origin, read.rows)
-        path = write_prediction(Path(self.out), scan, classes.wait(), task, kind)
-        return Labelled(read.one.source, str(path), "labelled", read.points)
+        path = write_prediction(Path(self.out), scan, classes.fetch(), task, kind)
+        return Labelled(read.one.source, str(path), "labelled", len(xyz))
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +257,15 @@ class _Read:
         given = self.given if slots is None or self.given is not None else slots.views(self.number, self.points)
         assert given is not None
         return given
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A scan that was read, the network's input on the host, and on the device."""
+
+    read: _Read
+    given: NetworkInput
+    there: Future[NetworkInput]
 
 
 @dataclass(frozen=True, eq=False)
