@@ -132,11 +132,11 @@ def test_captured_from_points_as_compiled(trained):
     """Points in float64 relative to the low corner fall into the same voxels; a larger scene is captured anew."""
     net, task = checkpoint.load(trained, CPU)
     net = net.eval()
-    fast, plain = classify._Captured(net, task.voxel), classify._Compiled(net, task.voxel)
+    fast, plain = classify._Captured(net, task.voxel, 1), classify._Compiled(net, task.voxel)
     for scan in (scene(0).select(np.arange(400)), scene(1)):
         given = NetworkInput.of(scan, task)
         with torch.no_grad():
-            found, want = (each(given.points, given.feats) for each in (fast, plain))
+            found, want = (each(given.points, given.feats, [len(scan)]) for each in (fast, plain))
         assert (found == want).float().mean() > 0.999
         assert np.array_equal(want, evaluate.predict(net, scan, task, CPU, "fp32"))
     assert fast._most == 2 * len(scene(1))
@@ -158,7 +158,7 @@ def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room):
     for i, points in enumerate(xyz):
         np.savez(f"scans/{i:02d}.npz", xyz=points, feats=np.zeros((500, 1)))
     labeller = pm.Labeller(trained, "out", "scans", kind="npz", device="cpu", readers=2)
-    vars(labeller)["_classifier"] = _FirstDigits()
+    vars(labeller)["_classifier"] = lambda scans: [OnTheirWay((1e6 * s.points[:, 0]).int().abs() % 19) for s in scans]
     assert [one.state for one in labeller.label(sorted(Path("scans").glob("*")))] == ["labelled"] * 60
     for i, points in enumerate(xyz):
         found = np.load(f"out/{i:02d}.npz")
@@ -166,14 +166,38 @@ def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room):
         assert np.array_equal(found["labels"], np.abs((np.float32(1e6) * points[:, 0]).astype(np.int32)) % 19)
 
 
-class _FirstDigits:
-    """Stands for a classifier."""
+def test_scans_together_have_the_classes_that_each_has_alone(trained):
+    """Of a captured network; other numbers of points fit, too."""
+    net, task = checkpoint.load(trained, CPU)
+    fast, plain = classify._Captured(net.eval(), task.voxel, 3), classify._Compiled(net, task.voxel)
+    for numbers in ((0, 1, 2), (3,), (2, 1)):
+        given = [NetworkInput.of(scene(i), task) for i in numbers]
+        counts = [len(one.points) for one in given]
+        both = torch.cat([one.points for one in given]), torch.cat([one.feats for one in given])
+        with torch.no_grad():
+            found, want = fast(*both, counts), plain(*both, counts)
+        assert (found == want).float().mean() > 0.999
+    assert fast._fast.fallbacks == {}
 
-    def send(self, given):
-        return given
 
-    def __call__(self, sent):
-        return OnTheirWay((1e6 * sent.points[:, 0]).int().abs() % 19)
+def test_one_scan_does_not_fail_the_others_of_its_call(trained, monkeypatch):
+    fleet(4)
+    labeller = pm.Labeller(trained, "out", "scans", device="cpu", readers=0)
+    monkeypatch.setattr(labeller_.Labeller, "_together", lambda self, reads: [list(reads)])
+    whole, calls = labeller._classifier, []
+
+    def classifier(scans):
+        calls.append(len(scans))
+        if any(len(scan.points) == len(scene(1)) for scan in scans):
+            raise torch.OutOfMemoryError("too large")
+        return whole(scans)
+
+    vars(labeller)["_classifier"] = classifier
+    Path("scans/broken.npz").touch()
+    found = list(labeller.label([f"scans/{name}" for name in ("0/0.npz", "1/0.npz", "broken.npz", "0/1.npz")]))
+    assert [one.state for one in found] == ["labelled", "failed", "failed", "labelled"]
+    assert "too large" in found[1].reason and calls == [3, 1, 1, 1]
+    assert np.array_equal(np.fromfile("out/0/1.label", "<u4"), expected(trained, Path("scans/0/1.npz")))
 
 
 # Resuming

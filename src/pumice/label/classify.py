@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,76 +32,98 @@ class NetworkInput:
 
 
 class Classifier:
-    """A network on a device, in three steps that different threads may take: send() scans there, classes(), fetch()."""
+    """A network on a device, for up to `most` scans in a call, which returns before a GPU has finished."""
 
-    def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str) -> None:
+    def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str, most: int = 1) -> None:
         net, gpu = net.to(device).eval(), device.type == "cuda"
-        self._classes = _Captured(net, task.voxel) if gpu else _Compiled(net, task.voxel)
+        self._classes = _Captured(net, task.voxel, most) if gpu else _Compiled(net, task.voxel)
         self._device, self._precision = device, precision
-        # Beside the network's stream: where a driver encrypts copies, they hold up whoever asks for them.
-        self._there, self._back = (torch.cuda.Stream(device) if gpu else None for _ in range(2))
-
-    def send(self, given: NetworkInput) -> NetworkInput:
-        """The input on the device, where it is when this returns."""
-        with torch.cuda.stream(self._there):
-            return NetworkInput(given.points.to(self._device), given.feats.to(self._device))
+        self._copies = torch.cuda.Stream(device) if gpu else None
 
     @torch.no_grad()
-    def classes(self, points: Tensor, feats: Tensor) -> Tensor:
-        """Classes int32 [P] on the device, of points float32 [P, 3] and feats float32 [P, C] on the device."""
+    def classes(self, points: Tensor, feats: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Classes int32 [P] on the device, of points float32 [P, 3] and feats float32 [P, C] on the device. counts: of
+        the points of each scan, one after the other; None: one scan."""
         with autocast(self._device, self._precision):
-            return self._classes(points, feats).to(torch.int32)
+            return self._classes(points, feats, counts or [len(points)]).to(torch.int32)
 
-    def __call__(self, sent: NetworkInput) -> OnTheirWay:
-        """The classes, before a GPU has finished."""
-        classes, done = self.classes(sent.points, sent.feats), None
-        if self._there is not None:
-            own = torch.cuda.current_stream(self._device)
-            for tensor in (sent.points, sent.feats):
-                tensor.record_stream(own)
-            # Sleeps while it waits: writers must not take processors from readers.
-            done = torch.cuda.Event(blocking=True)
-            done.record(own)
-        return OnTheirWay(classes, done, self._back)
+    def __call__(self, scans: Sequence[NetworkInput]) -> list[OnTheirWay]:
+        counts = [len(scan.points) for scan in scans]
+        classes = self.classes(*self._sent(scans), counts)
+        if self._copies is None:
+            return [OnTheirWay(part, None) for part in classes.split(counts)]
+        host = classes.to("cpu", non_blocking=True)
+        # Sleeps while it waits: writers must not take processors from readers.
+        copied = torch.cuda.Event(blocking=True)
+        copied.record(torch.cuda.current_stream(self._device))
+        return [OnTheirWay(part, copied) for part in host.split(counts)]
+
+    def _sent(self, scans: Sequence[NetworkInput]) -> tuple[Tensor, Tensor]:
+        """Points and features on the device, of one scan after the other; copied beside the layers of the scans
+        before."""
+        if self._copies is None:
+            return torch.cat([scan.points for scan in scans]), torch.cat([scan.feats for scan in scans])
+        own, total = torch.cuda.current_stream(self._device), sum(len(scan.points) for scan in scans)
+        with torch.cuda.stream(self._copies):
+            points, feats = (
+                t.new_empty(total, t.shape[1], device=self._device) for t in (scans[0].points, scans[0].feats)
+            )
+            start = 0
+            for scan in scans:
+                end = start + len(scan.points)
+                points[start:end].copy_(scan.points, non_blocking=True)
+                feats[start:end].copy_(scan.feats, non_blocking=True)
+                start = end
+        own.wait_stream(self._copies)
+        points.record_stream(own)
+        feats.record_stream(own)
+        return points, feats
 
 
 @dataclass(frozen=True, eq=False)
 class OnTheirWay:
-    """Classes int32 [P] on the device, complete once `done` (None: already) has happened."""
+    """Classes int32 [P] on the host, complete once `copied` (None: already) has happened."""
 
     classes: Tensor
-    done: torch.cuda.Event | None = None
-    back: torch.cuda.Stream | None = None
+    copied: torch.cuda.Event | None = None
 
-    def fetch(self) -> np.ndarray:
-        """The classes on the host."""
-        if self.done is not None:
-            self.done.synchronize()
-        with torch.cuda.stream(self.back):
-            return self.classes.cpu().numpy()
+    def wait(self) -> np.ndarray:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.classes.numpy()
 
 
 class _Compiled:
     def __init__(self, net: nn.Module, voxel: float) -> None:
         self._program, self._voxel = compile(net), voxel
 
-    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
-        x = voxelize(points, feats, self._voxel, origin="min")
-        return self._program(x).feats.argmax(dim=1)[x.inverse]
+    def __call__(self, points: Tensor, feats: Tensor, counts: Sequence[int]) -> Tensor:
+        found: list[Tensor] = []
+        for own, inputs in zip(points.split(counts), feats.split(counts), strict=True):
+            x = voxelize(own, inputs, self._voxel, origin="min")
+            found.append(self._program(x).feats.argmax(dim=1)[x.inverse])
+        return torch.cat(found)
 
 
 class _Captured:
-    """Captured for the first scan, and again for one of more than twice its points."""
+    """Captured for the first scans, and again for more than twice their points."""
 
-    def __init__(self, net: nn.Module, voxel: float) -> None:
-        self._net, self._voxel, self._most = net, voxel, -1
+    def __init__(self, net: nn.Module, voxel: float, scans: int) -> None:
+        self._net, self._voxel, self._scans, self._most = net, voxel, scans, -1
         self._fast: CapturedPoints | None = None
 
-    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
+    def __call__(self, points: Tensor, feats: Tensor, counts: Sequence[int]) -> Tensor:
         # From the low corner, exactly as voxelize(origin="min") does, but without the host.
-        points = points.double()
-        points = points - points.amin(dim=0)
+        parts = [part - part.amin(dim=0) for part in points.double().split(counts)]
+        points, items = torch.cat(parts) if len(parts) > 1 else parts[0], None
+        if self._scans > 1:
+            items = torch.empty(len(points), dtype=torch.int32, device=points.device)
+            for number, part in enumerate(items.split(counts)):
+                part.fill_(number)
         if self._fast is None or self._most < len(points) <= _MOST_POINTS:
             self._most = 2 * len(points)
-            self._fast = capture_points(self._net, points, feats, self._voxel, max_points=self._most)
-        return self._fast(points, feats).argmax(dim=1)
+            # Several scans have about as many points together as the first ones.
+            buckets = 1.5 if items is None else [5 * len(points) // 4]
+            options = {"batch_size": self._scans, "max_points": self._most, "buckets": buckets}
+            self._fast = capture_points(self._net, points, feats, self._voxel, items, **options)
+        return self._fast(points, feats, items).argmax(dim=1)

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -28,11 +29,13 @@ from pumice.label.slots import Slots
 from pumice.label.sources import Input, Sources, local_file, place
 
 _WRITERS = 4
-_UNWRITTEN = 8
-"""Threads that write, and scans that may wait for them."""
+_UNWRITTEN = 16
+"""Threads that write, and scans that may wait for them: of two calls of the network at least."""
 _AHEAD = 2
-_SENT = 2
-"""Scans that each reader is ahead, and scans that are copied to the device ahead of the network."""
+"""Scans that each reader is ahead."""
+_TOGETHER = 8
+_POINTS_TOGETHER = 400_000
+"""Most scans in a call of the network on a GPU, and points from which on they are enough for a call."""
 _READERS = 12
 """Most reading processes for a GPU; a scan takes a few of its milliseconds."""
 
@@ -149,7 +152,7 @@ class Labeller:
     @cached_property
     def _classifier(self) -> Classifier:
         net, task, _ = self._net
-        return Classifier(net, task, self._device, self.precision)
+        return Classifier(net, task, self._device, self.precision, _TOGETHER if self._device.type == "cuda" else 1)
 
     @property
     def _device(self) -> torch.device:
@@ -171,14 +174,17 @@ class Labeller:
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
         waiting: deque[Future[Labelled]] = deque()
         reached, readers = 0, self._readers(len(todo))
-        # Of scans that readers are ahead, those on the device, and those that wait for their writers.
-        count = _AHEAD * readers + _SENT + 1 + _UNWRITTEN
+        # Of scans that readers are ahead, those of the network, and those that wait for their writers.
+        count = _AHEAD * readers + _TOGETHER + _UNWRITTEN
         slots = Slots.of(count, self._net[1].in_channels) if readers else None
-        with ThreadPoolExecutor(1, "pumice-sender") as sender, ThreadPoolExecutor(_WRITERS, "pumice-writer") as writers:
+        with ExitStack() as held:
+            if slots is not None and self._device.type == "cuda":
+                held.enter_context(slots.pinned(self._device))
+            writers = held.enter_context(ThreadPoolExecutor(_WRITERS, "pumice-writer"))
             try:
-                for sent in self._sent(self._loader(todo, readers, slots), slots, sender):
-                    reached += 1
-                    waiting.append(self._begun(sent, writers))
+                for some in self._together(self._loader(todo, readers, slots)):
+                    reached += len(some)
+                    waiting += self._begun(some, slots, writers)
                     while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
                         yield waiting.popleft().result()
             except RuntimeError as error:
@@ -202,41 +208,43 @@ class Labeller:
         ahead = _AHEAD if readers else None
         return DataLoader(reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged)
 
-    def _sent(
-        self, reads: Iterable[_Read | Labelled], slots: Slots | None, sender: ThreadPoolExecutor
-    ) -> Iterator[_Sent | Labelled]:
-        """The scans on the device or on their way there."""
-        ahead: deque[_Sent | Labelled] = deque()
-        send = self._classifier.send
+    def _together(self, reads: Iterable[_Read | Labelled]) -> Iterator[list[_Read | Labelled]]:
+        """The scans of each call of the network, among those that failed."""
+        most = _TOGETHER if self._device.type == "cuda" else 1
+        some: list[_Read | Labelled] = []
         for read in reads:
-            if isinstance(read, _Read):
-                given = read.taken(slots)
-                ahead.append(_Sent(read, given, sender.submit(send, given)))
-            else:
-                ahead.append(read)
-            if len(ahead) > _SENT:
-                yield ahead.popleft()
-        yield from ahead
+            some.append(read)
+            points = sum(one.points for one in some)
+            if len(some) == most or points >= _POINTS_TOGETHER:
+                yield some
+                some = []
+        if some:
+            yield some
 
-    def _begun(self, sent: _Sent | Labelled, writers: ThreadPoolExecutor) -> Future[Labelled]:
-        """Start the network on a scan, and its writer; the result is there at once for one that failed."""
-        if isinstance(sent, _Sent):
-            try:
-                return writers.submit(self._written, sent, self._classifier(sent.there.result()))
-            except CaptureError:
-                raise
-            except (PumiceError, torch.OutOfMemoryError) as error:
-                sent = _failed(sent.read.one, error)
-        done: Future[Labelled] = Future()
-        done.set_result(sent)
-        return done
+    def _begun(
+        self, some: Sequence[_Read | Labelled], slots: Slots | None, writers: ThreadPoolExecutor
+    ) -> list[Future[Labelled]]:
+        """Start the network on scans, and their writers; the result is there at once for those that failed."""
+        given = {read: read.taken(slots) for read in some if isinstance(read, _Read)}
+        try:
+            found = dict(zip(given, self._classifier(list(given.values())), strict=True)) if given else {}
+        except CaptureError:
+            raise
+        except (PumiceError, torch.OutOfMemoryError) as error:
+            if len(some) > 1:
+                return [future for read in some for future in self._begun([read], slots, writers)]
+            return [_known(_failed(read.one, error)) for read in given]
+        return [
+            writers.submit(self._written, read, given[read], found[read]) if isinstance(read, _Read) else _known(read)
+            for read in some
+        ]
 
-    def _written(self, sent: _Sent, classes: OnTheirWay) -> Labelled:
+    def _written(self, read: _Read, given: NetworkInput, classes: OnTheirWay) -> Labelled:
         _, task, kind = self._net
-        read, xyz = sent.read, sent.given.points.numpy()
+        xyz = given.points.numpy()
         scan = Scan(xyz, xyz[:, :0], None, read.one.name, None, read.dropped, read.origin, read.rows)
-        path = write_prediction(Path(self.out), scan, classes.fetch(), task, kind)
-        return Labelled(read.one.source, str(path), "labelled", len(xyz))
+        path = write_prediction(Path(self.out), scan, classes.wait(), task, kind)
+        return Labelled(read.one.source, str(path), "labelled", read.points)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,15 +265,6 @@ class _Read:
         given = self.given if slots is None or self.given is not None else slots.views(self.number, self.points)
         assert given is not None
         return given
-
-
-@dataclass(frozen=True, eq=False)
-class _Sent:
-    """A scan that was read, the network's input on the host, and on the device."""
-
-    read: _Read
-    given: NetworkInput
-    there: Future[NetworkInput]
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,6 +307,12 @@ class _Reading(Dataset[Any]):
         except PumiceError as error:
             # The copy of a URL has a name that nobody knows.
             raise FileError(str(error).replace(str(path), one.source)) from error
+
+
+def _known(label: Labelled) -> Future[Labelled]:
+    done: Future[Labelled] = Future()
+    done.set_result(label)
+    return done
 
 
 def _failed(one: Input, error: BaseException) -> Labelled:
