@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.data import Scan
 from pumice.engine import CapturedPoints, capture_points, compile
-from pumice.label.checkpoint import Task, autocast, network_inputs
+from pumice.label.checkpoint import Task, autocast
+from pumice.label.slots import ScanMemory
 from pumice.ops import voxelize
 
 _MOST_POINTS = 4_000_000
 """Largest scan that a network is captured for; larger ones are run without a graph."""
-
-
-@dataclass(frozen=True, eq=False)
-class NetworkInput:
-    """points float32 [P, 3], feats float32 [P, C]."""
-
-    points: Tensor
-    feats: Tensor
-
-    @staticmethod
-    def of(scan: Scan, task: Task) -> NetworkInput:
-        """The input of a scan. Raises OptionError for another number of features than the task's."""
-        return NetworkInput(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task)))
 
 
 class Classifier:
@@ -47,50 +32,36 @@ class Classifier:
         with autocast(self._device, self._precision):
             return self._classes(points, feats, counts or [len(points)]).to(torch.int32)
 
-    def __call__(self, scans: Sequence[NetworkInput]) -> list[OnTheirWay]:
+    def __call__(self, scans: Sequence[ScanMemory]) -> torch.cuda.Event | None:
+        """Find the classes of scans; they are in their memory once the event (None: already) has happened."""
         counts = [len(scan.points) for scan in scans]
         classes = self.classes(*self._sent(scans), counts)
+        for scan, its_classes in zip(scans, classes.split(counts), strict=True):
+            scan.classes.copy_(its_classes, non_blocking=True)
         if self._copies is None:
-            return [OnTheirWay(part, None) for part in classes.split(counts)]
-        host = classes.to("cpu", non_blocking=True)
-        # Sleeps while it waits: writers must not take processors from readers.
-        copied = torch.cuda.Event(blocking=True)
+            return None
+        copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
-        return [OnTheirWay(part, copied) for part in host.split(counts)]
+        return copied
 
-    def _sent(self, scans: Sequence[NetworkInput]) -> tuple[Tensor, Tensor]:
+    def _sent(self, scans: Sequence[ScanMemory]) -> tuple[Tensor, Tensor]:
         """Points and features on the device, of one scan after the other; copied beside the layers of the scans
         before."""
         if self._copies is None:
             return torch.cat([scan.points for scan in scans]), torch.cat([scan.feats for scan in scans])
-        own, total = torch.cuda.current_stream(self._device), sum(len(scan.points) for scan in scans)
+        own, counts = torch.cuda.current_stream(self._device), [len(scan.points) for scan in scans]
         with torch.cuda.stream(self._copies):
             points, feats = (
-                t.new_empty(total, t.shape[1], device=self._device) for t in (scans[0].points, scans[0].feats)
+                like.new_empty(sum(counts), like.shape[1], device=self._device)
+                for like in (scans[0].points, scans[0].feats)
             )
-            start = 0
-            for scan in scans:
-                end = start + len(scan.points)
-                points[start:end].copy_(scan.points, non_blocking=True)
-                feats[start:end].copy_(scan.feats, non_blocking=True)
-                start = end
+            for scan, its_points, its_feats in zip(scans, points.split(counts), feats.split(counts), strict=True):
+                its_points.copy_(scan.points, non_blocking=True)
+                its_feats.copy_(scan.feats, non_blocking=True)
         own.wait_stream(self._copies)
         points.record_stream(own)
         feats.record_stream(own)
         return points, feats
-
-
-@dataclass(frozen=True, eq=False)
-class OnTheirWay:
-    """Classes int32 [P] on the host, complete once `copied` (None: already) has happened."""
-
-    classes: Tensor
-    copied: torch.cuda.Event | None = None
-
-    def wait(self) -> np.ndarray:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.classes.numpy()
 
 
 class _Compiled:

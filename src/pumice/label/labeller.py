@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -15,43 +13,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from pumice.data import Scan, read_scan
 from pumice.errors import CaptureError, FileError, OptionError, PumiceError
 from pumice.label import checkpoint
-from pumice.label.checkpoint import PRECISIONS, Task, network_inputs
-from pumice.label.classify import Classifier, NetworkInput, OnTheirWay
-from pumice.label.features import FEATURES, fit_to_task
-from pumice.label.predictions import FORMATS, kind_of, remove_leftovers, write_prediction
+from pumice.label.checkpoint import PRECISIONS, Task
+from pumice.label.classify import Classifier
+from pumice.label.features import FEATURES
+from pumice.label.predictions import FORMATS, kind_of, remove_leftovers
 from pumice.label.record import Record, digest
 from pumice.label.slots import Slots
-from pumice.label.sources import Input, Sources, local_file, place
+from pumice.label.sources import Input, Sources, place
+from pumice.label.work import FailedScan, Labelled, Orders, ReadScan, Work, failed
 
-_WRITERS = 4
-_UNWRITTEN = 16
-"""Threads that write, and scans that may wait for them: of two calls of the network at least."""
 _AHEAD = 2
-"""Scans that each reader is ahead."""
+"""Orders that each reader is ahead."""
+_READERS = 12
+"""Most processes that read and write for a GPU; a scan takes a few of their milliseconds."""
 _TOGETHER = 8
 _POINTS_TOGETHER = 400_000
 """Most scans in a call of the network on a GPU, and points from which on they are enough for a call."""
-_READERS = 12
-"""Most reading processes for a GPU; a scan takes a few of its milliseconds."""
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """What became of a scan. state: "labelled", "kept" (its output was there already) or "failed".
-
-    source: its path or URL. output: the path of its file, "" if it failed. points: number of its points, 0 unless it
-    was labelled. reason: why it failed."""
-
-    source: str
-    output: str
-    state: str
-    points: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +133,7 @@ class Labeller:
     @cached_property
     def _classifier(self) -> Classifier:
         net, task, _ = self._net
-        return Classifier(net, task, self._device, self.precision, _TOGETHER if self._device.type == "cuda" else 1)
+        return Classifier(net, task, self._device, self.precision, self._together)
 
     @property
     def _device(self) -> torch.device:
@@ -172,29 +153,36 @@ class Labeller:
         return Path(self.out) / f"{one.name}.{self._net[2]}"
 
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
-        waiting: deque[Future[Labelled]] = deque()
-        reached, readers = 0, self._readers(len(todo))
-        # Of scans that readers are ahead, those of the network, and those that wait for their writers.
-        count = _AHEAD * readers + _TOGETHER + _UNWRITTEN
+        readers = self._readers(len(todo))
+        # Of scans that readers are ahead, those of two calls of the network, and those that are written.
+        count = 2 * _AHEAD * readers + 3 * self._together
         slots = Slots.of(count, self._net[1].in_channels) if readers else None
-        with ExitStack() as held:
-            if slots is not None and self._device.type == "cuda":
-                held.enter_context(slots.pinned(self._device))
-            writers = held.enter_context(ThreadPoolExecutor(_WRITERS, "pumice-writer"))
+        orders, some = Orders(todo, count), list[ReadScan | FailedScan]()
+        with slots.pinned(self._device) if slots is not None and self._device.type == "cuda" else nullcontext():
             try:
-                for some in self._together(self._loader(todo, readers, slots)):
-                    reached += len(some)
-                    waiting += self._begun(some, slots, writers)
-                    while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
-                        yield waiting.popleft().result()
+                for report in self._reports(orders, readers, slots):
+                    orders.reported(report)
+                    yield from report.labels
+                    if report.error is not None:
+                        raise report.error
+                    if report.read is not None:
+                        some.append(report.read)
+                    if some and (self._enough(some) or orders.all_read):
+                        self._start(some, slots, orders)
+                        some = []
             except RuntimeError as error:
                 # Raised wherever this process was when it was told.
                 if "DataLoader worker" not in str(error):
                     raise
-                near = todo[min(reached, len(todo) - 1)].source
-                raise FileError(f"{near}, or a scan soon after it, ended the process that read it: {error}") from error
-            while waiting:
-                yield waiting.popleft().result()
+                near = orders.oldest or todo[-1]
+                message = f"{near.source}, or a scan soon after it, ended the process that read it: {error}"
+                raise FileError(message) from error
+
+    def _reports(self, orders: Orders, readers: int, slots: Slots | None) -> DataLoader[Any]:
+        _, task, kind = self._net
+        work = Work(Path(self.out), kind, task, self.features, self.columns, slots, os.getpid())
+        options = {} if slots is None else {"prefetch_factor": _AHEAD, "worker_init_fn": slots.touch}
+        return DataLoader(work, None, sampler=orders, num_workers=readers, collate_fn=_unchanged, **options)
 
     def _readers(self, scans: int) -> int:
         readers = self.readers
@@ -203,121 +191,28 @@ class Labeller:
             readers = min(_READERS, max(1, (os.cpu_count() or 1) - 1)) if gpu else 1
         return min(readers, scans)
 
-    def _loader(self, todo: Sequence[Input], readers: int, slots: Slots | None) -> DataLoader[Any]:
-        reading = _Reading(todo, self._net[1], self.features, self.columns, slots)
-        ahead = _AHEAD if readers else None
-        return DataLoader(reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged)
+    @property
+    def _together(self) -> int:
+        return _TOGETHER if self._device.type == "cuda" else 1
 
-    def _together(self, reads: Iterable[_Read | Labelled]) -> Iterator[list[_Read | Labelled]]:
-        """The scans of each call of the network, among those that failed."""
-        most = _TOGETHER if self._device.type == "cuda" else 1
-        some: list[_Read | Labelled] = []
-        for read in reads:
-            some.append(read)
-            points = sum(one.points for one in some)
-            if len(some) == most or points >= _POINTS_TOGETHER:
-                yield some
-                some = []
-        if some:
-            yield some
+    def _enough(self, some: Sequence[ReadScan | FailedScan]) -> bool:
+        points = sum(one.points for one in some if isinstance(one, ReadScan))
+        return len(some) >= self._together or points >= _POINTS_TOGETHER
 
-    def _begun(
-        self, some: Sequence[_Read | Labelled], slots: Slots | None, writers: ThreadPoolExecutor
-    ) -> list[Future[Labelled]]:
-        """Start the network on scans, and their writers; the result is there at once for those that failed."""
-        given = {read: read.taken(slots) for read in some if isinstance(read, _Read)}
+    def _start(self, some: Sequence[ReadScan | FailedScan], slots: Slots | None, orders: Orders) -> None:
+        """Start the network on scans."""
+        scans = [one for one in some if isinstance(one, ReadScan)]
         try:
-            found = dict(zip(given, self._classifier(list(given.values())), strict=True)) if given else {}
+            done = self._classifier([scan.memory(slots) for scan in scans]) if scans else None
         except CaptureError:
             raise
         except (PumiceError, torch.OutOfMemoryError) as error:
             if len(some) > 1:
-                return [future for read in some for future in self._begun([read], slots, writers)]
-            return [_known(_failed(read.one, error)) for read in given]
-        return [
-            writers.submit(self._written, read, given[read], found[read]) if isinstance(read, _Read) else _known(read)
-            for read in some
-        ]
-
-    def _written(self, read: _Read, given: NetworkInput, classes: OnTheirWay) -> Labelled:
-        _, task, kind = self._net
-        xyz = given.points.numpy()
-        scan = Scan(xyz, xyz[:, :0], None, read.one.name, None, read.dropped, read.origin, read.rows)
-        path = write_prediction(Path(self.out), scan, classes.wait(), task, kind)
-        return Labelled(read.one.source, str(path), "labelled", read.points)
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A scan as a reader hands it over. number: its slot's. given: the network's input, None: it is in the slot.
-
-    rows, dropped, origin: as in Scan."""
-
-    one: Input
-    number: int
-    points: int
-    given: NetworkInput | None
-    rows: np.ndarray | None
-    dropped: int
-    origin: tuple[float, float, float]
-
-    def taken(self, slots: Slots | None) -> NetworkInput:
-        given = self.given if slots is None or self.given is not None else slots.views(self.number, self.points)
-        assert given is not None
-        return given
-
-
-@dataclass(frozen=True, eq=False)
-class _Reading(Dataset[Any]):
-    """The scans of inputs, read when they are asked for."""
-
-    inputs: Sequence[Input]
-    task: Task
-    features: str | None
-    columns: int | None
-    slots: Slots | None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> _Read | Labelled:
-        one = self.inputs[index]
-        try:
-            with local_file(one.source) as path:
-                scan = self._scan(path, one)
-            (scan,) = fit_to_task([scan], self.task, self.features)
-            given = self._given(scan, index)
-        except (PumiceError, OSError, MemoryError) as error:
-            return _failed(one, error)
-        return _Read(one, index, len(scan), given, scan.rows, scan.dropped, scan.origin)
-
-    def _given(self, scan: Scan, index: int) -> NetworkInput | None:
-        """The network's input, or None once it is in the scan's slot."""
-        slot = None if self.slots is None else self.slots.views(index, len(scan))
-        if slot is None:
-            return NetworkInput.of(scan, self.task)
-        slot.points.numpy()[:] = scan.xyz
-        network_inputs(scan, self.task, slot.feats.numpy())
-        return None
-
-    def _scan(self, path: Path, one: Input) -> Scan:
-        columns = self.columns if path.name.lower().endswith(".bin") else None
-        try:
-            return read_scan(path, False, columns=columns)
-        except PumiceError as error:
-            # The copy of a URL has a name that nobody knows.
-            raise FileError(str(error).replace(str(path), one.source)) from error
-
-
-def _known(label: Labelled) -> Future[Labelled]:
-    done: Future[Labelled] = Future()
-    done.set_result(label)
-    return done
-
-
-def _failed(one: Input, error: BaseException) -> Labelled:
-    said = str(error).removeprefix(f"{one.source}: ").partition("\n")[0]
-    return Labelled(one.source, "", "failed", reason=said or type(error).__name__)
+                for one in some:
+                    self._start([one], slots, orders)
+                return
+            done, some = None, [FailedScan(scan.slot, failed(scan.one, error)) for scan in scans]
+        orders.started(done, some)
 
 
 def _unchanged(item: Any) -> Any:
