@@ -180,7 +180,7 @@ class Labeller:
 
     def _reports(self, orders: Orders, readers: int, slots: Slots | None) -> DataLoader[Any]:
         _, task, kind = self._net
-        work = Work(Path(self.out), kind, task, self.features, self.columns, slots, os.getpid())
+        work = Work(Path(self.out), kind, task, self.features, self.columns, slots)
         options = {} if slots is None else {"prefetch_factor": _AHEAD, "worker_init_fn": slots.touch}
         return DataLoader(work, None, sampler=orders, num_workers=readers, collate_fn=_unchanged, **options)
 

@@ -6,10 +6,11 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from pumice.data import Scan, read_scan
 from pumice.errors import FileError, PumiceError
@@ -87,7 +88,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class Work(Dataset[Report]):
-    """Carries out orders: work[order] is its report. parent: the process that gives them."""
+    """Carries out orders: work[order] is its report."""
 
     out: Path
     kind: str
@@ -95,9 +96,11 @@ class Work(Dataset[Report]):
     features: str | None
     columns: int | None
     slots: Slots | None
-    parent: int
 
     def __getitem__(self, order: Order) -> Report:
+        if get_worker_info() is not None and os.getppid() != self._parent:
+            # Killed: whoever goes on has listed the files that are there.
+            os._exit(1)
         free = [scan.slot for scan in order.write]
         try:
             labels = [scan.label if isinstance(scan, FailedScan) else self._written(scan) for scan in order.write]
@@ -105,10 +108,12 @@ class Work(Dataset[Report]):
             return Report(None, (), free, error)
         return Report(None if order.read is None else self._read(*order.read), labels, free)
 
+    @cached_property
+    def _parent(self) -> int:
+        """The process that gives orders, as it was at the first one."""
+        return os.getppid()
+
     def _written(self, read: ReadScan) -> Labelled:
-        if self.parent not in (os.getpid(), os.getppid()):
-            # Killed: whoever goes on has listed the files that are there.
-            os._exit(1)
         memory = read.memory(self.slots)
         xyz = memory.points.numpy()
         rows = memory.rows.numpy() if read.dropped else None
