@@ -148,7 +148,14 @@ def test_captured_from_points_as_compiled(trained):
 @pytest.mark.parametrize("readers", [0, 2])
 def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room, readers):
     """Each written as it was read, although slots are used again; and told in their order, with one that failed."""
+    write = work.write_prediction
+
+    def slow(*args):
+        time.sleep(0.02)
+        return write(*args)
+
     monkeypatch.setattr(slots, "_POINTS", room)
+    monkeypatch.setattr(work, "write_prediction", slow)
     xyz = np.random.default_rng(0).normal(size=(60, 500, 3)).astype(np.float32)
     xyz[:, 7] = np.nan
     Path("scans").mkdir()
