@@ -156,6 +156,7 @@ def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room, reade
 
     monkeypatch.setattr(slots, "_POINTS", room)
     monkeypatch.setattr(work, "write_prediction", slow)
+    monkeypatch.setattr(pm.Labeller, "_together", 4)
     xyz = np.random.default_rng(0).normal(size=(60, 500, 3)).astype(np.float32)
     xyz[:, 7] = np.nan
     Path("scans").mkdir()

@@ -1,4 +1,4 @@
-"""Labelling of many scans by one network: reads ahead, runs it, writes, and continues where an earlier run stopped."""
+"""Labelling of many scans by one network, continued where an earlier run stopped."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Labeller:
 
         output(scan)[p] = argmax over classes of net(voxels(scan))[voxel of p]
 
-    Processes read and prepare scans ahead of the network, which is captured with its voxelisation on a GPU (see
-    capture_points) and compiled on a CPU; threads write. Every file is written under another name and renamed, and a
-    scan whose file is there is not done again. A scan that cannot be labelled is told as failed, and the others go on.
-    `labels.json` in the folder keeps what its files were made by.
+    Processes read and prepare scans ahead of the network, and write files after it. It is captured with its
+    voxelisation on a GPU (see capture_points), for several scans in a call, and compiled on a CPU. Every file is
+    written under another name and renamed, and a scan whose file is there is not done again. A scan that cannot be
+    labelled is told as failed, and the others go on. `labels.json` in the folder keeps what its files were made by.
 
     An object is small: it is pickled without the network, which each process loads when it labels its first scan. It is
     a callable of batches, as of Ray Data: from columns `path` and, optionally, `name` (the output's path below `out`,
@@ -64,7 +64,7 @@ class Labeller:
     device: None: a GPU if there is one. precision: fp32, bf16 or fp16 (autocast).
     features: intensity, rgb, none or constant, of each point; None: all of the scan. columns: numbers per point in .bin
         files, if the guess is wrong.
-    readers: processes that read ahead; 0: none; None: one on a CPU, up to twelve for a GPU.
+    readers: processes that read ahead, and write; 0: none; None: one on a CPU, up to twelve for a GPU.
 
     Raises OptionError for invalid options.
     """
