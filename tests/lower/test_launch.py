@@ -13,18 +13,22 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.coords import Relation, kernel_map
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import call as calls
 from pumice.lower import epilogue, maps, plan, segments, tile_family
 from pumice.lower import kernel as kernels
+from pumice.lower.dataflow import Pass, planned_tile
 from pumice.ops import autograd
 from pumice.runtime import cache, launch
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace
+from pumice.schedule.dataflow import PLANNED
 from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.schedule.tuned_tiles import Ledger
+from pumice.testing import random_tensor
 
 
 class OutOfResources(Exception):
@@ -242,6 +246,22 @@ def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
     for setting, expected in {"tf32": "tf32", "ieee": "tf32x3", "none": "tf32x3"}.items():
         monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
         assert kernels.float32_precision() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("name", "form"), [("forward", "compacted"), ("dgrad", "compacted_t"), ("wgrad", "grouped")])
+def test_the_tile_of_a_pass_is_known_beforehand(name, form, dtype):
+    """By tensors without contents; that of a feature gradient in float32 has its sides exchanged."""
+    x = random_tensor(300, 96, 3)
+    found, _ = kernel_map(x.geometry, Relation.of(3, 3))
+    each = {"x": (found.num_inputs, 96), "w": (128, 27, 96), "y": (found.num_outputs, 128)}
+    x, w, y = (torch.empty(shape, dtype=dtype, device="meta") for shape in each.values())
+    given = {"forward": (x, w), "dgrad": (y, w), "wgrad": (x, y)}[name]
+    tile = planned_tile(Pass(name, PLANNED, found, 1), form, given)
+    assert tile.swapped == (name == "dgrad" and dtype == torch.float32)
+    if not tile.swapped:
+        wide = 96 if name != "forward" else 128
+        assert tile.rows >= 64 and tile.columns <= 2 * wide and tile.stacked is tile.packed is False
 
 
 def test_wide_gradients_of_weights_are_six_products(monkeypatch):

@@ -643,7 +643,8 @@ def planned_tile(map_pass: Pass, form: str, given: Two) -> Tile:
     operands = [*given, *arrays]
     tensors = {name: operands[place] for name, place in plan.array_places(names, text, forms).items()}
     (step,) = plan.rewritten(text, names, forms).steps
-    return kernels.tile_of(plan.step_bound(step, tensors, _shape(map_pass, given)), tensors)
+    bound = plan.step_bound(step, tensors, _shape(map_pass, given))
+    return kernels.tile_of(bound, tensors, device=map_pass.found.device)
 
 
 def _key(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:
