@@ -19,6 +19,7 @@ from einsum_fuzz import random_case
 from einsum_oracle import evaluate
 from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, problem, variants
 from torch import Tensor
+from torch.nn import functional
 
 from pumice.coords import KernelMap, MultiMap, Relation, kernel_map
 from pumice.errors import OptionError
@@ -370,7 +371,7 @@ def map_checks() -> Checks:
         for way in WAYS
         for form in FORMS
     }
-    return {**found, "groups of no tap": check_no_tap}
+    return {**found, "groups of no tap": check_no_tap, "groups with holes": check_holes}
 
 
 def check_no_tap() -> None:
@@ -386,6 +387,23 @@ def check_no_tap() -> None:
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
     text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
     assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
+
+
+def check_holes() -> None:
+    """Pairs may be absent anywhere in a group; the loop ends behind the last one that is there."""
+    found, operands = cloud(3, 1)
+    (p,) = map_problems(found, operands, "grouped", WAYS["wgrad"], (11, found.volume, 9))
+    chance = torch.Generator().manual_seed(0)
+    shown = {name: p.operands[name].clone() for name in ("map_i", "map_o")}
+    for x in shown.values():
+        x[torch.rand(x.shape, generator=chance) < 0.3] = -1
+    shown = {name: functional.pad(x, (0, 2 * x.shape[1]), value=-1) for name, x in shown.items()}
+    p = Problem.of(p.bound.statement, {**p.operands, **shown}, p.bound.shape)
+    want = wanted(p)
+    for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
+        near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
+    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
+    assert "present = " in text and "tl.range(0, until)" in text
 
 
 def check_map(size: int, stride: int, way: str, form: str) -> None:

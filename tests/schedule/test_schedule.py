@@ -243,6 +243,15 @@ def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
     assert str(found) == expected
 
 
+def test_sides_are_exchanged_where_the_columns_are_read_across():
+    """In float32, as in a gradient of features: wgmma reads its second operand along the reduction only."""
+    found = default(convolution(128, 9, columns=96, bits=32, across=True))
+    assert found.swapped and (found.rows, found.columns) == (128, 128)
+    for other in ({"bits": 16}, {"columns": 32}, {"across": False}):
+        given = {"columns": 96, "bits": 32, "across": True} | other
+        assert not default(convolution(128, 9, **given)).swapped
+
+
 @pytest.mark.parametrize("channels", [3, 8, 16, 32, 64])
 def test_packed_tiles_are_tried_beside_others(channels):
     found = list(candidates(convolution(channels, 18)))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles, NestedProduct
-from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, index, indices_of
 from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, VARIANCE
 
 FLOATS = {
@@ -30,6 +30,7 @@ FLOATS = {
     "fp64": "tl.float64",
 }
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
+_LISTED = 4096  # points of a group of which a program reads all indices, to know how many there are
 SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
 """Dtypes whose products tensor cores compute exactly."""
 
@@ -749,9 +750,34 @@ class _Emitter:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
         valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
-        if not valid:
+        if valid:
+            self.head.append(f"until = tl.where({' & '.join(valid)}, {last}, 0)")
+            last = "until"
+        return self._until_last_point(last)
+
+    def _until_last_point(self, last: str) -> str:
+        """The end of the loop over one index: behind the last point that an index array does not mark absent, since
+        groups of pairs are padded with -1."""
+        roles, points = self.roles, self.roles.reduced
+        if self.signature.splits or self.signature.single_iteration or roles.loops or len(points) != 1:
             return last
-        self.head.append(f"until = tl.where({' & '.join(valid)}, {last}, 0)")
+        (name,), extent = points, self.static.get(points[0], 0)
+        listed = [a for a in arrays_of(*self.statement.terms) if {name} <= set(indices_of(a)) <= {name, *roles.batch}]
+        if not listed or not 0 < extent <= _LISTED or not all(e.bare for e in listed[0].indices):
+            return last
+        every = 1 << (extent - 1).bit_length()
+        self.head += [f"every = tl.arange(0, {every})", f"in_e = every < {extent}"]
+        known = self.values[name], self.bases.pop(name, None)
+        self.values[name] = Value("every", "E")
+        pointer, _ = self._address(listed[0], self._operand(listed[0].name), self.head)
+        self.values[name] = known[0]
+        if known[1] is not None:
+            self.bases[name] = known[1]
+        where = " + ".join([self._operand(listed[0].name), *(value.code for value in pointer)])
+        self.head += [
+            f"present = {_loading(where, 'in_e', True)} >= 0",
+            f"until = tl.minimum({last}, tl.cdiv(tl.max(tl.where(present, every + 1, 0), 0), BR))",
+        ]
         return "until"
 
     def _pieces(self) -> list[str]:

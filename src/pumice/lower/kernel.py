@@ -799,7 +799,23 @@ def _problem(
     longest = _longest(bound, operands, form)
     mean = min(mean, longest) if mean < 2 * longest else mean
     count = max(segments, 1)
-    return Problem(form, _extents_at(bound, key), mean, bits, chained, stacks, count, packs, waits, longest, mixed)
+    across = _runs_along(bound, operands, form.left, form.reduced)
+    across &= _runs_along(bound, operands, form.right, form.columns)
+    return Problem(
+        form, _extents_at(bound, key), mean, bits, chained, stacks, count, packs, waits, longest, mixed, across
+    )
+
+
+def _runs_along(
+    bound: BoundStatement, operands: Mapping[str, Tensor], places: Sequence[int], names: Sequence[str]
+) -> bool:
+    """True if the factor at the only place is contiguous along one of these indices."""
+    factors = bound.statement.terms[0].factors
+    access = factors[places[0]] if len(places) == 1 else None
+    if not isinstance(access, Access):
+        return False
+    strides = operands[access.name].stride()
+    return any(stride == 1 and e.bare in names for e, stride in zip(access.indices, strides, strict=True))
 
 
 def _is_chained(bound: BoundStatement, form: ContractionRoles) -> bool:

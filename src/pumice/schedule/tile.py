@@ -148,7 +148,8 @@ class Problem:
     roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
     loads in the loop use indices loaded in it. stacks: stacked tiles are possible. segments: their number. packed:
     roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD). mixed: values
-    have several dtypes, as features and a weight in three parts (lower.parts).
+    have several dtypes, as features and a weight in three parts (lower.parts). across: the rows' factor is contiguous
+    along the reduction, the columns' factor along the columns.
     """
 
     roles: ContractionRoles
@@ -162,6 +163,7 @@ class Problem:
     waits: bool = True
     longest: int = LONGEST
     mixed: bool = False
+    across: bool = False
 
     @property
     def shares(self) -> bool:
@@ -369,8 +371,7 @@ def _product_tile(problem: Problem) -> Tile:
     if roles.within:
         return _tile_within(problem)
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # With 32 bits wgmma reads operands along the reduction only, so the gathered one must be the rows.
-    swapped = rows < 64 <= columns and not wide and not roles.folds
+    swapped = (rows < 64 <= columns and not wide and not roles.folds) or _is_turned(problem)
     if swapped:
         rows, columns = columns, rows
     depth = _depth(problem)
@@ -382,6 +383,14 @@ def _product_tile(problem: Problem) -> Tile:
     height, width = _tile_side(rows, 128), _tile_side(columns, 128 if wide else 256)
     warps = 8 if height * width >= 128 * 128 else 4
     return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped)
+
+
+def _is_turned(problem: Problem) -> bool:
+    """True if the columns of a 32-bit product over segments are the rows of the tile, as in a feature gradient: wgmma
+    reads its second operand along the reduction only."""
+    roles = problem.roles
+    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds)
+    return own and problem.across and problem.bits == 32 and problem.volume(roles.columns) >= 64
 
 
 def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> Tile | None:
