@@ -82,7 +82,7 @@ class Fixed(NamedTuple):
     address: int
 
     @staticmethod
-    def of(x: Tensor) -> Fixed:
+    def of(x: Any) -> Fixed:
         return Fixed(ref(x), x._version, x.data_ptr())
 
     def holds(self, x: Any) -> bool:

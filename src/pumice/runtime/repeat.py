@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards
 
 from pumice.runtime.launch import BoundKernel, PreparedLaunch
 from pumice.runtime.workspace import workspace
@@ -18,8 +18,9 @@ def like_these(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many objects: True if each is a tensor of the type, dtype, device, shape, strides and
     requires_grad of its counterpart here, and if autocast, inference mode, torch.func's transforms and dispatch modes
     are on or off as now. One call of torch's C code."""
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    sizes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 Repeated = Callable[[Sequence[Tensor]], "Tensor | None"]
@@ -45,7 +46,7 @@ class NewTensor(NamedTuple):
             strides.insert(0, step)
             step *= max(1, size)
         # As Inductor does: a third of the time of torch.empty.
-        return partial(torch._C._dynamo.guards._empty_strided_cuda, shape, tuple(strides), dtype)
+        return partial(guards._empty_strided_cuda, shape, tuple(strides), dtype)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OpenArguments(NamedTuple):
