@@ -8,7 +8,8 @@ import triton.language as tl
 def segment_sums(
     x, values, places, slots, codes, firsts, pieces, scratch, waiting, y, programs: "i64", width: "i64", size: "i64",
     LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr, DEPTH: tl.constexpr,
-    VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr
+    VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr,
+    SPLIT: tl.constexpr
 ):  # fmt: skip
     """y[segment, n] = sum over entries e of the segment of values[e] * x[places[e], n]
 
@@ -18,8 +19,11 @@ def segment_sums(
     the segment (-1: none), and the places of its first DEPTH entries, so that no load waits for them. The first
     programs may have pieces of a segment: the one that finishes the last of `pieces` of them, the first of which is
     program `firsts`, adds up what they left in `scratch`."""
-    number = tl.program_id(0) % programs.to(tl.int32)
-    group = tl.program_id(0) // programs.to(tl.int32)
+    number = tl.program_id(0)
+    group = 0
+    if SPLIT:
+        group = number // programs.to(tl.int32)
+        number = number % programs.to(tl.int32)
     slot = slots + number.to(tl.int64) * ((3 + DEPTH) * ROWS) + tl.arange(0, ROWS)
     at = tl.load(slot)
     stop = tl.load(slot + ROWS)
@@ -43,7 +47,21 @@ def segment_sums(
     second = first
     third = first
     fourth = first
-    for _ in tl.range(0, code >> 2):
+    # The first iteration stands before the loop: its loads do not wait for the number of iterations.
+    first, second, third, fourth = _added(
+        first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+    )  # fmt: skip
+    if DEPTH > 1:
+        first, second, third, fourth = _added(
+            first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
+            VALUED
+        )  # fmt: skip
+    at += DEPTH * step
+    place, value = _entry(places, values, at, stop, VALUED)
+    place1, value1 = place, value
+    if DEPTH > 1:
+        place1, value1 = _entry(places, values, at + step, stop, VALUED)
+    for _ in tl.range(1, code >> 2):
         # Places are loaded an iteration ahead of the rows of x that they name.
         at += DEPTH * step
         ahead, held = _entry(places, values, at, stop, VALUED)

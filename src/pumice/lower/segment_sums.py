@@ -353,6 +353,7 @@ class SegmentSums:
             "FAR": max(x.numel(), y.numel()) >= _FAR,
             "LONG": self.cut > 0,
             "VALUED": values is not None,
+            "SPLIT": width > lanes * blocks,
         }
         programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
         needs = self._needs(width, groups)
