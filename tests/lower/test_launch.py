@@ -1307,14 +1307,14 @@ def test_float32_precision_is_no_matter_of_narrower_floats(straight, monkeypatch
     assert {*call._launches} == keys
 
 
-def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatch):
+def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight):
     (x, found), weight = voxels(400, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
     call, seen = recorded(x, weight, found), []
     for setting in ("ieee", "tf32", "ieee", "tf32"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", setting)
         for kernel in straight.values():
             kernel.doors.clear(), kernel.direct.clear()
-        call.compute((x, weight))
+        with torch_precision(setting):
+            call.compute((x, weight))
         (kernel,) = [k for k in straight.values() if k.doors or k.direct]
         values = kernel.doors[0][1] if kernel.doors else kernel.direct[0][1]
         seen.append(dict(zip([a.variable for a in kernel.source.arguments], values, strict=True))["PRECISION"])
