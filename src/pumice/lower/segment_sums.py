@@ -197,7 +197,9 @@ class SegmentTile(NamedTuple):
         few rows in one warp; two entries at once if those of a row are 256 bytes; narrower programs if there are few.
         """
         few = max(segments // 4, entries // 32) < _FEW_PROGRAMS
-        return cls(depth=2, turns=8) if size < 4 else cls(depth=2, turns=8, blocks=2) if few else cls()
+        if size < 4:
+            return cls(depth=2, turns=8 if few else 16)
+        return cls(depth=2, turns=8, blocks=2) if few else cls()
 
     @property
     def longest(self) -> int:
@@ -219,13 +221,15 @@ class Order(NamedTuple):
 
 
 def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
-    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
-    starts, lengths = bounds[:-1] * size, bounds.diff() * size
-    cut = lengths > tile.longest
-    which = cut.nonzero()[:, 0]
-    if not len(which):
-        return _windows(starts, lengths, None, tile)
-    long, short = _pieces(starts, lengths, which, tile), _windows(starts, lengths, cut, tile)
+    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries.
+
+    Few functions of torch, on int64 only: each takes milliseconds when a process first uses it on a GPU."""
+    bounds = bounds.long() * size
+    starts, lengths = bounds[:-1], bounds.diff()
+    short = _windows(starts, lengths, tile)
+    if int(lengths.max()) <= tile.longest:
+        return short
+    long = _pieces(starts, lengths, (lengths > tile.longest).nonzero()[:, 0], tile)
     firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (long.firsts, long.pieces))
     return Order(torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces)
 
@@ -233,17 +237,21 @@ def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
 def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
     """A program for each piece of these segments, the longest first."""
     which = which[lengths[which].argsort(descending=True, stable=True)]
-    counts = -(-lengths[which] // tile.longest)
+    counts = _ceil(lengths[which], tile.longest)
     segment, number = _numbered(counts)
     of = which[segment]
-    each = -(-lengths[of] // counts[segment])
+    each = _ceil(lengths[of], counts[segment])
     begins = starts[of] + number * each
     stops = torch.minimum(begins + each, starts[of] + lengths[of])
     part = torch.arange(tile.rows, device=starts.device)
     slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
-    steps = -(-(stops - begins).clamp(min=0) // (tile.rows * tile.depth))
+    steps = _ceil((stops - begins).clamp(min=0), tile.rows * tile.depth)
     firsts = torch.arange(len(segment), device=starts.device) - number
     return Order(*(x.int() for x in (slots, 4 * steps + 2, firsts, counts[segment])))
+
+
+def _ceil(x: Tensor, divisor: Tensor | int) -> Tensor:
+    return (x + (divisor - 1)) // divisor
 
 
 def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,30 +262,29 @@ def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
     return group, every - (ends - counts)[group]
 
 
-def _windows(starts: Tensor, lengths: Tensor, cut: Tensor | None, tile: SegmentTile) -> Order:
+def _windows(starts: Tensor, lengths: Tensor, tile: SegmentTile) -> Order:
     """Programs for segments that are not cut, by windows of segments: in each those that get most rows first, longer
-    ones before shorter ones. Functions of torch that others use too: each takes milliseconds when it is first used."""
-    device, count = starts.device, len(starts)
-    windows, none = -(-count // tile.window), 3 * -(-count // tile.window)
-    kind = (lengths > tile.short).long() + (lengths > tile.long)
-    group = torch.arange(count, device=device) // tile.window * 3 + 2 - kind
-    group = group if cut is None else torch.where(cut, none, group)
-    key = (group + 1) * (tile.longest + 1) - 1 - lengths.clamp(max=tile.longest)
-    key, order = key.sort(stable=True)
-    # Of each group of a window: its first segment, rows of a segment, segments of a program.
-    begins = torch.searchsorted(key, torch.arange(none + 1, device=device) * (tile.longest + 1))
-    parts = torch.tensor([tile.rows, tile.middle, 1], device=device).repeat(windows)
-    each = tile.rows // parts
-    group, number = _numbered(-(-begins.diff() // each))
-    own, row = parts[group][:, None], torch.arange(tile.rows, device=device)
-    place = (begins[group] + number * each[group])[:, None] + row // own
-    there = place < begins[group + 1][:, None]
-    of = order[place.clamp(max=max(0, count - 1))]
-    at = starts[of] + row % own
-    slots = torch.stack([at * there, (starts[of] + lengths[of]) * there, torch.where(there, of, -1)], 1)
-    steps = -(-lengths[of[:, 0]] // (own[:, 0] * tile.depth))
-    codes = 4 * steps + 2 - group % 3
-    return Order(slots.int(), codes.int(), lengths[:0].int(), lengths[:0].int())
+    ones before shorter ones."""
+    device, count, most = starts.device, len(starts), tile.longest + 1
+    windows = -(-count // tile.window)
+    # Groups: in each window those that get all rows, then some, then one; behind all windows what is cut.
+    group_of = [2 - (n > tile.short) - (n > tile.long) for n in range(most)]
+    table = [(group + 1) * most - 1 - n for n, group in enumerate(group_of)]
+    keys = torch.tensor([*table, 3 * most * windows], device=device)[lengths.clamp(max=most)]
+    key, order = (torch.arange(count, device=device) // tile.window * (3 * most) + keys).sort(stable=True)
+    begins = torch.searchsorted(key, torch.arange(3 * windows + 1, device=device) * most)
+    parts = torch.tensor([tile.rows, tile.middle, 1], device=device)
+    group, number = _numbered(_ceil(begins.diff(), (tile.rows // parts).repeat(windows)))
+    kind = group % 3
+    own, row = parts[kind][:, None], torch.arange(tile.rows, device=device)
+    place = (begins[group] + number * (tile.rows // parts)[kind])[:, None] + row // own
+    there, none = place < begins[group + 1][:, None], torch.tensor(0, device=device)
+    of = order[place.clamp(max=count - 1)]
+    at, stop = (torch.where(there, x, none) for x in (starts[of] + row % own, starts[of] + lengths[of]))
+    slots = torch.stack([at, stop, torch.where(there, of, none - 1)], 1)
+    codes = 4 * _ceil(lengths[of[:, 0]], own[:, 0] * tile.depth) + 2 - kind
+    nothing = codes[:0].int()
+    return Order(slots.int(), codes.int(), nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,6 +56,10 @@ class Sparse:
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
     calls: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept for this operand alone is neither copied nor pickled.
+        return {**self.__dict__, "_kept": {}, "calls": {}}
+
     @property
     def layout(self) -> FormatLayout:
         """Axes and symbols of the arrays of this format."""
