@@ -129,6 +129,12 @@ def size_class(count: int) -> int:
     return power_above(count) if count <= 64 else 2 << 2 * ((count.bit_length() - 1) // 2)
 
 
+def segment_class(count: int) -> int:
+    """Representative of the size class of a number of segments: as `size_class` up to 64, above one per factor of 2,
+    since it decides whether programs share segments, by the same kernel."""
+    return power_above(count) if count <= 64 else 3 << (count.bit_length() - 2)
+
+
 _HALF_WAY = math.sqrt(0.5)
 
 
@@ -547,7 +553,7 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     else 0. Partial sums go through memory, which does not pay for segments of similar length or short ones."""
     each, longest = problem.mean * programs / _wave_size(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
-    if longest < 2.5 * each or alike or problem.longest <= _SHORT:
+    if longest < 2.25 * each or alike or problem.longest <= _SHORT:
         return 0
     return SHARED_CHUNK
 
