@@ -22,7 +22,7 @@ from pumice.lower import kernel as kernels
 from pumice.lower import maps
 from pumice.lower.dataflow import Pass, planned_tile
 from pumice.lower.maps import NoMap
-from pumice.lower.parts import bytes_of_parts, fits_parts, number_of_parts
+from pumice.lower.parts import fits_parts, number_of_parts
 from pumice.nn.conv import Convolution
 from pumice.ops.tensor import raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
@@ -44,8 +44,8 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
     elif meter.machine.on_gpu:
         # And so do weights in parts.
         stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
-        parts = number_of_parts(kernels.float32_precision(), own[stretch.features[0]].geometry.buffered is None)
-        meter.keep(sum(bytes_of_parts(weight, parts) for weight in stored if fits_parts(weight)))
+        each = number_of_parts(kernels.float32_precision()) * torch.float32.itemsize
+        meter.keep(sum(each * weight.numel() for weight in stored if fits_parts(weight)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles, NestedProduct
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, index, indices_of
-from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, TOP, TOP_OF_WEIGHT, TOP_OF_X, VARIANCE
+from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, VARIANCE
 
 FLOATS = {
     "fp8": "tl.float8e4nv",
@@ -202,7 +202,6 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
-    scaled: list[str] = field(default_factory=list)
     loads: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -469,29 +468,11 @@ class _Emitter:
             as_it_is = self.roles.packed or "x" in self.signature.in_tf32
             a = whole if as_it_is else self._named("f", Value(raised), self.body).code
             return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
-        if self.signature.parts == 2:
-            return self._product_of_halves(whole, right)
         left, right_parts = self._thirds(whole), [b, self._part(right, 1), self._part(right, 2)]
         # As in _product, remainders have their own accumulator.
         for m, n in ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0)):
             self.body.append(f"small = tl.dot({left[m]}, {right_parts[n]}, small)")
         return f"tl.dot({left[0]}, {b}, accumulator)"
-
-    def _product_of_halves(self, whole: str, right: Value) -> str:
-        """The product with a right side in two parts of float16: both sides are multiplied by powers of two that put
-        their largest magnitude below 2^15, so that nothing overflows, and what is 2^-29 of that is still exact."""
-        self.scaled = []
-        for side, name in (("x", TOP_OF_X), ("w", TOP_OF_WEIGHT)):
-            self.head.append(f"top_{side} = tl.minimum(tl.maximum(tl.load({self._operand(name)}) >> 23, 15), 254)")
-            self.scaled.append(f"((top_{side} - 14) << 23).to(tl.float32, bitcast=True)")
-        self.head.append("scale_x = ((268 - top_x) << 23).to(tl.float32, bitcast=True)")
-        scaled = self._named("f", Value(f"{whole} * scale_x"), self.body).code
-        high = self._named("h", Value(f"{scaled}.to(tl.float16)"), self.body).code
-        rest = f"(({scaled} - {high}.to(tl.float32)) * {APART}.0).to(tl.float16)"
-        low, b = self._named("h", Value(rest), self.body).code, right.at("RX")
-        self.body.append(f"small = tl.dot({high}, {self._part(right, 1)}, small)")
-        self.body.append(f"small = tl.dot({low}, {b}, small)")
-        return f"tl.dot({high}, {b}, accumulator)"
 
     def _thirds(self, whole: str) -> list[str]:
         """Cut float32 into three parts of 8 bits, as bfloat16."""
@@ -753,11 +734,7 @@ class _Emitter:
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
-        if self.scaled:
-            # An infinity makes remainders of either sign.
-            small = f"tl.where(tl.abs(small) < float('inf'), small, 0.0) * {1 / APART!r}"
-            head.append(f"accumulator = (accumulator + {small}) * {' * '.join(self.scaled)}")
-        elif apart:
+        if apart:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()
@@ -1182,10 +1159,6 @@ class _Emitter:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
         else:
             self._saturate()
-            if TOP in self.dtypes:
-                self.head.append("sized = tl.where(mask & (tl.abs(result) < float('inf')), tl.abs(result), 0.0)")
-                top = "tl.max(tl.max(sized, 1), 0).to(tl.int32, bitcast=True)"
-                self.head.append(f"tl.atomic_max({self._operand(TOP)}, {top}, sem='relaxed')")
             if "y" in self.signature.in_tf32:
                 self.head.append(f"result = {_NEAREST.format('result')}")
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
@@ -1226,8 +1199,6 @@ class _Emitter:
         return " * ".join(self._extent(name) for name in names)
 
 
-APART = 2048
-"""Factor on the second part of a float16 pair: 11 bits."""
 _CUT = "({} & -8192).to(tl.float32, bitcast=True)"
 _NEAREST = f"tl.where(tl.abs({{0}}) < 3.4e38, {_CUT.format('({0}.to(tl.int32, bitcast=True) + 4096)')}, {{0}})"
 """float32 rounded to tf32: not NaN, whose bits may overflow, nor the largest values, which would become infinite."""

@@ -484,7 +484,8 @@ def tile_of(
     key, device: sizes and device to use instead of the operands'.
     """
     found = None
-    if tuning_mode() != DEFAULT:
+    # Most users have no tuned tiles, and a key takes longer than all else here.
+    if tuning_mode() != DEFAULT and not ledger().is_empty:
         found = ledger().get(_key(bound, operands, precision or default_precision(bound), key, device))
     if found is not None:
         try:
