@@ -197,21 +197,12 @@ class Compiled(Begun):
         if finish.weight_parts:
             # One behind another.
             w, begins = found["w"], range(sizes["operand", "w", 0], 1 << 63, found["w"].nbytes)
-            parts = [at(begin, w.dtype, w.shape, w.stride())[0].float() for begin in begins[: finish.weight_parts]]
-            operands["w"] = torch.stack(parts).sum(0)
-        if finish.weight_parts == 2:
-            # Not by functions of the package, whose calls are counted.
-            scale = ((268 - (found["*w_top"] >> 23).clamp(15, 254)) << 23).view(torch.float32)
-            operands["w"] = (parts[0] + parts[1] / 2048) / scale
+            parts = [at(begin, w.dtype, w.shape, w.stride())[0] for begin in begins[: finish.weight_parts]]
+            operands["w"] = torch.stack(parts).float().sum(0)
         if places:
             rows = {name or statement.target.name: len(t) for name, t in found.items()}
             form = gpu.form_of(places, {name: count for name, count in rows.items() if name in SIDES})
             operands |= {f"map_{local}": ref() for local, ref in form.arrays.items()}
-        if places and finish.weight_parts == 2:
-            # Others than these are of a buffer's padding.
-            rows = operands["map_met"][operands["map_met"] >= 0].unique().long()
-            read = found["x"][rows].nan_to_num(0.0, 0.0, 0.0).abs()
-            assert float(read.max()) <= float(found["*x_top"].view(torch.float32)), "the top is too low"
         y, written = computed(statement, operands, found[""].shape, form.known if places else {})
         more = {name[1:]: t.float() for name, t in found.items() if name.startswith("*")}
         y = y - more["mean"] if "mean" in more else y
@@ -222,9 +213,6 @@ class Compiled(Begun):
         act = {"": lambda y: y, "relu": torch.relu, "silu": torch.nn.functional.silu}[finish.activation]
         assert {f"*{name}" for name in more} == {*finish.names}
         out = found[""]
-        if "top" in more:
-            size = torch.where(written, act(y), 0.0).abs().nan_to_num(0.0, 0.0).max()
-            found["*top"].copy_(torch.maximum(found["*top"], size.view(torch.int32)))
         out.copy_(out + y if made.adds else torch.where(written, act(y), out))
         told = [None if (a.kind, a.name) in MOVING else v for a, v in zip(source.arguments, values, strict=True)]
         one = Started((source.text, programs, *told), touched, by_address)

@@ -70,7 +70,6 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
         },
         "nn/tensor_product.py": {"pumice.ops.graph": {"ends_of"}},
         # A layer has its statement from construction: it calls what is prepared for that.
-        "nn/pruned.py": {"pumice.ops.einsum": {"OneOperandEinsum"}},
         # Padding rows of buffers may be undefined for what works on each row alone.
         "nn/layers.py": {
             "pumice.ops.ahead": {"CompiledTogether"},

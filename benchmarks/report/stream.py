@@ -112,14 +112,15 @@ def streams(rows: Sequence[Row]) -> Iterator[Chart]:
         yield Chart(name, "Streams of scenes never seen", note, told(every), panels)
 
 
-def _newest_cpus(found: Sequence[Cell]) -> list[Cell]:
-    """The cells; of CPUs the newest of each network, mode and number of threads, by the wall clock if there is one."""
+def _newest(found: Sequence[Cell]) -> list[Cell]:
+    """Of GPUs, and of CPUs by their number of threads, the newest cell of each network and mode, by the wall clock if
+    there is one; GPUs first."""
     newest: dict[tuple[str, ...], Cell] = {}
     for cell in found:
         threads = re.search(r"\d+ threads", cell.device)
-        key = (cell.net, cell.mode, threads[0]) if threads else (cell.net, cell.mode, cell.device, cell.clock)
+        key = threads[0] if threads else "", cell.net, cell.mode
         newest[key] = max(newest.get(key, cell), cell, key=_age)
-    return list(newest.values())
+    return [newest[key] for key in sorted(newest, key=lambda key: key[0])]
 
 
 def _age(cell: Cell) -> tuple[str, bool]:
@@ -127,7 +128,7 @@ def _age(cell: Cell) -> tuple[str, bool]:
 
 
 def stream_table(rows: Sequence[Row]) -> str:
-    """Markdown table with a line for each network, mode, device and clock, see _newest_cpus; "" without rows."""
+    """Markdown table with a line for each network, mode and kind of device, see _newest; "" without rows."""
     head = (
         "network, mode, device, clock",
         *(f"{way}, ms" for way in (_SPCONV, *_WAYS)),
@@ -136,7 +137,7 @@ def stream_table(rows: Sequence[Row]) -> str:
     )
     lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * (len(head) - 1)}"]
     found = cells(rows)
-    for cell in _newest_cpus(found):
+    for cell in _newest(found):
         columns = (
             ", ".join((cell.net, MODES.get(cell.mode, cell.mode), cell.device, cell.clock)),
             *(cell.times(way) for way in (_SPCONV, *_WAYS)),

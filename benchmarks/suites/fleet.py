@@ -38,8 +38,8 @@ from pumice.cli.label import SOME_FAILED
 from pumice.data import SEMANTIC_KITTI, read_scan, street_scene
 from pumice.env import settings
 from pumice.label import checkpoint
-from pumice.label.checkpoint import Task
-from pumice.label.classify import Classifier, NetworkInput
+from pumice.label.checkpoint import Task, network_inputs
+from pumice.label.classify import Classifier
 
 PUMICE = "from pumice.cli import start; start()"
 COUNTS = {"cuda": 10_000, "cpu": 300}
@@ -160,8 +160,9 @@ def _alone(setup: Setup, folder: Path, path: Path) -> list[Seen]:
     net, task = checkpoint.load(path, setup.device)
     classifier = Classifier(net, task, setup.device, _precision(setup))
     files = sorted(folder.glob("scans/0*.bin"))[: ALONE[setup.device.type]]
-    given = [NetworkInput.of(read_scan(file, False), task) for file in files]
-    held = [(one.points.to(setup.device), one.feats.to(setup.device)) for one in given]
+    scans = [read_scan(file, False) for file in files]
+    given = [(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task))) for scan in scans]
+    held = [(points.to(setup.device), feats.to(setup.device)) for points, feats in given]
     spent: list[Seen] = []
     for _ in range(2 + ROUNDS):
         synchronize(setup.device)

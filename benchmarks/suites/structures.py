@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from benchmarks.harness.timing import cpu_clock, on_cpu, on_threads
 from benchmarks.suites.pruned import Filter, conv_of, dense_ways, layers
 from pumice.errors import OptionError
 from pumice.nn import PrunedConv2d
-from pumice.ops.einsum import OneOperandEinsum
 from pumice.ops.sparse import Sparse
 
 STRUCTURES: Mapping[str, str] = {
@@ -132,9 +130,7 @@ def _call(setup: Setup, one: Filter, x: Tensor, form: str, lowering: str = "") -
     if setup.thorough:
         with suppress(OptionError):  # Some formats run in other ways, which have nothing to tune.
             statement.tune(I=x, F=stored, budget=20)
-    if lowering:
-        return lambda: statement(I=x, F=stored)
-    return partial(OneOperandEinsum(_statement(one), "I", {"F": stored}), x)
+    return lambda: statement(I=x, F=stored)
 
 
 @torch.no_grad()

@@ -21,10 +21,8 @@ from pumice.cli import label as command
 from pumice.data import SEMANTIC_KITTI, Scan, read_scan
 from pumice.env import launch
 from pumice.errors import FileError, OptionError
-from pumice.label import checkpoint, classify, sources
-from pumice.label import labeller as labeller_
-from pumice.label.checkpoint import Task
-from pumice.label.classify import NetworkInput
+from pumice.label import checkpoint, classify, slots, sources, work
+from pumice.label.checkpoint import Task, network_inputs
 from pumice.label.predictions import remove_leftovers, whole_file, write_prediction
 from pumice.label.sources import find_sources
 
@@ -68,6 +66,11 @@ def expected(trained, path):
     classes = evaluate.predict(net, scan, task, CPU, "fp32")
     ids = {c: raw for raw, c in reversed(SEMANTIC_KITTI.raw)}
     return np.array([ids[c] for c in classes])
+
+
+def inputs(scan, task):
+    """The network's input of a scan: its points, and what it takes of each."""
+    return torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task))
 
 
 def stamps(folder):
@@ -132,14 +135,84 @@ def test_captured_from_points_as_compiled(trained):
     """Points in float64 relative to the low corner fall into the same voxels; a larger scene is captured anew."""
     net, task = checkpoint.load(trained, CPU)
     net = net.eval()
-    fast, plain = classify._Captured(net, task.voxel), classify._Compiled(net, task.voxel)
+    fast, plain = classify._Captured(net, task.voxel, 1), classify._Compiled(net, task.voxel)
     for scan in (scene(0).select(np.arange(400)), scene(1)):
-        given = NetworkInput.of(scan, task)
         with torch.no_grad():
-            found, want = (each(given.points, given.feats) for each in (fast, plain))
+            found, want = (each(*inputs(scan, task), [len(scan)]) for each in (fast, plain))
         assert (found == want).float().mean() > 0.999
         assert np.array_equal(want, evaluate.predict(net, scan, task, CPU, "fp32"))
     assert fast._most == 2 * len(scene(1))
+
+
+@pytest.mark.parametrize("room", [200_000, 100], ids=["in slots", "larger than a slot"])
+@pytest.mark.parametrize("readers", [0, 2])
+def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room, readers):
+    """Each written as it was read, although slots are used again; and told in their order, with one that failed."""
+    write = work.write_prediction
+
+    def slow(*args):
+        time.sleep(0.02)
+        return write(*args)
+
+    monkeypatch.setattr(slots, "_POINTS", room)
+    monkeypatch.setattr(work, "write_prediction", slow)
+    monkeypatch.setattr(pm.Labeller, "_together", 4)
+    xyz = np.random.default_rng(0).normal(size=(60, 500, 3)).astype(np.float32)
+    xyz[:, 7] = np.nan
+    Path("scans").mkdir()
+    for i, points in enumerate(xyz):
+        np.savez(f"scans/{i:02d}.npz", xyz=points, feats=np.zeros((500, 1)))
+    Path("scans/30.npz").write_bytes(b"")
+    labeller = pm.Labeller(trained, "out", "scans", kind="npz", device="cpu", readers=readers)
+    vars(labeller)["_classifier"] = _first_digits
+    labels = list(labeller.label(sorted(Path("scans").glob("*"))))
+    assert [Path(one.source).stem for one in labels] == [f"{i:02d}" for i in range(60)]
+    assert [one.state for one in labels] == ["labelled"] * 30 + ["failed"] + ["labelled"] * 29
+    for i, points in enumerate(xyz):
+        if i != 30:
+            found, points = np.load(f"out/{i:02d}.npz"), np.delete(points, 7, axis=0)
+            assert np.array_equal(found["xyz"], points)
+            assert np.array_equal(found["labels"], np.abs((np.float32(1e6) * points[:, 0]).astype(np.int32)) % 19)
+
+
+def _first_digits(scans):
+    """Stands for a classifier."""
+    for scan in scans:
+        scan.classes.copy_((1e6 * scan.points[:, 0]).int().abs() % 19)
+
+
+def test_scans_together_have_the_classes_that_each_has_alone(trained):
+    """Of a captured network; other numbers of points fit, too."""
+    net, task = checkpoint.load(trained, CPU)
+    fast, plain = classify._Captured(net.eval(), task.voxel, 3), classify._Compiled(net, task.voxel)
+    for numbers in ((0, 1, 2), (3,), (2, 1)):
+        given = [inputs(scene(i), task) for i in numbers]
+        counts = [len(points) for points, _ in given]
+        both = [torch.cat(each) for each in zip(*given, strict=True)]
+        with torch.no_grad():
+            found, want = fast(*both, counts), plain(*both, counts)
+        assert (found == want).float().mean() > 0.999
+    assert fast._fast.fallbacks == {}
+
+
+def test_one_scan_does_not_fail_the_others_of_its_call(trained, monkeypatch):
+    fleet(4)
+    labeller = pm.Labeller(trained, "out", "scans", device="cpu", readers=0)
+    monkeypatch.setattr(pm.Labeller, "_together", 4)
+    whole, calls = labeller._classifier, []
+
+    def classifier(scans):
+        calls.append(len(scans))
+        if any(len(scan.points) == len(scene(1)) for scan in scans):
+            raise torch.OutOfMemoryError("too large")
+        return whole(scans)
+
+    vars(labeller)["_classifier"] = classifier
+    Path("scans/broken.npz").touch()
+    found = list(labeller.label([f"scans/{name}" for name in ("0/0.npz", "1/0.npz", "broken.npz", "0/1.npz")]))
+    assert [one.state for one in found] == ["labelled", "failed", "failed", "labelled"]
+    assert "too large" in found[1].reason and calls == [3, 1, 1, 1]
+    assert np.array_equal(np.fromfile("out/0/1.label", "<u4"), expected(trained, Path("scans/0/1.npz")))
 
 
 # Resuming
@@ -241,14 +314,14 @@ def test_bad_files_are_listed_and_skipped(pumice, trained, monkeypatch):
 
 def test_a_killed_reader_is_told(pumice, trained, monkeypatch):
     fleet(3)
-    read = labeller_.read_scan
+    read = work.read_scan
 
     def fatal(path, *args, **options):
         if path.parent.name == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return read(path, *args, **options)
 
-    monkeypatch.setattr(labeller_, "read_scan", fatal)
+    monkeypatch.setattr(work, "read_scan", fatal)
     ran = run(pumice, trained, "scans", more=("--readers", 1))
     assert refused(ran, "soon after it, ended the process that read it", "DataLoader worker (pid")
     assert not Path("out/1/0.label").exists()

@@ -16,7 +16,9 @@ from pumice.coords import kernel_map
 from pumice.engine import dry_stretch, train_pass
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import native_products
-from pumice.schedule.predict import DEVICES
+from pumice.runtime import workspace as workspaces
+from pumice.schedule.predict import DEVICES, MapStats
+from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.testing import random_cloud
 
 estimates = import_module("pumice.engine.estimate")
@@ -145,7 +147,7 @@ def test_wrong_arguments():
 def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
     """The buffers of both passes, and the gradients that the backward pass makes."""
     net, x = pm.models.MinkUNet(4, 5, width=0.125).train(), scene(2000)
-    made = {"real": [], "dry": []}
+    made, needed = {"real": [], "dry": []}, []
 
     def spy(module, key):
         known = module._allocated
@@ -161,6 +163,8 @@ def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
     spy(train_pass, "real")
     spy(dry_stretch, "dry")
     with emulated(tmp_path):
+        take = train_pass.workspace
+        monkeypatch.setattr(train_pass, "workspace", lambda *given: needed.append(given[:2]) or take(*given))
         monkeypatch.setattr(estimates, "rates_of", lambda device: replace(DEVICES["cuda"], launch=2e-6))
         found = pm.estimate(net, x)
         pm.compile(net)(fresh_copy(x)).feats.square().mean().backward()
@@ -173,3 +177,18 @@ def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
         - 4 * found.training.steps[1].voxels * 5
     )
     assert 0 < found.inference.time < found.training.time < 0.01
+    least = workspaces.workspace_bytes(*map(max, zip(*needed, strict=True)))
+    assert found.training.parts["workspace"] == pytest.approx(least, rel=0.01) and least > 0
+
+
+def test_the_workspace_of_shared_tiles():
+    """A program for each piece of a tile and block of columns, whose sums are kept."""
+    side = MapStats(4493, 4493, (1000,) * 27, {"compacted": (861,)}, 64)
+    tile = Tile(64, 128, 64, stream_k_chunk=8)
+    programs = (71 + 861 // 8) * 2
+    assert dry_stretch._shared(side, tile, 256) == (programs, programs * 64 * 128 * 4)
+    assert dry_stretch._shared(side, replace(tile, stream_k_chunk=WHOLE_SEGMENTS), 256) == (142, 0)
+    turned = replace(tile, rows=128, columns=64, swapped=True)
+    assert dry_stretch._shared(side, turned, 256) == (programs, programs * 64 * 128 * 4)
+    assert dry_stretch._shared(side, replace(tile, stream_k_chunk=0), 256) == (0, 0)
+    assert workspaces.workspace_bytes(programs, 2000) == (1 << 22) + 4 * 512 + 2048

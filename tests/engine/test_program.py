@@ -299,7 +299,7 @@ def test_half_precision(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "parts", "tolerance"), [("tf32x3", 2, 1e-5), ("tf32", 1, 1e-2), ("ieee", 0, 1e-5)]
+    ("precision", "parts", "tolerance"), [("tf32x3", 3, 1e-5), ("tf32", 1, 1e-2), ("ieee", 0, 1e-5)]
 )
 def test_weights_of_float32_products_are_stored_in_parts(precision, parts, tolerance, tmp_path, monkeypatch):
     """Those of matrix products on tensor cores, in every call as they are then."""

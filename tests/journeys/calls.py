@@ -146,6 +146,8 @@ def on_the_device() -> dict[str, int]:
     found["layer, training step, seen"] = seen(lambda: step(layer, x))
     found["layer, training step, seen: rooms entered"] = rooms_of(lambda: step(layer, x))
     a, b = torch.randn(40, 33), torch.randn(33, 20)
+    statement = pm.compile_einsum(MATMUL, lowering="triton")
+    found["einsum, repeated"] = seen(lambda: statement(A=a, B=b))
     found["einsum text to Triton source"] = calls_of(lambda: source_of(MATMUL, {"A": a, "B": b}))
     return found
 

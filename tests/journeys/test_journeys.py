@@ -27,6 +27,7 @@ BOUNDS = {
     "program, training step, seen": 175,
     "program of a U-Net, a scene never seen": 4330,
     "einsum text to Triton source": 1550,
+    "einsum, repeated": 3,
     "einsum, seen (CPU)": 28,
     "kernel map of a cloud (CPU)": 800,
     # Until the launch: nn, ops, coords, lower, runtime.

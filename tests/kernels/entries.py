@@ -162,16 +162,16 @@ def check_prepared(lowering: str) -> None:
         x, out, text, form = x.t().contiguous(), out.t(), "O[p,m] = I[p,c] * F[m,c]", Blocks(16, 16).format("", False)
     filter = pm.sparse(weight, form)
     tensors, names, _ = flatten_used(text, {"I": x, "F": filter}, ())
-    call = plan.of_one(plan.plan_for(tensors, names, text, None, lowering), tensors, tensors[0])
+    call = plan.repeated(plan.plan_for(tensors, names, text, None, lowering), tensors, [0])
     (values,) = (part.values for part in filter.parts)
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(x)
-        near(call(other), factor * pm.einsum(text, I=other.double(), F=weight.double()), 1e-5)
+        near(call([other]), factor * pm.einsum(text, I=other.double(), F=weight.double()), 1e-5)
         values.mul_(3)
     twice = text.replace("=", "+= 2 *", 1)
     tensors, names, _ = flatten_used(twice, {"I": x, "F": filter, "O": out}, ())
-    assert plan.of_one(plan.plan_for(tensors, names, twice, None, lowering), tensors, x) is None
+    assert plan.repeated(plan.plan_for(tensors, names, twice, None, lowering), tensors, [0]) is None
 
 
 def check_other_statements() -> None:

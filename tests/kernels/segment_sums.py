@@ -22,6 +22,7 @@ TILES = {
     "cut": SegmentTile(4, 1, 2, short=2, long=4, turns=2, window=5),
     "whole": SegmentTile(16, 2, 4, short=3, long=9, turns=64, window=3),
     "hardly any rows": SegmentTile(8, 4, 2, short=0, long=0, turns=1, window=1),
+    "two at once": SegmentTile(4, 4, 2, short=5, long=9, turns=3, depth=2),
 }
 LENGTHS = {
     "mixed": [0, 3, 1, 0, 9, 2, 170, 4, 5, 0, 33, 12, 1, 1],
@@ -51,7 +52,7 @@ def check_sums(lengths: list[int], width: int, tile: SegmentTile | None, dtype: 
     want = torch.zeros(len(lengths), width, dtype=torch.float64)
     want.index_add_(0, segments[there].long(), factors * x[places[there].long()].double())
     tile = tile or SegmentTile()
-    ready = segment_sums.prepared(segments, len(lengths), 1, tile)
+    ready = segment_sums.prepared(segments, places, len(lengths), tile)
     for run in (ready.run, ready.run_torch):
         got = run(x, values if valued else None, places, torch.full((len(lengths), width), torch.nan, dtype=dtype))
         near(got, want, NEAR[dtype])
@@ -66,9 +67,10 @@ def check_order() -> None:
         seen = torch.zeros(2 * int(bounds[-1]), dtype=torch.int64)
         for slots, code in zip(found.slots.tolist(), found.codes.tolist(), strict=True):
             step = (1, tile.middle, tile.rows)[code & 3]
-            assert code >> 2 <= max(tile.turns, tile.short, -(-tile.long // tile.middle)), "a program takes too long"
+            longest = max(tile.turns * tile.depth, tile.short, -(-tile.long // tile.middle))
+            assert (code >> 2) * tile.depth < longest + tile.depth, "a program takes too long"
             for begin, stop, segment in zip(*slots, strict=True):
-                read = range(begin, min(stop, begin + step * (code >> 2)), step)
+                read = range(begin, min(stop, begin + step * (code >> 2) * tile.depth), step)
                 seen[list(read)] += 1
                 assert all(2 * bounds[segment] <= e < 2 * bounds[segment + 1] for e in read) or segment < 0
         assert (seen == 1).all()
@@ -114,16 +116,16 @@ def check_prepared() -> None:
     tensors, names, _ = flatten_used(SPMM, {"A": A, "B": b}, ())
     step = plan.plan_for(tensors, names, SPMM, None, "segments")
     plan.execute_plan(step, tensors)
-    call = plan.of_one(step, tensors, b)
+    call = plan.repeated(step, tensors, [len(tensors) - 1])
     values = A.parts[0].values
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(b)
-        near(call(other), factor * a.double() @ other.double(), 1e-5)
+        near(call([other]), factor * a.double() @ other.double(), 1e-5)
         values.mul_(3)
     twice = SPMM.replace("=", "+= 2 *", 1)
     tensors, names, _ = flatten_used(twice, {"A": A, "B": b, "C": torch.ones(20, 32)}, ())
-    assert plan.of_one(plan.plan_for(tensors, names, twice, None, "segments"), tensors, b) is None
+    assert plan.repeated(plan.plan_for(tensors, names, twice, None, "segments"), tensors, [len(tensors) - 2]) is None
 
 
 def check_refusals() -> None:

@@ -19,6 +19,7 @@ def take() -> None:
     _take_integers()
     _ask_for_no_overflow()
     _reduce_rows()
+    _multiply_bfloat16()
 
 
 class _Kept:
@@ -203,3 +204,22 @@ def _reduce_rows() -> None:
         return [ops.to_tensor(np.expand_dims(found, axis) if ops.keep_dims else found, values.dtype)]
 
     interpreter.ReduceOps.generic_reduce = by_rows
+
+
+def _multiply_bfloat16() -> None:
+    """The one result that changes: the interpreter keeps bfloat16 as integers of 16 bits, and multiplies these."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    multiply = builder.create_dot
+
+    def widened(side: Any) -> Any:
+        if side.dtype.scalar != tl.bfloat16:
+            return side
+        return interpreter.TensorHandle((side.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def multiplied(self: Any, a: Any, b: Any, *given: Any) -> Any:
+        return multiply(self, widened(a), widened(b), *given)
+
+    builder.create_dot = multiplied

@@ -293,7 +293,7 @@ def test_calls_with_other_operands(name):
     for given, wanted in held.values():
         got = statement(**given)
         torch.testing.assert_close(got if isinstance(got, torch.Tensor) else got.to_dense(), wanted)
-    assert len(statement._checked_calls) == 1
+    assert len(statement._memory.checked) == 1
 
 
 def test_calls_notice_what_is_written():

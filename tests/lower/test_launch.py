@@ -13,18 +13,22 @@ import pytest
 import torch
 
 import pumice as pm
+from pumice.coords import Relation, kernel_map
 from pumice.errors import DtypeError, OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.parse import parse
 from pumice.lower import call as calls
 from pumice.lower import epilogue, maps, plan, segments, tile_family
 from pumice.lower import kernel as kernels
+from pumice.lower.dataflow import Pass, planned_tile
 from pumice.ops import autograd
 from pumice.runtime import cache, launch
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.workspace import Workspace
+from pumice.schedule.dataflow import PLANNED
 from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.schedule.tuned_tiles import Ledger
+from pumice.testing import random_tensor
 
 
 class OutOfResources(Exception):
@@ -76,6 +80,12 @@ class Kernel:
         return Compiled(self)
 
 
+def tuned(monkeypatch, get):
+    """Every statement has a tuned tile, which `get` finds."""
+    monkeypatch.setattr(Ledger, "is_empty", False)
+    monkeypatch.setattr(Ledger, "get", get)
+
+
 @pytest.fixture
 def made(monkeypatch, tmp_path):
     """Every kernel that was made, the last one last."""
@@ -98,7 +108,7 @@ def forget():
     maps.NO_MAPS.clear()
     einsum = import_module("pumice.ops.einsum")
     einsum._cached_einsum.cache_clear()
-    einsum._checked_calls_of.cache_clear()
+    einsum._memory_of.cache_clear()
 
 
 def product(a, b):
@@ -238,13 +248,41 @@ def test_precision_is_part_of_what_was_tuned(made):
     assert seen == {"tf32x3", "ieee"}
 
 
-def test_a_newer_setting_of_precision_is_read(made, monkeypatch):
+@contextmanager
+def torch_precision(setting):
+    """Within it torch is set to this precision of products of float32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = setting
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_a_newer_setting_of_precision_is_read(made):
     for setting, expected in {"tf32": "tf32", "ieee": "tf32x3", "none": "tf32x3"}.items():
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
-        assert kernels.float32_precision() == expected
+        with torch_precision(setting):
+            assert kernels.float32_precision() == expected
 
 
-def test_wide_gradients_of_weights_are_six_products(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("name", "form"), [("forward", "compacted"), ("dgrad", "compacted_t"), ("wgrad", "grouped")])
+def test_the_tile_of_a_pass_is_known_beforehand(name, form, dtype):
+    """By tensors without contents; that of a feature gradient in float32 has its sides exchanged."""
+    x = random_tensor(300, 96, 3)
+    found, _ = kernel_map(x.geometry, Relation.of(3, 3))
+    each = {"x": (found.num_inputs, 96), "w": (128, 27, 96), "y": (found.num_outputs, 128)}
+    x, w, y = (torch.empty(shape, dtype=dtype, device="meta") for shape in each.values())
+    given = {"forward": (x, w), "dgrad": (y, w), "wgrad": (x, y)}[name]
+    tile = planned_tile(Pass(name, PLANNED, found, 1), form, given)
+    assert tile.swapped == (name == "dgrad" and dtype == torch.float32)
+    if not tile.swapped:
+        wide = 96 if name != "forward" else 128
+        assert tile.rows >= 64 and tile.columns <= 2 * wide and tile.stacked is tile.packed is False
+
+
+def test_wide_gradients_of_weights_are_six_products():
     """Of float32, where that is faster; forward products and narrow ones are three."""
     text = "W[k[g],n,c] += y[o[g,q],n] * x[i[g,q],c]"
     for channels, expected in ((128, "bf16x6"), (32, "tf32x3")):
@@ -252,9 +290,8 @@ def test_wide_gradients_of_weights_are_six_products(monkeypatch):
         shapes |= {"k": (4,), "o": (4, 16), "i": (4, 16)}
         bound = bind(parse(text), shapes)
         assert kernels.default_precision(bound) == expected
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
-        assert kernels.default_precision(bound) == "tf32"
-        monkeypatch.undo()
+        with torch_precision("tf32"):
+            assert kernels.default_precision(bound) == "tf32"
     forward = bind(parse("Y[m,n] = X[m,c] * W[n,c]"), {"X": (500, 128), "W": (128, 128)})
     assert kernels.default_precision(forward) == "tf32x3"
 
@@ -364,7 +401,7 @@ def test_devices_have_kernels_of_their_own(made, monkeypatch):
 
 
 def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(16, 16, 16))
+    tuned(monkeypatch, lambda self, key: Tile(16, 16, 16))
     a, b = operands()
     for source in (kernels.LEDGER, kernels.DEFAULT, kernels.LEDGER):
         with kernels.use_tuning_mode(source):
@@ -503,7 +540,7 @@ def test_a_packed_tile_of_what_has_no_packs_is_refused(made):
 
 def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monkeypatch):
     """The ledger keeps sizes to half a power of two."""
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 4, packed=True))
+    tuned(monkeypatch, lambda self, key: Tile(64, 16, 4, packed=True))
     x, weight, found = layer(1)
     pm.ops.conv_features(x, weight, found, 100)
     (kernel,) = as_on_gpu.values()
@@ -532,7 +569,7 @@ def test_what_programs_share_is_held_until_their_kernel_is_under_way(as_on_gpu, 
     for module in (kernels, calls):
         monkeypatch.setattr(module, "workspace", lent)
     monkeypatch.setattr(Compiled, "run", started)
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
+    tuned(monkeypatch, lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
     x, weight, found = layer(1)
     for _ in range(3):
         pm.ops.conv_features(x, weight, found, 100)
@@ -547,7 +584,7 @@ def test_segments_that_are_whole_need_no_room(as_on_gpu, monkeypatch):
         real = module.workspace
         monkeypatch.setattr(module, "workspace", lambda *given, real=real: asked.append(given[:2]) or real(*given))
     for chunk in (2, WHOLE_SEGMENTS):
-        monkeypatch.setattr(Ledger, "get", lambda self, key, chunk=chunk: Tile(64, 16, 16, stream_k_chunk=chunk))
+        tuned(monkeypatch, lambda self, key, chunk=chunk: Tile(64, 16, 16, stream_k_chunk=chunk))
         x, weight, found = layer(1)
         for _ in range(2):
             asked.clear()
@@ -565,7 +602,7 @@ def test_on_amd_no_segments_are_shared(as_on_gpu, monkeypatch):
     pm.ops.conv_features(x, weight, found, 100)
     assert as_on_gpu and not any("waiting" in kernel.source.text for kernel in as_on_gpu.values())
     forget()
-    monkeypatch.setattr(Ledger, "get", lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
+    tuned(monkeypatch, lambda self, key: Tile(64, 16, 16, stream_k_chunk=2))
     x, weight, found = layer(1)
     with pytest.warns(RuntimeWarning, match="not on AMD"):
         pm.ops.conv_features(x, weight, found, 100)
@@ -825,7 +862,7 @@ def test_what_is_cast_is_what_is_made_anew(straight, monkeypatch, tile):
     """Grid, sizes and strides of a call over another map, and which variant of its kernel: those of a call for which
     nothing is kept, for rows that 16 divides and others."""
     # The gradient of a weight has no segments that could be shared.
-    monkeypatch.setattr(Ledger, "get", lambda self, key: None if key.statement.startswith("dw") else TILES[tile])
+    tuned(monkeypatch, lambda self, key: None if key.statement.startswith("dw") else TILES[tile])
     weight = torch.zeros(24, 27, 16, dtype=torch.float16, requires_grad=True)
     seen = []
 
@@ -1262,7 +1299,7 @@ def turned(x):
     return x.t().contiguous().t()
 
 
-TUNED = SimpleNamespace(generation=77, get=lambda key: None)
+TUNED = SimpleNamespace(generation=77, is_empty=True)
 SETTINGS = {
     "deterministic": lambda patch: patch.setattr(calls, "deterministic", lambda: True),
     "tuned since": lambda patch: patch.setattr(kernels, "ledger", lambda: TUNED),
@@ -1296,14 +1333,14 @@ def test_float32_precision_is_no_matter_of_narrower_floats(straight, monkeypatch
     assert {*call._launches} == keys
 
 
-def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight, monkeypatch):
+def test_precision_of_a_recorded_call_is_that_of_its_kernel(straight):
     (x, found), weight = voxels(400, 0, dtype=torch.float32), torch.zeros(16, 27, 16)
     call, seen = recorded(x, weight, found), []
     for setting in ("ieee", "tf32", "ieee", "tf32"):
-        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=setting))
         for kernel in straight.values():
             kernel.doors.clear(), kernel.direct.clear()
-        call.compute((x, weight))
+        with torch_precision(setting):
+            call.compute((x, weight))
         (kernel,) = [k for k in straight.values() if k.doors or k.direct]
         values = kernel.doors[0][1] if kernel.doors else kernel.direct[0][1]
         seen.append(dict(zip([a.variable for a in kernel.source.arguments], values, strict=True))["PRECISION"])

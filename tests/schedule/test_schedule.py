@@ -107,8 +107,8 @@ def test_tiles_print():
 def test_indices_are_loaded_ahead_in_longer_loops():
     entries = {"mean": 8, "chained": True, "segments": 1000}
     found = default(problem(BLOCKS, **entries))
-    assert found.prefetch_indices and found.stages == 4 and found.swapped
-    assert not default(problem(BLOCKS, **{**entries, "mean": 3})).prefetch_indices
+    assert found.prefetch_indices and found.stages == 3 and found.swapped and found.column_major_grid
+    assert not default(problem(BLOCKS, **{**entries, "mean": 3, "segments": 50})).prefetch_indices
     assert not default(problem(BLOCKS, mean=8)).prefetch_indices
     assert {tile.prefetch_indices for tile in candidates(problem(BLOCKS, **entries))} == {True, False}
 
@@ -162,7 +162,7 @@ def test_values_of_32_bits_have_no_tiles_of_256_columns():
     assert str(default(convolution(256, 16.8, 216, 256, bits=32))) == "128x128x32 w8 s3 prefetch"
 
 
-def test_a_weight_in_two_parts_leaves_no_room_for_a_fourth_stage():
+def test_a_weight_in_three_parts_leaves_no_room_for_a_fourth_stage():
     for bits, mixed, stages in ((16, False, 4), (32, False, 4), (32, True, 3)):
         found = default(convolution(128, 12, 300, 128, block=64, bits=bits, mixed=mixed))
         assert (found.rows, found.columns, found.stages) == (64, 128, stages)
@@ -241,6 +241,15 @@ def test_entries_of_few_channels_are_packed(channels, mean, bits, expected):
     little memory."""
     found = default(convolution(channels, mean, bits=bits))
     assert str(found) == expected
+
+
+def test_sides_are_exchanged_where_the_columns_are_read_across():
+    """In float32, as in a gradient of features: wgmma reads its second operand along the reduction only."""
+    found = default(convolution(128, 9, columns=96, bits=32, across=True))
+    assert found.swapped and (found.rows, found.columns) == (128, 128)
+    for other in ({"bits": 16}, {"columns": 32}, {"across": False}):
+        given = {"columns": 96, "bits": 32, "across": True} | other
+        assert not default(convolution(128, 9, **given)).swapped
 
 
 @pytest.mark.parametrize("channels", [3, 8, 16, 32, 64])

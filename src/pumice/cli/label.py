@@ -91,8 +91,9 @@ def _shown(labels: Iterator[Labelled], tally: Tally, console: Console) -> Iterat
     with progress if console.is_terminal else nullcontext():
         for one in labels:
             yield one
-            progress.update(bar, completed=tally.done, description=str(tally))
-            if not console.is_terminal and time.perf_counter() - told > _EVERY:
+            if console.is_terminal:
+                progress.update(bar, completed=tally.done, description=str(tally))
+            elif time.perf_counter() - told > _EVERY:
                 told = time.perf_counter()
                 console.print(f"label {tally}", soft_wrap=True, markup=False)
 

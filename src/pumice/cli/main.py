@@ -51,7 +51,9 @@ PredictionsAs = Annotated[
     str, typer.Option(help="label, npz, ply, or auto: label for SemanticKITTI's classes, else npz")
 ]
 Timing = Annotated[bool, typer.Option("--timing", help="time inference and its layers, too")]
-Readers = Annotated[int | None, typer.Option(help="processes that read ahead [default: 1, or up to 12 for a GPU]")]
+Readers = Annotated[
+    int | None, typer.Option(help="processes that read ahead and write [default: 1, or up to 12 for a GPU]")
+]
 Scans = Annotated[Path, typer.Argument(help=f"a scan, or a folder of scans ({' '.join(READERS)})")]
 Trained = Annotated[Path, typer.Argument(help="a checkpoint of `pumice segment`")]
 

@@ -27,6 +27,7 @@ from pumice.data.scan import (
     from_fields,
     optional_package,
     unit_scale,
+    within,
 )
 from pumice.errors import FileError, OptionError, PumiceError
 
@@ -367,8 +368,8 @@ def read_bin(path: Path, columns: int | None = None) -> PointFile:
     layouts = _LAYOUTS[suffix]
     fitting = [one for one in layouts if len(data) % _row(one) == 0]
     # Round float32 numbers read as plausible float16, hardly ever the other way.
-    for kind in dict.fromkeys(kind for _, kind in layouts):
-        if sane := [one for one in fitting if one[1] == kind and _sane(_rows(data, one))]:
+    for kind in dict.fromkeys(kind for _, kind in fitting):
+        if sane := [one for one in fitting if one[1] == kind and _sane(data, one)]:
             break
     else:
         raise bad_file(
@@ -383,7 +384,8 @@ def read_bin(path: Path, columns: int | None = None) -> PointFile:
     chosen = next(one for one in sane if scores[one] <= margin * best)
     _refuse_truncated(path, len(data), flat, chosen, scores[chosen])
     table = _rows(data, chosen)
-    table[_far(table)] = np.nan
+    if not _plain(data, kind):
+        table[_far(table)] = np.nan
     return from_columns(table)
 
 
@@ -407,11 +409,19 @@ def _given(path: Path, data: bytes, columns: int) -> np.ndarray:
     fitting = [one for one in layouts if len(data) % _row(one) == 0]
     if not fitting:
         raise bad_file(path, _sizes(layouts), f"{len(data)} bytes")
-    return _rows(data, next((one for one in fitting if _sane(_rows(data, one))), fitting[0]))
+    return _rows(data, next((one for one in fitting if _sane(data, one)), fitting[0]))
 
 
-def _sane(table: np.ndarray) -> bool:
+def _plain(data: bytes, kind: str) -> bool:
+    """True if all numbers are finite and within 10 km."""
+    return within(np.frombuffer(data, kind), _FAR)
+
+
+def _sane(data: bytes, layout: Layout) -> bool:
     """True if half of the rows are finite (sensors mark lost returns as NaN), and hardly any is beyond 10 km."""
+    if _plain(data, layout[1]):
+        return True
+    table = _rows(data, layout)
     return bool(all_columns(np.isfinite(table)).mean() >= 0.5 and _far(table).sum() <= _OUTLIERS * len(table))
 
 
@@ -424,7 +434,8 @@ def _compressed(data: bytes, kind: str) -> np.ndarray:
     """The first numbers of a file, without regard to rows, so that large ones count less."""
     flat = np.frombuffer(data, kind, count=min(_SAMPLE, len(data) // np.dtype(kind).itemsize))
     with np.errstate(all="ignore"):
-        return np.arcsinh(np.nan_to_num(flat.astype(np.float32), nan=0.0, posinf=0.0, neginf=0.0))
+        flat = flat.astype(np.float32)
+        return np.arcsinh(flat if within(flat, np.inf) else np.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0))
 
 
 def _roughness(flat: np.ndarray, columns: int) -> float:

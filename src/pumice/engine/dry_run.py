@@ -54,7 +54,8 @@ class Machine:
 class Meter(TorchDispatchMode):
     """Counts bytes and work of operators on meta tensors, by the step that runs or whose gradient is computed.
 
-    live: bytes of the tensors that exist, without those that are given; peak: the most so far; steps: by name.
+    live: bytes of the tensors that exist, without those that are given; peak: the most so far; steps: by name; needs:
+    (counters, bytes) of the workspace that all kernels share.
     """
 
     def __init__(self, machine: Machine, given: Iterable[Tensor]) -> None:
@@ -62,6 +63,7 @@ class Meter(TorchDispatchMode):
         self.machine: Machine = machine
         self.live: int = 0
         self.peak: int = 0
+        self.needs: tuple[int, int] = 0, 0
         self.steps: dict[str, Spent] = {}
         self.step: str = ""
         self._seen: dict[int, Any] = {t.untyped_storage()._cdata: t for t in given}
@@ -104,6 +106,10 @@ class Meter(TorchDispatchMode):
         """Memory that stays."""
         self.live += size
         self.room(0)
+
+    def shared(self, count: int, size: int) -> None:
+        """A kernel's workspace: counters, and bytes."""
+        self.needs = max(self.needs[0], count), max(self.needs[1], size)
 
     def mark(self, tensors: Iterable[Tensor]) -> None:
         """Ascribe the autograd nodes of these results that have no step yet to the current one."""

@@ -20,12 +20,14 @@ from pumice.engine.train_pass import Backward, Layout, Memory, Started
 from pumice.engine.train_stretch import TrainStretch
 from pumice.lower import kernel as kernels
 from pumice.lower import maps
+from pumice.lower.dataflow import Pass, planned_tile
 from pumice.lower.maps import NoMap
-from pumice.lower.parts import bytes_of_parts, fits_parts, number_of_parts
+from pumice.lower.parts import fits_parts, number_of_parts
 from pumice.nn.conv import Convolution
 from pumice.ops.tensor import raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
 from pumice.schedule.predict import LayerWork, MapStats, Work, norm_seconds, seconds_on_gpu
+from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 
 _FORWARD_SHARE = 0.4  # of the time of a norm in training
 _SHARED = "shared buffers"
@@ -42,8 +44,8 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
     elif meter.machine.on_gpu:
         # And so do weights in parts.
         stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
-        parts = number_of_parts(kernels.float32_precision())
-        meter.keep(sum(bytes_of_parts(weight, parts) for weight in stored if fits_parts(weight)))
+        each = number_of_parts(kernels.float32_precision()) * torch.float32.itemsize
+        meter.keep(sum(each * weight.numel() for weight in stored if fits_parts(weight)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])
@@ -78,7 +80,36 @@ def _multiply(
     turned = _stats(found.transpose()) if DGRAD in passes else side
     work = LayerWork(side, turned, (inner * layer.groups, outer), layer.groups, itemsize)
     meter.spent.pairs = side.pairs
-    meter.time(sum(seconds_on_gpu(PLANNED, work, name, meter.machine.rates) for name in passes))
+    for name in passes:
+        tile = _tile(Pass(name, PLANNED, found, layer.groups), (inner * layer.groups, outer), itemsize)
+        meter.time(seconds_on_gpu(PLANNED, work, name, meter.machine.rates, tile))
+        if name != WGRAD:
+            meter.shared(*_shared(side if name == FORWARD else turned, tile, inner if name == DGRAD else outer))
+
+
+_FORMS = {FORWARD: "compacted", DGRAD: "compacted_t", WGRAD: "grouped"}
+_DTYPES = {2: torch.float16, 4: torch.float32}
+
+
+def _tile(one: Pass, channels: tuple[int, int], itemsize: int) -> Tile:
+    """The tile of a pass. channels: (in, out)."""
+    (inner, outer), found, dtype = channels, one.found, _DTYPES[itemsize]
+    x = torch.empty(found.num_inputs, inner, dtype=dtype, device="meta")
+    y = x.new_empty(found.num_outputs, outer)
+    weight = x.new_empty(outer, found.volume, inner // one.groups)
+    given = {FORWARD: (x, weight), DGRAD: (y, weight), WGRAD: (x, y)}
+    return planned_tile(one, maps.preferred_form(found, _FORMS[one.name]), given[one.name])
+
+
+def _shared(side: MapStats, tile: Tile, columns: int) -> tuple[int, int]:
+    """(counters, bytes) of the workspace of a kernel whose programs share tiles of a map (Tile.stream_k_chunk)."""
+    piece = tile.stream_k_chunk
+    if not piece:
+        return 0, 0
+    width = tile.rows if tile.swapped else tile.columns
+    tiles = -(-side.outputs // side.block) + sum(side.parts("compacted")) // piece
+    programs = tiles * -(-columns // width)
+    return programs, 0 if piece == WHOLE_SEGMENTS else programs * tile.rows * tile.columns * torch.float32.itemsize
 
 
 def _stats(found: KernelMap) -> MapStats:
@@ -155,6 +186,7 @@ def _forward(meter: Meter, step: Layer | Joined, call: Any) -> None:
     meter.spent.allocated += size * itemsize * (1 + (step.norm is not None) + step.smooth)
     _multiply(meter, product, call.found, (call.rows, itemsize), (FORWARD,))
     if step.norm is not None:
+        meter.shared(1, 0)
         meter.time(_FORWARD_SHARE * norm_seconds(size * itemsize, meter.machine.rates))
 
 

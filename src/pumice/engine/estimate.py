@@ -25,6 +25,7 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps
 from pumice.ops import SparseTensor, autograd
 from pumice.ops.tensor import raw_feats
+from pumice.runtime.workspace import workspace_bytes
 from pumice.schedule.predict import map_seconds
 
 _BACKWARD = "other gradients"
@@ -87,7 +88,8 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
 
     net: any torch.nn.Module that takes x, or a program of one; unchanged. x: features may require gradients. loss:
     scalar function of the result; default: the mean squares of every tensor in it. On a GPU autocast is the caller's.
-    Optimizer states are not counted, nor what torch's allocator keeps beyond the tensors.
+    Optimizer states are not counted, nor what torch's allocator keeps beyond the tensors, nor the workspace that cuBLAS
+    keeps for each thread (32 MiB on Hopper).
 
     Steps whose results depend on the features' values, such as pruning or control flow within a module that is called
     as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
@@ -230,6 +232,7 @@ class _DryRun:
             "parameters": own,
             "input": given,
             "maps": held,
+            **({"workspace": workspace_bytes(*self.meter.needs)} if self.machine.on_gpu else {}),
             "features" + " and gradients" * self.training: self.meter.peak,
         }
         steps = [_step(name, one) for name, one in self.meter.steps.items() if one.allocated or one.time]

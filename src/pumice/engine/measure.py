@@ -75,7 +75,8 @@ class Event(NamedTuple):
 def measure(
     model: nn.Module, samples: Sequence[Scene], mode: str = "inference", *, repeats: int = 5, loss: Loss | None = None
 ) -> PassTiming:
-    """Time the program of a network (pumice.compile) in inference, or a training step without the optimizer.
+    """Time the program of a network (pumice.compile) in inference, or a training step without the optimizer: of the
+    modules, or of the program if `model` is one.
 
     samples: SparseTensors (or pairs of coordinates and features); each pass rebuilds its kernel maps. loss: scalar
     function of the model's result; default the mean of squares of every tensor in it. Autocast is the caller's.

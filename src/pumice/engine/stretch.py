@@ -17,9 +17,9 @@ from pumice.engine.trace import CallStep, Product, Step, TracedModule, nodes_in,
 from pumice.errors import GeometryError
 from pumice.lower import kernel as kernels
 from pumice.lower.call import BoundCall, call_over, find_template, global_settings, product_signature
-from pumice.lower.epilogue import TOP, TOP_OF_WEIGHT, TOP_OF_X, TOPS, Epilogue
+from pumice.lower.epilogue import Epilogue
 from pumice.lower.maps import bound_map, no_map
-from pumice.lower.parts import WeightParts, fits_parts, number_of_parts, raise_top, rounded
+from pumice.lower.parts import WeightParts, fits_parts, number_of_parts, rounded
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import TENSOR_GUARDS
@@ -195,9 +195,6 @@ class Stretch:
         # Weights of float32 products in parts, and the first part by product.
         self._parts: WeightParts | None = None
         self._in_parts: dict[int, Tensor] = {}
-        self._buffered = False
-        # Number of the top of each buffer and input that is multiplied by such weights.
-        self._tops: dict[Buffer | Node, int] = {}
         # Buffers that hold numbers of tf32.
         self._in_tf32 = set[Buffer]()
 
@@ -270,11 +267,9 @@ class Stretch:
                 own, tensors = self._cast(env, dtype), self._cast_weights(tensors, dtype)
                 given = [raw_feats(own[node]) for node in self.features]
             tensors = self._fold_biases(tensors)
-            launches = self._launches(tensors, given, own[self.features[0]].geometry.buffered is not None)
+            launches = self._launches(tensors, given)
             if launches is not None and self._parts is not None:
-                self._parts.fill([w for n in self._in_parts if (w := tensors[n * len(_TENSORS)]) is not None])
-                for node in self.features if self._tops else ():
-                    self.raise_top(node, own[node])
+                self._parts.fill([tensors[n * len(_TENSORS)] for n in self._in_parts])
         return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
     def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
@@ -324,9 +319,8 @@ class Stretch:
             torch._foreach_sub_(means, [bias for _, _, bias in both])  # pyright: ignore[reportPrivateImportUsage]
         return found
 
-    def _store_parts(self, tensors: Tensors, like: Tensor, buffered: bool) -> None:
+    def _store_parts(self, tensors: Tensors, like: Tensor) -> None:
         """Make memory for weights of float32 products in parts, which every call fills."""
-        self._buffered = buffered
         by_kernels = autograd.uses_gpu(like) and kernels.tuning_mode() != kernels.TIMING
         parts = number_of_parts(kernels.float32_precision()) if by_kernels else 0
         weights = {
@@ -334,38 +328,9 @@ class Stretch:
             for n, (step, weight) in enumerate(zip(self.products, tensors[:: len(_TENSORS)], strict=True))
             if parts and weight is not None and is_one_kernel(step.layer) and fits_parts(weight)
         }
-        read = dict.fromkeys(self._holder(self.products[n].x) for n in weights) if parts == 2 else {}
-        self._tops = {holder: n for n, holder in enumerate(read, len(weights))}
-        self._parts = WeightParts.of([*weights.values()], parts, len(read)) if weights else None
+        self._parts = WeightParts.of([*weights.values()], parts) if weights else None
         self._in_parts = {} if self._parts is None else dict(zip(weights, self._parts.first, strict=True))
         self._in_tf32 = {*self.values} - self._read_whole() if parts == 1 else set()
-
-    def _holder(self, node: Node) -> Buffer | Node:
-        """The buffer of a value, or an input."""
-        return self.places[node].buffer if node in self.places else node
-
-    def raise_top(self, node: Node, value: SparseTensor) -> None:
-        """Raise the top of a value, if it has one that its kernel does not raise."""
-        number, geometry = self._tops.get(self._holder(node)), value.geometry
-        if number is not None and self._parts is not None:
-            count = None if geometry.buffered is None else geometry.cloud.count
-            raise_top(self._parts.top(number), raw_feats(value), count)
-
-    def has_undefined_rows(self, step: Product) -> bool:
-        """True if the kernel of a product computes padding rows, too, of what happens to be in memory."""
-        return self._buffered and not isinstance(step.layer, Convolution)
-
-    def _tops_of(self, number: int) -> dict[str, Tensor]:
-        """The tops that a product reads and raises."""
-        parts, step = self._parts, self.products[number]
-        if parts is None or parts.parts != 2:
-            return {}
-        found: dict[str, int | None] = (
-            {} if self.has_undefined_rows(step) else {TOP: self._tops.get(self._holder(step.node))}
-        )
-        if number in self._in_parts:
-            found |= {TOP_OF_X: self._tops[self._holder(step.x)], TOP_OF_WEIGHT: [*self._in_parts].index(number)}
-        return {name: parts.top(n) for name in TOPS if (n := found.get(name)) is not None}
 
     def _read_whole(self) -> set[Buffer]:
         """Buffers that others read than products whose weight is in parts, which alone round what they read."""
@@ -394,18 +359,16 @@ class Stretch:
             own = isinstance(step, Product)
             env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
 
-    def _launches(
-        self, tensors: Sequence[Tensor | None], given: Sequence[Tensor], buffered: bool
-    ) -> list[Launch | None] | None:
+    def _launches(self, tensors: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Launch | None] | None:
         """Launches by product, None for a product that is not one kernel; None instead of the list to call the modules.
         tensors: of `sources`; given: features of `features`."""
         there = [t for t in tensors if t is not None]
-        facts: list[Any] = [global_settings(), kernels.float32_precision(), buffered, [*map(type, tensors)]]
+        facts: list[Any] = [global_settings(), kernels.float32_precision(), [*map(type, tensors)]]
         facts += [(t.dtype, t.shape[1:], t.stride(), t.get_device()) for t in given]
         facts += [[*map(fact, there)] for fact in TENSOR_GUARDS]
         # The program guards the options of layers.
         if facts != self._known[0]:
-            self._store_parts(tensors, given[0], buffered)
+            self._store_parts(tensors, given[0])
             self._known = facts, self._made(there, tensors, given)
             self.compiled.clear()
         return self._known[1]
@@ -453,7 +416,7 @@ class Stretch:
         step, weight = self.products[number], self._in_parts.get(number)
         parts = 0 if self._parts is None or weight is None else self._parts.parts
         in_tf32 = "x" * self.is_in_tf32(step.x) + "y" * self.is_in_tf32(step.node)
-        epilogue = self.epilogue(step, own, residual).stored(parts, in_tf32, self._tops_of(number))
+        epilogue = self.epilogue(step, own, residual).stored(parts, in_tf32)
         return (own[0] if weight is None else weight), epilogue
 
     def epilogue(self, step: Product, own: Sequence[Any], residual: Tensor | None, all_of_it: bool = True) -> Epilogue:
@@ -646,8 +609,6 @@ class StretchRun:
                 if (needs := call.needs) is not None and (shared is None or not shared.holds(*needs)):
                     shared = workspace(*needs, self.like.device)
                 call.launch((at[one.x], *launch.addresses, at[one.residual]), at[one.y], shared)
-                if self.buffered and one.relation is None:
-                    self._stretch.raise_top(one.step.node, self.value(one.step.node))
             else:
                 self._do(number, outputs)
 
@@ -711,7 +672,6 @@ class StretchRun:
         y = y if within else _finished(step, y, env)
         self._geometries[one.at_y], self._rows[one.at_y] = y.geometry, raw_feats(y).shape[0]
         self._keep(one, raw_feats(y))
-        self._stretch.raise_top(step.node, y)
 
     def _keep(self, one: Wired, y: Tensor) -> None:
         place = self._stretch.places[one.step.node]

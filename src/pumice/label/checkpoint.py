@@ -49,7 +49,7 @@ class Task:
         if len(sizes) != 1:
             found = f"found {sorted(sizes)} of them; --features none leaves them out"
             raise OptionError(f"all scans need the same features per point, {found}")
-        inputs = np.concatenate([_inputs(scan) for scan in scans])
+        inputs = np.concatenate([np.stack(_inputs(scan), axis=1) for scan in scans])
         std = np.maximum(inputs.std(axis=0), 1e-3)
         mean = inputs.mean(axis=0)
         return Task(labels.names, labels.colors, voxel, width, tuple(mean.tolist()), tuple(std.tolist()))
@@ -93,18 +93,18 @@ def example(scan: Scan, task: Task, device: torch.device, turn: np.random.Genera
     return LabelledScan(x, None if labels is None else voxel_labels(x, labels, len(task.names)))
 
 
-def network_inputs(scan: Scan, task: Task) -> np.ndarray:
-    """float32 [P, task.in_channels]: the network's input at each point. Raises OptionError for a scan with another
-    number of features than the task's."""
-    inputs = _inputs(scan)
-    if inputs.shape[1] != len(task.mean):
+def network_inputs(scan: Scan, task: Task, out: np.ndarray | None = None) -> np.ndarray:
+    """float32 [P, task.in_channels], `out` if it is given: the network's input at each point. Raises OptionError for a
+    scan with another number of features than the task's."""
+    columns = _inputs(scan)
+    if len(columns) != len(task.mean):
         raise OptionError(
             f"{scan.name}: the network takes {task.features} features per point, the scan has {scan.feats.shape[1]}"
         )
-    made = np.ones((len(inputs), task.in_channels), np.float32)
-    # By columns: numpy is slow on rows of a few numbers.
-    for column, mean, std in zip(range(len(task.mean)), task.mean, task.std, strict=True):
-        made[:, column] = (inputs[:, column] - np.float32(mean)) / np.float32(std)
+    made = np.empty((len(scan), task.in_channels), np.float32) if out is None else out
+    for place, column, mean, std in zip(made.T[:-1], columns, task.mean, task.std, strict=True):
+        place[:] = (column - np.float32(mean)) / np.float32(std)
+    made[:, -1] = 1
     return made
 
 
@@ -117,13 +117,12 @@ def voxel_labels(x: SparseTensor, labels: Tensor, classes: int) -> Tensor:
     return torch.where(most > 0, winner, IGNORE)
 
 
-def _inputs(scan: Scan) -> np.ndarray:
-    """float32 [P, 2 + F]: height above the low end of the scan, distance to the origin, the scan's features."""
-    low = np.percentile(scan.xyz[:, 2], 2) if len(scan.xyz) else 0.0
-    height = scan.xyz[:, 2:] - low
-    x, y = scan.xyz[:, 0], scan.xyz[:, 1]
-    distance = np.sqrt(x * x + y * y)[:, None]
-    return np.concatenate([height, distance, scan.feats], axis=1).astype(np.float32)
+def _inputs(scan: Scan) -> list[np.ndarray]:
+    """float32 [P] each: height above the low end of the scan, distance to the origin, the scan's features. By columns,
+    since numpy is slow on rows of a few numbers."""
+    x, y, z = scan.xyz.T
+    low = np.percentile(z, 2) if len(scan) else 0.0
+    return [(z - low).astype(np.float32), np.sqrt(x * x + y * y), *scan.feats.T]
 
 
 def _turned(xyz: np.ndarray, chance: np.random.Generator) -> np.ndarray:

@@ -2,96 +2,99 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pumice.data import Scan
 from pumice.engine import CapturedPoints, capture_points, compile
-from pumice.label.checkpoint import Task, autocast, network_inputs
+from pumice.label.checkpoint import Task, autocast
+from pumice.label.slots import ScanMemory
 from pumice.ops import voxelize
 
 _MOST_POINTS = 4_000_000
 """Largest scan that a network is captured for; larger ones are run without a graph."""
 
 
-@dataclass(frozen=True, eq=False)
-class NetworkInput:
-    """points float32 [P, 3], feats float32 [P, C]."""
-
-    points: Tensor
-    feats: Tensor
-
-    @staticmethod
-    def of(scan: Scan, task: Task) -> NetworkInput:
-        """The input of a scan. Raises OptionError for another number of features than the task's."""
-        return NetworkInput(torch.from_numpy(scan.xyz), torch.from_numpy(network_inputs(scan, task)))
-
-    def pin_memory(self) -> NetworkInput:
-        return NetworkInput(self.points.pin_memory(), self.feats.pin_memory())
-
-
-@dataclass(frozen=True, eq=False)
-class OnTheirWay:
-    """Classes int32 [P] on the host, complete once `copied` (None: already) has happened."""
-
-    classes: Tensor
-    copied: torch.cuda.Event | None
-
-    def wait(self) -> np.ndarray:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return self.classes.numpy()
-
-
 class Classifier:
-    """A network on a device; a call returns before a GPU has finished."""
+    """A network on a device, for up to `most` scans in a call, which returns before a GPU has finished."""
 
-    def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str) -> None:
-        net = net.to(device).eval()
-        self._classes = _Captured(net, task.voxel) if device.type == "cuda" else _Compiled(net, task.voxel)
+    def __init__(self, net: nn.Module, task: Task, device: torch.device, precision: str, most: int = 1) -> None:
+        net, gpu = net.to(device).eval(), device.type == "cuda"
+        self._classes = _Captured(net, task.voxel, most) if gpu else _Compiled(net, task.voxel)
         self._device, self._precision = device, precision
+        self._copies = torch.cuda.Stream(device) if gpu else None
 
     @torch.no_grad()
-    def classes(self, points: Tensor, feats: Tensor) -> Tensor:
-        """Classes int32 [P] on the device, of points float32 [P, 3] and feats float32 [P, C] on the device."""
+    def classes(self, points: Tensor, feats: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Classes int32 [P] on the device, of points float32 [P, 3] and feats float32 [P, C] on the device. counts: of
+        the points of each scan, one after the other; None: one scan."""
         with autocast(self._device, self._precision):
-            return self._classes(points, feats).to(torch.int32)
+            return self._classes(points, feats, counts or [len(points)]).to(torch.int32)
 
-    def __call__(self, given: NetworkInput) -> OnTheirWay:
-        points, feats = (t.to(self._device, non_blocking=True) for t in (given.points, given.feats))
-        host = self.classes(points, feats).to("cpu", non_blocking=True)
-        if self._device.type != "cuda":
-            return OnTheirWay(host, None)
-        # Sleeps while it waits: writers must not take processors from readers.
-        copied = torch.cuda.Event(blocking=True)
+    def __call__(self, scans: Sequence[ScanMemory]) -> torch.cuda.Event | None:
+        """Find the classes of scans; they are in their memory once the event (None: already) has happened."""
+        counts = [len(scan.points) for scan in scans]
+        classes = self.classes(*self._sent(scans), counts)
+        for scan, its_classes in zip(scans, classes.split(counts), strict=True):
+            scan.classes.copy_(its_classes, non_blocking=True)
+        if self._copies is None:
+            return None
+        copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
-        return OnTheirWay(host, copied)
+        return copied
+
+    def _sent(self, scans: Sequence[ScanMemory]) -> tuple[Tensor, Tensor]:
+        """Points and features on the device, of one scan after the other; copied beside the layers of the scans
+        before."""
+        if self._copies is None:
+            return torch.cat([scan.points for scan in scans]), torch.cat([scan.feats for scan in scans])
+        own, counts = torch.cuda.current_stream(self._device), [len(scan.points) for scan in scans]
+        with torch.cuda.stream(self._copies):
+            points, feats = (
+                like.new_empty(sum(counts), like.shape[1], device=self._device)
+                for like in (scans[0].points, scans[0].feats)
+            )
+            for scan, its_points, its_feats in zip(scans, points.split(counts), feats.split(counts), strict=True):
+                its_points.copy_(scan.points, non_blocking=True)
+                its_feats.copy_(scan.feats, non_blocking=True)
+        own.wait_stream(self._copies)
+        points.record_stream(own)
+        feats.record_stream(own)
+        return points, feats
 
 
 class _Compiled:
     def __init__(self, net: nn.Module, voxel: float) -> None:
         self._program, self._voxel = compile(net), voxel
 
-    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
-        x = voxelize(points, feats, self._voxel, origin="min")
-        return self._program(x).feats.argmax(dim=1)[x.inverse]
+    def __call__(self, points: Tensor, feats: Tensor, counts: Sequence[int]) -> Tensor:
+        found: list[Tensor] = []
+        for own, inputs in zip(points.split(counts), feats.split(counts), strict=True):
+            x = voxelize(own, inputs, self._voxel, origin="min")
+            found.append(self._program(x).feats.argmax(dim=1)[x.inverse])
+        return torch.cat(found)
 
 
 class _Captured:
-    """Captured for the first scan, and again for one of more than twice its points."""
+    """Captured for the first scans, and again for more than twice their points."""
 
-    def __init__(self, net: nn.Module, voxel: float) -> None:
-        self._net, self._voxel, self._most = net, voxel, -1
+    def __init__(self, net: nn.Module, voxel: float, scans: int) -> None:
+        self._net, self._voxel, self._scans, self._most = net, voxel, scans, -1
         self._fast: CapturedPoints | None = None
 
-    def __call__(self, points: Tensor, feats: Tensor) -> Tensor:
+    def __call__(self, points: Tensor, feats: Tensor, counts: Sequence[int]) -> Tensor:
         # From the low corner, exactly as voxelize(origin="min") does, but without the host.
-        points = points.double()
-        points = points - points.amin(dim=0)
+        parts = [part - part.amin(dim=0) for part in points.double().split(counts)]
+        points, items = torch.cat(parts) if len(parts) > 1 else parts[0], None
+        if self._scans > 1:
+            items = torch.empty(len(points), dtype=torch.int32, device=points.device)
+            for number, part in enumerate(items.split(counts)):
+                part.fill_(number)
         if self._fast is None or self._most < len(points) <= _MOST_POINTS:
             self._most = 2 * len(points)
-            self._fast = capture_points(self._net, points, feats, self._voxel, max_points=self._most)
-        return self._fast(points, feats).argmax(dim=1)
+            # Several scans have about as many points together as the first ones.
+            buckets = 1.5 if items is None else [5 * len(points) // 4]
+            options = {"batch_size": self._scans, "max_points": self._most, "buckets": buckets}
+            self._fast = capture_points(self._net, points, feats, self._voxel, items, **options)
+        return self._fast(points, feats, items).argmax(dim=1)

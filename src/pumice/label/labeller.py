@@ -1,11 +1,10 @@
-"""Labelling of many scans by one network: reads ahead, runs it, writes, and continues where an earlier run stopped."""
+"""Labelling of many scans by one network, continued where an earlier run stopped."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -13,39 +12,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader
 
-from pumice.data import Scan, read_scan
 from pumice.errors import CaptureError, FileError, OptionError, PumiceError
 from pumice.label import checkpoint
 from pumice.label.checkpoint import PRECISIONS, Task
-from pumice.label.classify import Classifier, NetworkInput, OnTheirWay
-from pumice.label.features import FEATURES, fit_to_task
-from pumice.label.predictions import FORMATS, kind_of, remove_leftovers, write_prediction
+from pumice.label.classify import Classifier
+from pumice.label.features import FEATURES
+from pumice.label.predictions import FORMATS, kind_of, remove_leftovers
 from pumice.label.record import Record, digest
-from pumice.label.sources import Input, Sources, local_file, place
+from pumice.label.slots import Slots
+from pumice.label.sources import Input, Sources, place
+from pumice.label.work import FailedScan, Labelled, Orders, ReadScan, Work, failed
 
-_WRITERS = 2
-_UNWRITTEN = 8
 _AHEAD = 2
-"""Threads that write, scans that may wait for them, and scans that each reader is ahead."""
+"""Orders that each reader is ahead."""
 _READERS = 12
-"""Most reading processes for a GPU; a scan takes a few of its milliseconds."""
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """What became of a scan. state: "labelled", "kept" (its output was there already) or "failed".
-
-    source: its path or URL. output: the path of its file, "" if it failed. points: number of its points, 0 unless it
-    was labelled. reason: why it failed."""
-
-    source: str
-    output: str
-    state: str
-    points: int = 0
-    reason: str = ""
+"""Most processes that read and write for a GPU; a scan takes a few of their milliseconds."""
+_TOGETHER = 8
+_POINTS_TOGETHER = 400_000
+"""Most scans in a call of the network on a GPU, and points from which on they are enough for a call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +45,10 @@ class Labeller:
 
         output(scan)[p] = argmax over classes of net(voxels(scan))[voxel of p]
 
-    Processes read and prepare scans ahead of the network, which is captured with its voxelisation on a GPU (see
-    capture_points) and compiled on a CPU; threads write. Every file is written under another name and renamed, and a
-    scan whose file is there is not done again. A scan that cannot be labelled is told as failed, and the others go on.
-    `labels.json` in the folder keeps what its files were made by.
+    Processes read and prepare scans ahead of the network, and write files after it. It is captured with its
+    voxelisation on a GPU (see capture_points), for several scans in a call, and compiled on a CPU. Every file is
+    written under another name and renamed, and a scan whose file is there is not done again. A scan that cannot be
+    labelled is told as failed, and the others go on. `labels.json` in the folder keeps what its files were made by.
 
     An object is small: it is pickled without the network, which each process loads when it labels its first scan. It is
     a callable of batches, as of Ray Data: from columns `path` and, optionally, `name` (the output's path below `out`,
@@ -77,7 +64,7 @@ class Labeller:
     device: None: a GPU if there is one. precision: fp32, bf16 or fp16 (autocast).
     features: intensity, rgb, none or constant, of each point; None: all of the scan. columns: numbers per point in .bin
         files, if the guess is wrong.
-    readers: processes that read ahead; 0: none; None: one on a CPU, up to twelve for a GPU.
+    readers: processes that read ahead, and write; 0: none; None: one on a CPU, up to twelve for a GPU.
 
     Raises OptionError for invalid options.
     """
@@ -146,7 +133,7 @@ class Labeller:
     @cached_property
     def _classifier(self) -> Classifier:
         net, task, _ = self._net
-        return Classifier(net, task, self._device, self.precision)
+        return Classifier(net, task, self._device, self.precision, self._together)
 
     @property
     def _device(self) -> torch.device:
@@ -166,111 +153,66 @@ class Labeller:
         return Path(self.out) / f"{one.name}.{self._net[2]}"
 
     def _all(self, todo: Sequence[Input]) -> Iterator[Labelled]:
-        waiting: deque[Future[Labelled]] = deque()
-        reached = 0
-        with ThreadPoolExecutor(_WRITERS, "pumice-writer") as pool:
+        readers = self._readers(len(todo))
+        # Of scans that readers are ahead, those of two calls of the network, and those that are written.
+        count = 2 * _AHEAD * readers + 3 * self._together
+        slots = Slots.of(count, self._net[1].in_channels) if readers else None
+        orders, some = Orders(todo, count), list[ReadScan | FailedScan]()
+        with slots.pinned(self._device) if slots is not None and self._device.type == "cuda" else nullcontext():
             try:
-                for read in self._loader(todo):
-                    reached += 1
-                    waiting.append(self._begun(read, pool))
-                    while waiting and (waiting[0].done() or len(waiting) > _UNWRITTEN):
-                        yield waiting.popleft().result()
+                for report in self._reports(orders, readers, slots):
+                    orders.reported(report)
+                    yield from report.labels
+                    if report.error is not None:
+                        raise report.error
+                    if report.read is not None:
+                        some.append(report.read)
+                    if some and (self._enough(some) or orders.all_read):
+                        self._start(some, slots, orders)
+                        some = []
             except RuntimeError as error:
                 # Raised wherever this process was when it was told.
                 if "DataLoader worker" not in str(error):
                     raise
-                near = todo[min(reached, len(todo) - 1)].source
-                raise FileError(f"{near}, or a scan soon after it, ended the process that read it: {error}") from error
-            while waiting:
-                yield waiting.popleft().result()
+                near = orders.oldest or todo[-1]
+                message = f"{near.source}, or a scan soon after it, ended the process that read it: {error}"
+                raise FileError(message) from error
 
-    def _loader(self, todo: Sequence[Input]) -> DataLoader[Any]:
-        gpu = self._device.type == "cuda"
+    def _reports(self, orders: Orders, readers: int, slots: Slots | None) -> DataLoader[Any]:
+        _, task, kind = self._net
+        work = Work(Path(self.out), kind, task, self.features, self.columns, slots)
+        options = {} if slots is None else {"prefetch_factor": _AHEAD, "worker_init_fn": slots.touch}
+        return DataLoader(work, None, sampler=orders, num_workers=readers, collate_fn=_unchanged, **options)
+
+    def _readers(self, scans: int) -> int:
         readers = self.readers
         if readers is None:
+            gpu = self._device.type == "cuda"
             readers = min(_READERS, max(1, (os.cpu_count() or 1) - 1)) if gpu else 1
-        readers = min(readers, len(todo))
-        reading = _Reading(todo, self._net[1], self.features, self.columns)
-        ahead = _AHEAD if readers else None
-        return DataLoader(
-            reading, None, num_workers=readers, prefetch_factor=ahead, collate_fn=_unchanged, pin_memory=gpu
-        )
+        return min(readers, scans)
 
-    def _begun(self, read: _Read | Labelled, pool: ThreadPoolExecutor) -> Future[Labelled]:
-        """Start the network on a scan, and its writer; the result is there at once for one that failed."""
-        if isinstance(read, _Read):
-            try:
-                return pool.submit(self._written, read, self._classifier(read.given))
-            except CaptureError:
-                raise
-            except (PumiceError, torch.OutOfMemoryError) as error:
-                read = _failed(read.one, error)
-        done: Future[Labelled] = Future()
-        done.set_result(read)
-        return done
+    @property
+    def _together(self) -> int:
+        return _TOGETHER if self._device.type == "cuda" else 1
 
-    def _written(self, read: _Read, classes: OnTheirWay) -> Labelled:
-        _, task, kind = self._net
-        path = write_prediction(Path(self.out), read.scan(), classes.wait(), task, kind)
-        return Labelled(read.one.source, str(path), "labelled", len(read.given.points))
+    def _enough(self, some: Sequence[ReadScan | FailedScan]) -> bool:
+        points = sum(one.points for one in some if isinstance(one, ReadScan))
+        return len(some) >= self._together or points >= _POINTS_TOGETHER
 
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """A scan as a reader hands it over, in tensors, which processes share: the network's input, and what else is needed
-    to write its file."""
-
-    one: Input
-    given: NetworkInput
-    rows: Tensor | None
-    dropped: int
-    origin: tuple[float, float, float]
-
-    def scan(self) -> Scan:
-        rows = None if self.rows is None else self.rows.numpy()
-        xyz = self.given.points.numpy()
-        return Scan(xyz, xyz[:, :0], None, self.one.name, None, self.dropped, self.origin, rows)
-
-    def pin_memory(self) -> _Read:
-        return _Read(self.one, self.given.pin_memory(), self.rows, self.dropped, self.origin)
-
-
-@dataclass(frozen=True, eq=False)
-class _Reading(Dataset[Any]):
-    """The scans of inputs, read when they are asked for."""
-
-    inputs: Sequence[Input]
-    task: Task
-    features: str | None
-    columns: int | None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> _Read | Labelled:
-        one = self.inputs[index]
+    def _start(self, some: Sequence[ReadScan | FailedScan], slots: Slots | None, orders: Orders) -> None:
+        """Start the network on scans."""
+        scans = [one for one in some if isinstance(one, ReadScan)]
         try:
-            with local_file(one.source) as path:
-                scan = self._scan(path, one)
-            (scan,) = fit_to_task([scan], self.task, self.features)
-            rows = None if scan.rows is None else torch.from_numpy(scan.rows)
-            given = NetworkInput.of(scan, self.task)
-        except (PumiceError, OSError, MemoryError) as error:
-            return _failed(one, error)
-        return _Read(one, given, rows, scan.dropped, scan.origin)
-
-    def _scan(self, path: Path, one: Input) -> Scan:
-        columns = self.columns if path.name.lower().endswith(".bin") else None
-        try:
-            return read_scan(path, False, columns=columns)
-        except PumiceError as error:
-            # The copy of a URL has a name that nobody knows.
-            raise FileError(str(error).replace(str(path), one.source)) from error
-
-
-def _failed(one: Input, error: BaseException) -> Labelled:
-    said = str(error).removeprefix(f"{one.source}: ").partition("\n")[0]
-    return Labelled(one.source, "", "failed", reason=said or type(error).__name__)
+            done = self._classifier([scan.memory(slots) for scan in scans]) if scans else None
+        except CaptureError:
+            raise
+        except (PumiceError, torch.OutOfMemoryError) as error:
+            if len(some) > 1:
+                for one in some:
+                    self._start([one], slots, orders)
+                return
+            done, some = None, [FailedScan(scan.slot, failed(scan.one, error)) for scan in scans]
+        orders.started(done, some)
 
 
 def _unchanged(item: Any) -> Any:

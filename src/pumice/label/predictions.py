@@ -99,8 +99,10 @@ def _abandoned(path: Path) -> bool:
 
 def _write_label(path: Path, scan: Scan, classes: np.ndarray, task: Task) -> None:
     ids = {c: raw for raw, c in reversed(SEMANTIC_KITTI.raw)}
-    labels = np.zeros(len(scan) + scan.dropped, "<u4")
-    labels[slice(None) if scan.rows is None else scan.rows] = np.array([ids[c] for c in range(len(ids) - 1)])[classes]
+    labels = np.array([ids[c] for c in range(len(ids) - 1)], "<u4")[classes]
+    if scan.rows is not None:
+        kept, labels = labels, np.zeros(len(scan) + scan.dropped, "<u4")
+        labels[scan.rows] = kept
     labels.tofile(path)
 
 

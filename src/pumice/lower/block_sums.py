@@ -10,7 +10,7 @@ segment are read in an iteration, one after another along the reduction of one m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pumice.lower.entry_sums import OFFSET_BITS, EntrySums, EntryTile, missing_e
 from pumice.lower.kernel import float32_precision
 from pumice.lower.nest_form import Form, Fusing, normalized, positions_of
 from pumice.runtime.launch import keep_for_graph, kernel
+from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.schedule.predict import Work
 from pumice.schedule.tile import PROCESSORS
 
@@ -107,16 +108,20 @@ class BlockStep(entry_sums.EntryStep):
 
     run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor] = staticmethod(run)
 
-    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
-        """The step as a function of X, see EntryStep.of_one."""
-        statement, shape, dtype = self.bound.statement, self.bound.shape, self.dtype
+    def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
+        """The step that ran as a function of X, or of both factors, see EntryStep.repeated."""
+        statement, fixed = self.bound.statement, {name: x for name, x in operands.items() if name not in names}
         found = matched(self.bound, _shapes(operands))
         assert isinstance(found, BlockForm)
-        ready, values = prepared(found, operands), operands[found.values]
-        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and found.x == name
-        if not plain or ready is None:
+        ready, read = prepared(found, operands), (found.x, found.values)
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate
+        if not plain or ready is None or found.x not in names:
             return None
-        return lambda x: keep_for_graph(ready).run(x, values, dtype).view(shape)
+        x, values = (operands[name] for name in read)
+        launch = ready.repeated((x, values), self._result(ready.sums, x), OpenArguments.of(names, read, 6))
+        if launch is not None and not ready.sums.pads and x.is_contiguous() and values.is_contiguous():
+            return launch
+        return lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))})
 
 
 def _shapes(operands: Mapping[str, Tensor]) -> Shapes:
@@ -207,14 +212,32 @@ class BlockSums:
         x, values = (functional.pad(x, sums.pads) if sums.pads else x).contiguous(), values.contiguous()
         shape = (*sums.shape[:-1], sums.shape[-1] * blocks.outputs)
         y = (torch.empty if sums.whole else torch.zeros)(shape, dtype=dtype, device=x.device)
-        precision = float32_precision() if x.dtype is torch.float32 else "ieee"
-        key = precision, self.tile, blocks[3:]
-        found = sums.launches.get(key) or sums.launches.setdefault(key, self._launch(precision))
+        key = self._key(x)
+        found = sums.launches.get(key) or sums.launches.setdefault(key, self._launch(key[0]))
         programs, words, counts, numbers, constants = found
         tensors = (x, values, words, counts, sums.targets, sums.edges, y)
         launch = kernel("entry_kernels.block_sums", "lower")
         launch(programs, tensors, numbers, constants, self.tile.warps, constants["OVERLAP"])
         return y
+
+    def _key(self, x: Tensor) -> tuple[Any, ...]:
+        """What a launch depends on besides the sizes; the precision is the first."""
+        return (float32_precision() if x.dtype is torch.float32 else "ieee", self.tile, self.blocks[3:])
+
+    def repeated(
+        self, factors: tuple[Tensor, Tensor], result: NewTensor, open: OpenArguments | None
+    ) -> RepeatedLaunch | None:
+        """`run` of contiguous factors like these, if it has run."""
+        found, sums = self.sums.launches.get(self._key(factors[0])), self.sums
+        if found is None or open is None:
+            return None
+        programs, words, counts, numbers, constants = found
+        y = factors[0].new_empty(0, dtype=result.dtype)
+        tensors = (*factors, words, counts, sums.targets, sums.edges, y)
+        bound = kernel("entry_kernels.block_sums", "lower").bound(
+            tensors, constants, self.tile.warps, constants["OVERLAP"]
+        )
+        return RepeatedLaunch.of(bound, (programs, tensors, numbers), open, result, (self, found))
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """(words of each segment in a row, iterations of each): the first words are loaded without waiting."""

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch import are_deterministic_algorithms_enabled as deterministic
 
 from pumice.coords import KernelMap
 from pumice.lower import kernel as kernels
@@ -28,6 +27,7 @@ from pumice.lower.tile_family import INT32_LIMIT, WORKSPACE, GeneratedKernel, Ti
 from pumice.runtime import cache
 from pumice.runtime.cache import BoundedCache
 from pumice.runtime.launch import CompiledKernel
+from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.runtime.workspace import Workspace, workspace
 
 
@@ -48,6 +48,10 @@ def call_signature(tensors: Sequence[Tensor], dynamic: Sequence[bool], *facts: H
     key = tuple(found)
     # cache.intern_key, inlined.
     return cache.INTERNED.get(key) or cache.INTERNED.keep(key, object())
+
+
+deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
+"""torch.are_deterministic_algorithms_enabled, in C."""
 
 
 def global_settings() -> tuple[Hashable, ...]:
@@ -155,6 +159,16 @@ class BoundCall(NamedTuple):
         shared = None if self.needs is None else workspace(*self.needs, device)
         self.launch(addresses, result, shared)
         return True
+
+    def repeated(self) -> Repeated:
+        """This call as a function of its tensors, while the arrays of the map are alive."""
+        executor, layout = self.executor, self.layout
+        shared = OpenArguments(layout.tensors, layout.result, layout.workspace or (-1, -1), self.needs)
+        result = NewTensor(self.shape, executor.writes, self.device, not executor.writes_all)
+        launch = RepeatedLaunch(self.kernel.prepared(self.programs, self.values), shared, result, self.kept)
+        if executor.writes is executor.dtype:
+            return launch
+        return lambda tensors: None if (y := launch(tensors)) is None else y.to(executor.dtype)
 
     def launch(self, addresses: Any, result: int, shared: Workspace | None) -> None:
         """Launch on the current device. addresses: of the call's tensors, 16-byte aligned, by number; shared: workspace
@@ -418,6 +432,16 @@ class BoundExecutor:
         if call is None:
             self._keep_template(key, operands, self._sized.family(everything))
         return y
+
+    def repeated(self, operands: Mapping[str, Tensor]) -> Repeated:
+        """A call of the executor that was run as a function of the operands that are not bound, of the same layouts."""
+        key, names = self._key(operands), tuple(operands)
+        if (self._layouts, key) not in self.executor.templates:
+            self._keep_template(key, operands, self._sized.family({**self.bound_operands, **operands}))
+        call = self._instantiate(key, operands)
+        if call is not None:
+            return call.repeated()
+        return lambda tensors: self(dict(zip(names, tensors, strict=True)))
 
     def family(self, operands: Mapping[str, Tensor], was_run: bool = True) -> TileFamily | None:
         """The kernel family of a call that was run; None for several kernels. was_run: False to create the family of a

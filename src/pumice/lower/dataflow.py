@@ -55,7 +55,7 @@ from pumice.schedule.dataflow import (
     Grouping,
     split_dataflow,
 )
-from pumice.schedule.tile import table_parts
+from pumice.schedule.tile import Tile, table_parts
 
 CONV = "O[o,n] = map[o,k,i] * x[i,c] * w[n,k,c]"
 GROUPED_CONV = "O[o,g,n] = map[o,k,i] * x[i,g,c] * w[g,n,k,c]"
@@ -633,6 +633,18 @@ def _in_parts(x: Tensor, axis: int, parts: int, filler: int = 0) -> Tensor:
         ends = (0, 0) * (x.ndim - 1 - axis % x.ndim)
         x = torch.nn.functional.pad(x, (*ends, 0, parts * each - volume), value=filler)
     return x.unflatten(axis, (parts, each))
+
+
+def planned_tile(map_pass: Pass, form: str, given: Two) -> Tile:
+    """The tile of the kernel that runs a pass over one form of its map. given: operands of any contents."""
+    given, text = _in_groups(map_pass, given), statement(map_pass.name, map_pass.groups)
+    tokens, arrays = maps.form_operands(map_pass.found, form)
+    names, forms = "|".join((*_OPERANDS[map_pass.name], *tokens)), (("map", form),)
+    operands = [*given, *arrays]
+    tensors = {name: operands[place] for name, place in plan.array_places(names, text, forms).items()}
+    (step,) = plan.rewritten(text, names, forms).steps
+    bound = plan.step_bound(step, tensors, _shape(map_pass, given))
+    return kernels.tile_of(bound, tensors, device=map_pass.found.device)
 
 
 def _key(map_pass: Pass, given: Two, finish: EpilogueSignature) -> tuple[object, ...]:

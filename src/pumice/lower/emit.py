@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles, NestedProduct
-from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, index, indices_of
-from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, TOP, TOP_OF_WEIGHT, TOP_OF_X, VARIANCE
+from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, index, indices_of
+from pumice.lower.epilogue import ACTIVATIONS, MEAN, RESIDUAL, SCALE, SHIFT, VARIANCE
 
 FLOATS = {
     "fp8": "tl.float8e4nv",
@@ -30,6 +30,7 @@ FLOATS = {
     "fp64": "tl.float64",
 }
 INTEGERS = {"i32": "tl.int32", "i64": "tl.int64"}
+_LISTED = 4096  # points of a group of which a program reads all indices, to know how many there are
 SMALL = {"i8": "tl.int8", **{name: FLOATS[name] for name in ("fp8", "fp16", "bf16")}}
 """Dtypes whose products tensor cores compute exactly."""
 
@@ -49,7 +50,7 @@ class Signature:
     parts: the right side of a float32 product is stored in so many parts (lower.parts); 0: whole, as other operands.
     in_tf32: "x" if the left side of a product with such a right side needs no rounding, "y" if the result is rounded.
     segment_threads: rows of the tile that share one segment, if segments are the rows.
-    column_major_grid: all rows of one block of columns are processed before the next block.
+    slow_axis: the axis, "X" or "Y", of which all others are processed for one block before the next; "": none.
     splits: split-K: several programs share the loop of one tile and accumulate by atomics.
     accumulate: the earlier result (BEFORE, in the layout of the result) is added.
     prefetch_indices: index arrays that are read in the loop are loaded two iterations ahead.
@@ -75,7 +76,7 @@ class Signature:
     parts: int = 0
     in_tf32: str = ""
     segment_threads: int = 1
-    column_major_grid: bool = False
+    slow_axis: str = ""
     splits: bool = False
     accumulate: bool = False
     prefetch_indices: bool = False
@@ -201,7 +202,6 @@ class _Emitter:
     body: list[str] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
     bases: dict[str, str] = field(default_factory=dict)
-    scaled: list[str] = field(default_factory=list)
     loads: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     turn: list[str] = field(default_factory=list)
     ahead: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -259,6 +259,8 @@ class _Emitter:
             raise OptionError("epilogue_subtiles > 1 requires a matrix product that is not folded, laned or stacked")
         if signature.stream_k and not owned:
             raise OptionError("stream_k_chunk > 0 requires a segmented product whose rows are not the segments")
+        if signature.slow_axis == "Y" and (roles.laned or roles.stacked):
+            raise OptionError("a swapped tile with column_major_grid requires rows that are not segments")
         if (roles.stacked or roles.packed) and not (signature.hoisted and signature.padded):
             raise OptionError("stacked and packed tiles require hoisted=True and padded=True")
         if not signature.lazy and (not roles.product or roles.within or roles.stacked or roles.packed):
@@ -294,10 +296,8 @@ class _Emitter:
         """Emit the indices of the program's tile of results."""
         roles, head = self.roles, self.head
         head.append("rest = tl.program_id(0)")
-        if self.signature.column_major_grid and not self.turned:
-            head += [f"blocks_x = tl.cdiv({self._volume(roles.columns)}, BX)"]
-            # The block of columns is the slowest digit of the program id.
-            head += ["others = tl.num_programs(0) // blocks_x", "rest = rest % others * blocks_x + rest // others"]
+        if self.signature.slow_axis and not self.turned:
+            head += self._slow_axis()
         if self.signature.stream_k:
             head.append("unit = rest")
         self._axis("X", roles.columns, "fold" if self.turned else "rest")
@@ -321,6 +321,23 @@ class _Emitter:
             if self.signature.stream_k:
                 head.append("item = rest")
             head += [f"start = tl.load({starts} + rest)", f"stop = tl.load({stops} + rest)"]
+
+    def _slow_axis(self) -> list[str]:
+        """Lines that make the block along the slow axis the slowest digit of the program id."""
+        blocks_x = f"blocks_x = tl.cdiv({self._volume(self.roles.columns)}, BX)"
+        if self.signature.slow_axis == "X":
+            return [
+                blocks_x,
+                "others = tl.num_programs(0) // blocks_x",
+                "rest = rest % others * blocks_x + rest // others",
+            ]
+        return [
+            blocks_x,
+            f"blocks_y = tl.cdiv({self._volume(self.roles.rows)}, BY)",
+            "others = tl.num_programs(0) // blocks_y",
+            "block, other = rest // others, rest % others",
+            "rest = other % blocks_x + blocks_x * (block + blocks_y * (other // blocks_x))",
+        ]
 
     def _stacked_rows(self) -> bool:
         """If stacked: emit rows that are consecutive segments, whose entries one loop reduces; return True."""
@@ -451,23 +468,21 @@ class _Emitter:
             as_it_is = self.roles.packed or "x" in self.signature.in_tf32
             a = whole if as_it_is else self._named("f", Value(raised), self.body).code
             return f"tl.dot({a}, {b}, accumulator, input_precision='tf32')"
-        return self._product_of_pairs(whole, right)
+        left, right_parts = self._thirds(whole), [b, self._part(right, 1), self._part(right, 2)]
+        # As in _product, remainders have their own accumulator.
+        for m, n in ((0, 2), (1, 1), (2, 0), (0, 1), (1, 0)):
+            self.body.append(f"small = tl.dot({left[m]}, {right_parts[n]}, small)")
+        return f"tl.dot({left[0]}, {b}, accumulator)"
 
-    def _product_of_pairs(self, whole: str, right: Value) -> str:
-        """The product with a right side in two parts of float16: both sides are multiplied by powers of two that put
-        their largest magnitude below 2^15, so that nothing overflows, and what is 2^-29 of that is still exact."""
-        self.scaled = []
-        for side, name in (("x", TOP_OF_X), ("w", TOP_OF_WEIGHT)):
-            self.head.append(f"top_{side} = tl.minimum(tl.maximum(tl.load({self._operand(name)}) >> 23, 15), 254)")
-            self.scaled.append(f"((top_{side} - 14) << 23).to(tl.float32, bitcast=True)")
-        self.head.append("scale_x = ((268 - top_x) << 23).to(tl.float32, bitcast=True)")
-        scaled = self._named("f", Value(f"{whole} * scale_x"), self.body).code
-        high = self._named("h", Value(f"{scaled}.to(tl.float16)"), self.body).code
-        rest = f"(({scaled} - {high}.to(tl.float32)) * {APART}.0).to(tl.float16)"
-        low, b = self._named("h", Value(rest), self.body).code, right.at("RX")
-        self.body.append(f"small = tl.dot({high}, {self._part(right, 1)}, small)")
-        self.body.append(f"small = tl.dot({low}, {b}, small)")
-        return f"tl.dot({high}, {b}, accumulator)"
+    def _thirds(self, whole: str) -> list[str]:
+        """Cut float32 into three parts of 8 bits, as bfloat16."""
+        found = []
+        for _ in range(2):
+            high = Value(f"({whole}.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)")
+            high = self._named("f", high, self.body).code
+            found.append(high)
+            whole = self._named("f", Value(f"{whole} - {high}"), self.body).code
+        return [self._named("h", Value(f"{part}.to(tl.bfloat16)"), self.body).code for part in (*found, whole)]
 
     def _part(self, first: Value, number: int) -> str:
         """Load a part of the stored side; the parts lie one behind another. first: its first part."""
@@ -687,7 +702,8 @@ class _Emitter:
         if product is None:
             return
         head.append(f"accumulator = tl.zeros((BY, BX), dtype={self.summed})")
-        if self.signature.split_float32 or self.scaled:
+        apart = self.signature.split_float32 or self.signature.parts > 1
+        if apart:
             head.append(f"small = tl.zeros((BY, BX), dtype={self.accumulator})")
         turns = [self._extent(name) for name in self.roles.loops if name != self.position]
         if self.roles.stacked:
@@ -718,11 +734,7 @@ class _Emitter:
             head += [*self._indices(first, ""), *self._indices(f"{first} + 1", "_next")]
         head.append(f"for turn in tl.range({first}, {last}{ahead}):")
         head += [f"    {line}" for line in (*self.body, f"accumulator = {product}", *self._moved())]
-        if self.scaled:
-            # An infinity makes remainders of either sign.
-            small = f"tl.where(tl.abs(small) < float('inf'), small, 0.0) * {1 / APART!r}"
-            head.append(f"accumulator = (accumulator + {small}) * {' * '.join(self.scaled)}")
-        elif self.signature.split_float32:
+        if apart:
             head.append("accumulator += tl.where(small == small, small, 0.0)")
         if self.roles.stacked:
             head += self._one_by_one()
@@ -738,9 +750,34 @@ class _Emitter:
             return last
         arrays = (array for expression in self.roles.target.indices for array in expression.arrays)
         valid = [f"({self._load(a, 'YX').code} >= 0)" for a in arrays if set(indices_of(a)) <= set(self.roles.batch)]
-        if not valid:
+        if valid:
+            self.head.append(f"until = tl.where({' & '.join(valid)}, {last}, 0)")
+            last = "until"
+        return self._until_last_point(last)
+
+    def _until_last_point(self, last: str) -> str:
+        """The end of the loop over one index: behind the last point that an index array does not mark absent, since
+        groups of pairs are padded with -1."""
+        roles, points = self.roles, self.roles.reduced
+        if self.signature.splits or self.signature.single_iteration or roles.loops or len(points) != 1:
             return last
-        self.head.append(f"until = tl.where({' & '.join(valid)}, {last}, 0)")
+        (name,), extent = points, self.static.get(points[0], 0)
+        listed = [a for a in arrays_of(*self.statement.terms) if {name} <= set(indices_of(a)) <= {name, *roles.batch}]
+        if not listed or not 0 < extent <= _LISTED or not all(e.bare for e in listed[0].indices):
+            return last
+        every = 1 << (extent - 1).bit_length()
+        self.head += [f"every = tl.arange(0, {every})", f"in_e = every < {extent}"]
+        known = self.values[name], self.bases.pop(name, None)
+        self.values[name] = Value("every", "E")
+        pointer, _ = self._address(listed[0], self._operand(listed[0].name), self.head)
+        self.values[name] = known[0]
+        if known[1] is not None:
+            self.bases[name] = known[1]
+        where = " + ".join([self._operand(listed[0].name), *(value.code for value in pointer)])
+        self.head += [
+            f"present = {_loading(where, 'in_e', True)} >= 0",
+            f"until = tl.minimum({last}, tl.cdiv(tl.max(tl.where(present, every + 1, 0), 0), BR))",
+        ]
         return "until"
 
     def _pieces(self) -> list[str]:
@@ -1122,10 +1159,6 @@ class _Emitter:
             self.head.append("tl.atomic_add(where, result, mask=mask, sem='relaxed')")
         else:
             self._saturate()
-            if TOP in self.dtypes:
-                self.head.append("sized = tl.where(mask & (tl.abs(result) < float('inf')), tl.abs(result), 0.0)")
-                top = "tl.max(tl.max(sized, 1), 0).to(tl.int32, bitcast=True)"
-                self.head.append(f"tl.atomic_max({self._operand(TOP)}, {top}, sem='relaxed')")
             if "y" in self.signature.in_tf32:
                 self.head.append(f"result = {_NEAREST.format('result')}")
             self.head.append(f"tl.store(where, result.to({FLOATS[self.dtypes['']]}), mask=mask)")
@@ -1166,8 +1199,6 @@ class _Emitter:
         return " * ".join(self._extent(name) for name in names)
 
 
-APART = 2048
-"""Factor on the second part of a float16 pair: 11 bits."""
 _CUT = "({} & -8192).to(tl.float32, bitcast=True)"
 _NEAREST = f"tl.where(tl.abs({{0}}) < 3.4e38, {_CUT.format('({0}.to(tl.int32, bitcast=True) + 4096)')}, {{0}})"
 """float32 rounded to tf32: not NaN, whose bits may overflow, nor the largest values, which would become infinite."""

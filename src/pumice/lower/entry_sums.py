@@ -29,6 +29,7 @@ from pumice.language.nodes import Statement, indices_of
 from pumice.lower.nest_form import Form, View, entry_parts, normalized
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import keep_for_graph, kernel
+from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.schedule.predict import Work
 
 OFFSET_BITS = 26  # Bits of a word for an entry's offset; the other 6 of its lower half are for its edge
@@ -151,22 +152,36 @@ class EntryStep:
         found = self.run(self.bound, operands, self.dtype)
         return found if before is None else before + found
 
-    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
-        """The step as a function of the factor with dense indices, of the same layout and dtype, the values being read
-        where they are now; None if more than one kernel is to be run."""
-        form, statement, shape = _form(self.bound, operands), self.bound.statement, self.bound.shape
+    def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
+        """The step that ran as a function of the factor with dense indices, or of both, of the same layouts; None for
+        others, and if entries have several values."""
+        form, statement = _form(self.bound, operands), self.bound.statement
+        dense, *others = sorted(form.views[1:], key=lambda view: not _is_dense(view))
         ready = prepared(*_arrays(form, operands))
-        (dense,) = (view for view in form.views[1:] if _is_dense(view))
-        plain = statement.terms[0].coefficient == 1 and not statement.accumulate and dense.name == name
-        if not plain or ready is None or ready.places is not None:
+        plain = statement.terms[0].coefficient == 1 and not statement.accumulate
+        read = [dense.name, *(view.name for view in others)]
+        if not plain or ready is None or ready.places is not None or dense.name not in names:
             return None
-        _, values = _factors(form, ready, operands)
-        dtype = self.dtype
+        x, values = _factors(form, ready, operands)
+        launch = ready.repeated((x, values), self._result(ready, x), OpenArguments.of(names, read, 6))
+        if launch is not None and not ready.pads and in_place((x, values), [operands[name] for name in read]):
+            return launch
+        fixed = {name: x for name, x in operands.items() if name not in names}
+        return lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))})
 
-        def call(x: Tensor) -> Tensor:
-            return keep_for_graph(ready).run(dense.cut(x).reshape(dense.shape), values, dtype).view(shape)
+    def _result(self, sums: EntrySums, x: Tensor) -> NewTensor:
+        """What a launch writes."""
+        return NewTensor(self.bound.shape, self.dtype, x.device, not sums.whole)
 
-        return call
+
+def in_place(views: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
+    """True if these contiguous views begin where their operands do: a kernel may be given the operands."""
+    return all(
+        [
+            v.is_contiguous() and v.data_ptr() == x.data_ptr() and v.dtype == x.dtype
+            for v, x in zip(views, operands, strict=True)
+        ]
+    )
 
 
 def _form(bound: BoundStatement, operands: Mapping[str, Tensor]) -> Form:
@@ -246,9 +261,27 @@ class EntrySums:
         y = (torch.empty if self.whole else torch.zeros)(self.shape, dtype=dtype, device=x.device)
         size = max(x.element_size(), y.element_size())
         count, numbers, constants = self.launches.get(size) or self.launches.setdefault(size, self._launch(size))
-        tensors = (x, values, self.words, self.starts, self.targets, self.edges, y)
-        kernel("entry_kernels.entry_sums", "lower")(count, tensors, numbers, constants, self.tile.warps)
+        kernel("entry_kernels.entry_sums", "lower")(
+            count, self._tensors(x, values, y), numbers, constants, self.tile.warps
+        )
         return y
+
+    def _tensors(self, x: Tensor, values: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of a launch."""
+        return (x, values, self.words, self.starts, self.targets, self.edges, y)
+
+    def repeated(
+        self, factors: tuple[Tensor, Tensor], result: NewTensor, open: OpenArguments | None
+    ) -> RepeatedLaunch | None:
+        """`run` of contiguous factors like these, if it has run."""
+        y = factors[0].new_empty(0, dtype=result.dtype)
+        found = self.launches.get(max(factors[0].element_size(), y.element_size()))
+        if found is None or open is None:
+            return None
+        count, numbers, constants = found
+        tensors = self._tensors(*factors, y)
+        bound = kernel("entry_kernels.entry_sums", "lower").bound(tensors, constants, self.tile.warps)
+        return RepeatedLaunch.of(bound, (count, tensors, numbers), open, result, self)
 
     def _launch(self, size: int) -> tuple[int, list[int], dict[str, Any]]:
         """(programs, integers, constants) of a launch. size: bytes of the larger element."""

@@ -44,11 +44,7 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 """Activations by name, with torch's defaults: leaky_relu has slope 0.01, gelu uses erf."""
 
 TENSORS = "mean", "variance", "scale", "shift", "residual"
-MEAN, VARIANCE, SCALE, SHIFT, RESIDUAL = (f"*{name}" for name in TENSORS)
-TOPS = TOP_OF_X, TOP_OF_WEIGHT, TOP = "*x_top", "*w_top", "*top"
-"""Largest finite magnitudes (lower.tops): of features, weight and result, int32 [1], the bits of a float32. That of the
-result is raised by the kernel."""
-EPILOGUE = (MEAN, VARIANCE, SCALE, SHIFT, *TOPS, RESIDUAL)
+EPILOGUE = MEAN, VARIANCE, SCALE, SHIFT, RESIDUAL = tuple(f"*{name}" for name in TENSORS)
 """Keys of the epilogue's tensors among the operands of a statement."""
 
 RESULTS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -162,17 +158,14 @@ class Epilogue:
         before = bias if self.scale is None else bias * self.scale
         return replace(self, shift=before if self.shift is None else self.shift + before)
 
-    def stored(self, weight_parts: int, in_tf32: str, tops: Mapping[str, Tensor]) -> Epilogue:
+    def stored(self, weight_parts: int, in_tf32: str) -> Epilogue:
         """This epilogue, with how the weight of the product in front of it, its features and the result are stored; see
-        EpilogueSignature. tops: by key of TOPS."""
-        if not (weight_parts or in_tf32 or tops):
+        EpilogueSignature."""
+        if not (weight_parts or in_tf32):
             return self
-        held = {**self.operands}
-        # The residual is the last operand.
-        residual = {name: held.pop(name) for name in (RESIDUAL,) if name in held}
-        operands, made = {**held, **tops, **residual}, object.__new__(Epilogue)
-        signature = replace(self.signature, names=tuple(operands), weight_parts=weight_parts, in_tf32=in_tf32)
-        object.__setattr__(made, "__dict__", {**self.__dict__, "operands": operands, "signature": signature})
+        signature = replace(self.signature, weight_parts=weight_parts, in_tf32=in_tf32)
+        made = object.__new__(Epilogue)
+        object.__setattr__(made, "__dict__", {**self.__dict__, "operands": self.operands, "signature": signature})
         return made
 
     def split(self, groups: int) -> Epilogue:

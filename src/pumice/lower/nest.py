@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from pumice.lower.nest_c import FactorAccess, Nest
 from pumice.lower.nest_form import MOST_ELEMENTS, Form, Fusing, NestAxis, View, entry_parts, normalized, padded_sizes
 from pumice.runtime.cache import cached_per_tensor, cached_per_values
 from pumice.runtime.native import cpu_name, l1_bytes, parallel_region
+from pumice.runtime.repeat import Repeated
 from pumice.runtime.workspace import SPARE
 from pumice.schedule.loop_rule import PRESETS, ImageTiles, completed
 from pumice.schedule.loops import Image, LoopSchedule, NestFacts
@@ -132,27 +133,28 @@ class NestStep:
         first, *others = [operands[name] for name in form.arrays]
         return prepared(first, form, _wide(self.dtype), wanted, *others)
 
-    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
+    def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
         """The step as a function of a factor of the same layout and dtype, the other operands being as they are now;
-        None if more than the nest is to be done."""
+        None if more than the nest is to be done, or if there are several names."""
         statement, shape = self.bound.statement, self.bound.shape
         plain = statement.reduction == "sum" and statement.terms[0].coefficient == 1 and not statement.accumulate
-        plain = plain and self.dtype == _wide(self.dtype)
+        plain = plain and self.dtype == _wide(self.dtype) and len(names) == 1
         ready = self.prepared(operands) if plain else None
         if ready is None:
             return None
         given = [operands[p.view.name] for p in ready.placed[1:]]
-        at = [n for n, p in enumerate(ready.placed[1:]) if p.view.name == name]
+        at = [n for n, p in enumerate(ready.placed[1:]) if p.view.name == names[0]]
         if len(at) != 1 or any(x.dtype != self.dtype for x in given):
             return None
         number = at[0]
         held = [ready.place(n, x) for n, x in enumerate(given, 1)]
         read, images = held[number]
         in_place, joined = read is given[number], ready.placed[0].view.shape != shape
+        held[number] = read.new_empty(0), images
 
-        def call(x: Tensor) -> Tensor:
+        def call(tensors: Sequence[Tensor]) -> Tensor:
             factors = held.copy()
-            factors[number] = (x, images) if in_place else ready.place(number + 1, x)
+            factors[number] = (tensors[0], images) if in_place else ready.place(number + 1, tensors[0])
             found = ready.run_placed(factors)
             return found.view(shape) if joined else found
 

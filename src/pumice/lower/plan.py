@@ -46,7 +46,7 @@ from pumice.lower import reference as loops
 from pumice.lower.call import BoundCall, BoundExecutor, CallTemplate, MapCall, Sizes
 from pumice.lower.epilogue import NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.runtime.cache import BoundedCache, cached_per_tensor
-from pumice.runtime.launch import keep_for_graph
+from pumice.runtime.repeat import Repeated
 from pumice.runtime.workspace import require_memory
 from pumice.schedule.predict import DEVICES, Device, Work, seconds
 from pumice.schedule.tile import size_class
@@ -408,23 +408,33 @@ def _run_steps(plan: Plan, operands: Sequence[Tensor], more: Mapping[str, Tensor
     return torch.zeros(plan.shape, dtype=plan.dtype, device=operands[0].device if operands else None)
 
 
-def of_one(plan: Plan, operands: Sequence[Tensor], x: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """A plan as a function of its operand x, of the same layout and dtype, the others being where they are now; None if
-    it is not one loop nest or kernel that reads x once."""
+def repeated(plan: Plan, operands: Sequence[Tensor], given: Sequence[int]) -> Repeated | None:
+    """A plan that ran as a function of the operands at the positions `given`, of the same layouts, the others being
+    where they are now; None if it is not one kernel or loop nest that reads each of them. Further tensors are ignored
+    by a loop nest."""
     if len(plan.steps) != 1 or plan.accumulated is not None:
         return None
     (step,) = plan.steps
-    given, run = {name: operands[place] for name, place in step.places}, step.run
-    names = [name for name, tensor in given.items() if tensor is x]
-    if len(names) != 1 or getattr(run, "dtype", None) != plan.dtype:
+    name_of = {place: name for name, place in step.places}
+    if getattr(step.run, "dtype", None) != plan.dtype or not name_of.keys() >= {*given}:
         return None
-    (name,) = names
-    if isinstance(run, nest.NestStep | entry_sums.EntryStep | segment_sums.SegmentStep):
-        return run.of_one(given, name)
+    tensors, names = {name: operands[place] for name, place in step.places}, [name_of[place] for place in given]
+    if isinstance(run := step.run, nest.NestStep | entry_sums.EntryStep | segment_sums.SegmentStep):
+        return run.repeated(tensors, names)
     if not isinstance(run, kernels.KernelExecutor):
         return None
-    bound = BoundExecutor(run, {other: tensor for other, tensor in given.items() if other != name})
-    return lambda x: keep_for_graph(bound)({name: x})
+    bound = BoundExecutor(run, {name: x for name, x in tensors.items() if name not in names})
+    return bound.repeated({name: tensors[name] for name in names})
+
+
+def packs_values(plan: Plan) -> bool:
+    """True if a repeated call takes values as they were: loop nests pack them, kernels read them where they are."""
+    return any(isinstance(step.run, nest.NestStep) for step in plan.steps)
+
+
+def depends_on_precision(plan: Plan) -> bool:
+    """True if the plan's launches depend on the precision of float32 products that torch is set to."""
+    return not all(isinstance(step.run, segment_sums.SegmentStep | nest.NestStep) for step in plan.steps)
 
 
 class TuningLimits(NamedTuple):

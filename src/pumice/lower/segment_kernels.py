@@ -7,58 +7,80 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["programs", "width", "size"])
 def segment_sums(
     x, values, places, slots, codes, firsts, pieces, scratch, waiting, y, programs: "i64", width: "i64", size: "i64",
-    LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr, VECTOR: tl.constexpr,
-    EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr
+    LANES: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, MIDDLE: tl.constexpr, DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, LONG: tl.constexpr, VALUED: tl.constexpr,
+    SPLIT: tl.constexpr
 ):  # fmt: skip
     """y[segment, n] = sum over entries e of the segment of values[e] * x[places[e], n]
 
     A program computes BLOCKS * LANES columns of some segments, whose entries are dealt out to its ROWS rows: 1, MIDDLE
-    or all of them to a segment. codes [programs]: 4 * iterations + 0, 1 or 2 for these. slots [programs, 3, ROWS]: of
-    each row, its first entry, the end of the segment's entries, and the segment (-1: none). The first programs may have
-    pieces of a segment: the one that finishes the last of `pieces` of them, the first of which is program `firsts`,
-    adds up what they left in `scratch`."""
-    number = tl.program_id(0) % programs.to(tl.int32)
-    group = tl.program_id(0) // programs.to(tl.int32)
-    r = tl.arange(0, ROWS)
-    slot = slots + number.to(tl.int64) * (3 * ROWS) + r
+    or all of them to a segment. An iteration reads DEPTH entries of each row. codes [programs]: 4 * iterations + 0, 1
+    or 2 for these. slots [programs, 3 + DEPTH, ROWS]: of each row, its first entry, the end of the segment's entries,
+    the segment (-1: none), and the places of its first DEPTH entries, so that no load waits for them. The first
+    programs may have pieces of a segment: the one that finishes the last of `pieces` of them, the first of which is
+    program `firsts`, adds up what they left in `scratch`."""
+    number = tl.program_id(0)
+    group = 0
+    if SPLIT:
+        group = number // programs.to(tl.int32)
+        number = number % programs.to(tl.int32)
+    slot = slots + number.to(tl.int64) * ((3 + DEPTH) * ROWS) + tl.arange(0, ROWS)
     at = tl.load(slot)
     stop = tl.load(slot + ROWS)
     segment = tl.load(slot + 2 * ROWS)
+    place = tl.load(slot + 3 * ROWS)
     code = tl.load(codes + number)
+    count = 0
+    start = 0
+    if LONG:
+        count = tl.load(pieces + number)
+        start = tl.load(firsts + number)
     kind = code & 3
     step = tl.where(kind == 0, 1, tl.where(kind == 1, MIDDLE, ROWS))
     column = group * (BLOCKS * LANES)
-    place = tl.load(places + at, mask=at < stop, other=-1)
-    if VALUED:
-        value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
-    else:
-        value = place
+    value = _value(values, at, stop, place, VALUED)
+    place1, value1 = place, value
+    if DEPTH > 1:
+        place1 = tl.load(slot + 4 * ROWS)
+        value1 = _value(values, at + step, stop, place1, VALUED)
     first = tl.zeros([ROWS, LANES], tl.float32)
     second = first
     third = first
     fourth = first
-    for _ in tl.range(0, code >> 2):
-        at += step
-        following = tl.load(places + at, mask=at < stop, other=-1)
-        there = place.to(tl.uint32) < size.to(tl.uint32)
-        if FAR:
-            offset = place.to(tl.int64) * width
-        else:
-            offset = place * width.to(tl.int32)
-        first = _added(first, x, offset, column, there, value, width, LANES, 0, VECTOR, EVEN, VALUED)
-        if BLOCKS > 1:
-            second = _added(second, x, offset, column, there, value, width, LANES, 1, VECTOR, EVEN, VALUED)
-        if BLOCKS > 2:
-            third = _added(third, x, offset, column, there, value, width, LANES, 2, VECTOR, EVEN, VALUED)
-            fourth = _added(fourth, x, offset, column, there, value, width, LANES, 3, VECTOR, EVEN, VALUED)
-        if VALUED:
-            value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
-        place = following
+    # The first iteration stands before the loop: its loads do not wait for the number of iterations.
+    first, second, third, fourth = _added(
+        first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+    )  # fmt: skip
+    if DEPTH > 1:
+        first, second, third, fourth = _added(
+            first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
+            VALUED
+        )  # fmt: skip
+    at += DEPTH * step
+    place, value = _entry(places, values, at, stop, VALUED)
+    place1, value1 = place, value
+    if DEPTH > 1:
+        place1, value1 = _entry(places, values, at + step, stop, VALUED)
+    for _ in tl.range(1, code >> 2):
+        # Places are loaded an iteration ahead of the rows of x that they name.
+        at += DEPTH * step
+        ahead, held = _entry(places, values, at, stop, VALUED)
+        ahead1, held1 = ahead, held
+        if DEPTH > 1:
+            ahead1, held1 = _entry(places, values, at + step, stop, VALUED)
+        first, second, third, fourth = _added(
+            first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+        )  # fmt: skip
+        if DEPTH > 1:
+            first, second, third, fourth = _added(
+                first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
+                VALUED
+            )  # fmt: skip
+        place, value, place1, value1 = ahead, held, ahead1, held1
     whole = kind == 2
     if LONG:
-        count = tl.load(pieces + number)
-        if count > 1:
-            start = tl.load(firsts + number)
+        shared = count > 1
+        if shared:
             counter = waiting + start * (tl.num_programs(0) // programs.to(tl.int32)) + group
             whole = _left(
                 first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES, BLOCKS
@@ -95,7 +117,42 @@ def _addresses(offset, columns, LANES: tl.constexpr, VECTOR: tl.constexpr, EVEN:
 
 
 @triton.jit
+def _entry(places, values, at, stop, VALUED: tl.constexpr):
+    """(row of x, value) of an entry of each row of the program; -1 where there is none."""
+    place = tl.load(places + at, mask=at < stop, other=-1).to(tl.int32)
+    return place, _value(values, at, stop, place, VALUED)
+
+
+@triton.jit
+def _value(values, at, stop, place, VALUED: tl.constexpr):
+    value = place.to(tl.float32)
+    if VALUED:
+        value = tl.load(values + at, mask=at < stop, other=0).to(tl.float32)
+    return value
+
+
+@triton.jit
 def _added(
+    first, second, third, fourth, x, place, value, column, width, size, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, VALUED: tl.constexpr
+):  # fmt: skip
+    """The sums with an entry of each row of the program added."""
+    there = place.to(tl.uint32) < size.to(tl.uint32)
+    if FAR:
+        offset = place.to(tl.int64) * width
+    else:
+        offset = place * width.to(tl.int32)
+    first = _block_added(first, x, offset, column, there, value, width, LANES, 0, VECTOR, EVEN, VALUED)
+    if BLOCKS > 1:
+        second = _block_added(second, x, offset, column, there, value, width, LANES, 1, VECTOR, EVEN, VALUED)
+    if BLOCKS > 2:
+        third = _block_added(third, x, offset, column, there, value, width, LANES, 2, VECTOR, EVEN, VALUED)
+        fourth = _block_added(fourth, x, offset, column, there, value, width, LANES, 3, VECTOR, EVEN, VALUED)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _block_added(
     total, x, offset, column, there, value, width, LANES: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
     EVEN: tl.constexpr, VALUED: tl.constexpr
 ):  # fmt: skip

@@ -12,7 +12,7 @@ stay in the caches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from pumice.language.nodes import Access, Affine, Statement, indices_of
 from pumice.lower.entry_sums import finished
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
+from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.runtime.workspace import Workspace, workspace
 from pumice.schedule.predict import Work
 
@@ -143,21 +144,25 @@ class SegmentStep:
             found = finished(self.bound, operands, self.dtype, lambda dtype: self._sums(operands, dtype))
         return found if before is None else before + found
 
-    def of_one(self, operands: Mapping[str, Tensor], name: str) -> Callable[[Tensor], Tensor] | None:
-        """The step as a function of the gathered rows, of the same layout and dtype, the values being read where they
-        are now; None if more than one kernel is to be run."""
-        x = operands[name]
-        if not self._plain or name != self._roles.rows or not self._flat or not x.is_contiguous():
+    def repeated(self, operands: Mapping[str, Tensor], names: Sequence[str]) -> Repeated | None:
+        """The step that ran as a function of the operands `names`, of the same layouts; None if others than rows and
+        values are open."""
+        roles, fixed = self._roles, {name: x for name, x in operands.items() if name not in names}
+        given = OpenArguments.of(names, [roles.rows, roles.values or roles.rows], _RESULT)
+        if given is None:
             return None
+        launch, x = None, operands[roles.rows]
         ready, values, places = self._ready(operands)
-        call = ready.bound(x, values, places, self.dtype)
-        return None if call is None else lambda x: keep_for_graph(call)(x)
+        read = places is operands[roles.places] and (not roles.values or values is operands[roles.values])
+        if self._plain and self._flat and x.is_contiguous() and read:
+            launch = ready.repeated((x, values, places), self.dtype, given)
+        return launch or (lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))}))
 
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
         roles, count = self._roles, self.bound.shape[0]
         places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
-        size = places.shape[1] if places.ndim == 2 else 1
-        return prepared(operands[roles.segments], count, size, SegmentTile()), values, places.contiguous()
+        tile = SegmentTile.default(operands[roles.rows].element_size(), places.numel(), count)
+        return prepared(operands[roles.segments], places, count, tile), values, places.contiguous()
 
     def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shape, x = self.bound.shape, operands[self._roles.rows]
@@ -173,23 +178,41 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class SegmentTile(NamedTuple):
-    """rows: entries that a program reads at once, in `blocks` blocks of 128 bytes of columns (of 4-byte values). short,
-    long: entries up to which a segment gets one of these rows, or `middle` of them. turns: iterations of a program at
-    most: longer segments are cut. window: segments that keep together.
+    """rows: of a program, each of which reads `depth` entries at once, in `blocks` blocks of 128 bytes of columns (of
+    4-byte values). short, long: entries up to which a segment gets one of these rows, or `middle` of them. turns:
+    iterations of a program at most: longer segments are cut. window: segments that keep together."""
 
-    Few rows in one warp were the fastest of 55 tiles over 17 matrices on an H200, of 128 columns."""
-
-    rows: int = 8
+    rows: int = 4
     blocks: int = 4
-    middle: int = 4
+    middle: int = 2
     short: int = 12
     long: int = 32
     turns: int = 16
     window: int = 1024
+    depth: int = 1
+
+    @classmethod
+    def default(cls, size: int, entries: int, segments: int) -> SegmentTile:
+        """The tile for values of `size` bytes, the fastest of 25 over the graphs of TC-GNN on an H200, of 128 columns:
+        few rows in one warp; two entries at once if those of a row are 256 bytes; narrower programs if there are few.
+        """
+        few = max(segments // 4, entries // 32) < _FEW_PROGRAMS
+        if size < 4:
+            return cls(depth=2, turns=8 if few else 16)
+        return cls(depth=2, turns=8, blocks=2) if few else cls()
+
+    @property
+    def longest(self) -> int:
+        """Entries up to which a segment is not cut."""
+        return self.rows * self.depth * self.turns
+
+
+_FEW_PROGRAMS = 8192  # Twice what an H200 holds
 
 
 class Order(NamedTuple):
-    """The work of programs; see segment_kernels.segment_sums. firsts, pieces: of cut segments, which come first."""
+    """The work of programs; see segment_kernels.segment_sums. slots: without the places of the first entries. firsts,
+    pieces: of cut segments, which come first."""
 
     slots: Tensor
     codes: Tensor
@@ -198,70 +221,76 @@ class Order(NamedTuple):
 
 
 def ordered(bounds: Tensor, size: int, tile: SegmentTile) -> Order:
-    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries."""
-    starts, lengths = bounds[:-1].long() * size, bounds.diff().long() * size
-    cut = lengths > tile.rows * tile.turns
-    long = _pieces(starts, lengths, cut.nonzero()[:, 0], tile)
-    short = _windows(starts, lengths, (~cut).nonzero()[:, 0], tile)
-    firsts, pieces = long.firsts, long.pieces
-    if len(pieces):
-        firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (firsts, pieces))
-    joined = torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces
-    return Order(*(x.int() for x in joined))
+    """The programs for segments. bounds [count + 1]: where segments begin and end, in groups of `size` entries.
+
+    Few functions of torch, on int64 only: each takes milliseconds when a process first uses it on a GPU."""
+    bounds = bounds.long() * size
+    starts, lengths = bounds[:-1], bounds.diff()
+    short = _windows(starts, lengths, tile)
+    if int(lengths.max()) <= tile.longest:
+        return short
+    long = _pieces(starts, lengths, (lengths > tile.longest).nonzero()[:, 0], tile)
+    firsts, pieces = (torch.cat([x, x.new_zeros(len(short.codes))]) for x in (long.firsts, long.pieces))
+    return Order(torch.cat([long.slots, short.slots]), torch.cat([long.codes, short.codes]), firsts, pieces)
 
 
 def _pieces(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
     """A program for each piece of these segments, the longest first."""
     which = which[lengths[which].argsort(descending=True, stable=True)]
-    counts = -(-lengths[which] // (tile.rows * tile.turns))
-    segment = torch.repeat_interleave(torch.arange(len(which), device=starts.device), counts)
-    firsts = (counts.cumsum(0) - counts)[segment]
-    number, of = torch.arange(len(segment), device=starts.device) - firsts, which[segment]
-    each = -(-lengths[of] // counts[segment])
+    counts = _ceil(lengths[which], tile.longest)
+    segment, number = _numbered(counts)
+    of = which[segment]
+    each = _ceil(lengths[of], counts[segment])
     begins = starts[of] + number * each
     stops = torch.minimum(begins + each, starts[of] + lengths[of])
     part = torch.arange(tile.rows, device=starts.device)
     slots = torch.stack([begins[:, None] + part, *(x[:, None].expand(-1, tile.rows) for x in (stops, of))], 1)
-    steps = -(-(stops - begins).clamp(min=0) // tile.rows)
-    return Order(slots, 4 * steps + 2, firsts, counts[segment])
+    steps = _ceil((stops - begins).clamp(min=0), tile.rows * tile.depth)
+    firsts = torch.arange(len(segment), device=starts.device) - number
+    return Order(*(x.int() for x in (slots, 4 * steps + 2, firsts, counts[segment])))
 
 
-def _windows(starts: Tensor, lengths: Tensor, which: Tensor, tile: SegmentTile) -> Order:
+def _ceil(x: Tensor, divisor: Tensor | int) -> Tensor:
+    return (x + (divisor - 1)) // divisor
+
+
+def _numbered(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of so many elements of groups, in order: its group, and its number within it."""
+    ends = counts.cumsum(0)
+    every = torch.arange(int(ends[-1]), device=counts.device)
+    group = torch.searchsorted(ends, every, right=True)
+    return group, every - (ends - counts)[group]
+
+
+def _windows(starts: Tensor, lengths: Tensor, tile: SegmentTile) -> Order:
     """Programs for segments that are not cut, by windows of segments: in each those that get most rows first, longer
     ones before shorter ones."""
-    device, size = starts.device, lengths[which]
-    kind = (size > tile.short).long() + (size > tile.long).long()
-    group = which // tile.window * 3 + 2 - kind
-    longest = int(size.max()) + 1 if len(size) else 1
-    order = (group * longest + longest - 1 - size).argsort(stable=True)
-    which, size, group = which[order], size[order], group[order]
-    windows = -(-len(starts) // tile.window)
-    # Of each group of a window: rows of a segment, segments of a program.
-    parts = torch.tensor([tile.rows, tile.middle, 1], device=device).repeat(windows)
-    each = tile.rows // parts
-    counts = torch.bincount(group, minlength=3 * windows)
-    programs = -(-counts // each)
-    place = torch.arange(len(which), device=device) - (counts.cumsum(0) - counts)[group]
-    program, place = (programs.cumsum(0) - programs)[group] + place // each[group], place % each[group]
-    total = int(programs.sum())
-    slots = torch.tensor([0, 0, -1], device=device)[:, None].expand(total, 3, tile.rows).clone()
-    own = parts[group]
-    of = torch.repeat_interleave(torch.arange(len(which), device=device), own)
-    part = torch.arange(len(of), device=device) - (own.cumsum(0) - own)[of]
-    row = (place * own)[of] + part
-    slots[program[of], 0, row] = starts[which][of] + part
-    slots[program[of], 1, row] = (starts[which] + size)[of]
-    slots[program[of], 2, row] = which[of]
-    steps = torch.zeros(total, dtype=torch.int64, device=device)
-    leads = place == 0
-    steps[program[leads]] = -(-size[leads] // own[leads])
-    kinds = torch.repeat_interleave(torch.tensor([2, 1, 0], device=device).repeat(windows), programs)
-    return Order(slots, 4 * steps + kinds, steps[:0], steps[:0])
+    device, count, most = starts.device, len(starts), tile.longest + 1
+    windows = -(-count // tile.window)
+    # Groups: in each window those that get all rows, then some, then one; behind all windows what is cut.
+    group_of = [2 - (n > tile.short) - (n > tile.long) for n in range(most)]
+    table = [(group + 1) * most - 1 - n for n, group in enumerate(group_of)]
+    keys = torch.tensor([*table, 3 * most * windows], device=device)[lengths.clamp(max=most)]
+    key, order = (torch.arange(count, device=device) // tile.window * (3 * most) + keys).sort(stable=True)
+    begins = torch.searchsorted(key, torch.arange(3 * windows + 1, device=device) * most)
+    parts = torch.tensor([tile.rows, tile.middle, 1], device=device)
+    group, number = _numbered(_ceil(begins.diff(), (tile.rows // parts).repeat(windows)))
+    kind = group % 3
+    own, row = parts[kind][:, None], torch.arange(tile.rows, device=device)
+    place = (begins[group] + number * (tile.rows // parts)[kind])[:, None] + row // own
+    there, none = place < begins[group + 1][:, None], torch.tensor(0, device=device)
+    of = order[place.clamp(max=count - 1)]
+    at, stop = (torch.where(there, x, none) for x in (starts[of] + row % own, starts[of] + lengths[of]))
+    slots = torch.stack([at, stop, torch.where(there, of, none - 1)], 1)
+    codes = 4 * _ceil(lengths[of[:, 0]], own[:, 0] * tile.depth) + 2 - kind
+    nothing = codes[:0].int()
+    return Order(slots.int(), codes.int(), nothing, nothing)
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentSums:
-    """The segments of an index array in the order of a tile. launches: by dtypes and shape."""
+    """The segments of an index array in the order of a tile, with the places of their first entries. launches: by
+    dtypes and shape."""
 
     tile: SegmentTile
     count: int
@@ -278,30 +307,23 @@ class SegmentSums:
         run(programs, self._tensors(x, values, places, y, own), numbers)
         return y
 
-    def bound(
-        self, x: Tensor, values: Tensor | None, places: Tensor, dtype: torch.dtype
-    ) -> Callable[[Tensor], Tensor] | None:
-        """The sums as a function of x, of the same shape and dtype, contiguous; None if they have not run."""
+    def repeated(
+        self,
+        factors: tuple[Tensor, Tensor | None, Tensor],
+        dtype: torch.dtype,
+        open: OpenArguments,
+    ) -> RepeatedLaunch | None:
+        """`run` of contiguous factors (x, values, places) like these, if it has run."""
+        x, values, _ = factors
         launch = self.launches.get((x.dtype, dtype, None if values is None else values.dtype, x.shape))
         if launch is None:
             return None
-        run, programs, numbers = launch
-        shape, device = (self.count, x.shape[1]), x.device
-        needs = self._needs(shape[1], programs // numbers[0])
-        own, y = needs and workspace(*needs, device), x.new_empty(shape, dtype=dtype)
-        tensors = self._tensors(x, values, places, y, own)
-        given = [n for n, t in enumerate(tensors) if t is x or t is y]
-        start, xs = run.prepared(programs, tensors, numbers, given), len(given) - 1
-        held = [t for t in tensors if t is not x and t is not y]
-
-        def call(x: Tensor, held: object = held) -> Tensor:
-            y = x.new_empty(shape, dtype=dtype)
-            # Other streams, and graphs, have a workspace of their own.
-            if start is None or (needs and workspace(*needs, device) is not own) or not start(*[x] * xs, y):
-                return self.run(x, values, places, y)
-            return y
-
-        return call
+        kernel, programs, numbers = launch
+        needs = self._needs(x.shape[1], programs // numbers[0])
+        tensors = self._tensors(*factors, x, needs and workspace(*needs, x.device))
+        result = NewTensor((self.count, x.shape[1]), dtype, x.device)
+        open = open._replace(workspace=_WORKSPACE, needs=needs) if needs else open
+        return RepeatedLaunch.of(kernel, (programs, tensors, numbers), open, result, self)
 
     def _needs(self, width: int, groups: int) -> tuple[int, int] | None:
         """(counters, bytes) of a workspace, None if no segment is cut. groups: of columns."""
@@ -318,7 +340,7 @@ class SegmentSums:
         """The tensors of a launch."""
         none = self.order.firsts
         scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
-        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)
+        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)  # see _WORKSPACE, _RESULT
 
     def _launch(
         self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
@@ -332,11 +354,13 @@ class SegmentSums:
             "BLOCKS": blocks,
             "ROWS": tile.rows,
             "MIDDLE": tile.middle,
+            "DEPTH": tile.depth,
             "VECTOR": min(width & -width, 16 // size, lanes),
             "EVEN": width % (lanes * blocks) == 0,
             "FAR": max(x.numel(), y.numel()) >= _FAR,
             "LONG": self.cut > 0,
             "VALUED": values is not None,
+            "SPLIT": width > lanes * blocks,
         }
         programs, groups = len(self.order.codes), -(-width // (lanes * blocks))
         needs = self._needs(width, groups)
@@ -349,21 +373,33 @@ class SegmentSums:
         flat, rows = places.reshape(-1).long(), self.tile.rows
         held = (x.new_ones(()).expand(len(flat)) if values is None else values.reshape(-1)).float()
         total = torch.zeros(y.shape, dtype=torch.float32, device=x.device)
-        for slots, code in zip(self.order.slots.tolist(), self.order.codes.tolist(), strict=True):
+        for slots, code in zip(self.order.slots[:, :3].tolist(), self.order.codes.tolist(), strict=True):
             step = (1, self.tile.middle, rows)[code & 3]
+            length = (code >> 2) * self.tile.depth * step
             for begin, stop, segment in zip(*slots, strict=True):
-                read = [e for e in range(begin, min(stop, begin + (code >> 2) * step), step) if 0 <= flat[e] < len(x)]
+                read = [e for e in range(begin, min(stop, begin + length), step) if 0 <= flat[e] < len(x)]
                 if segment >= 0:
                     total[segment] += (held[read][:, None] * x[flat[read]].float()).sum(0)
         return y.copy_(total)
 
 
-def prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    """The sums over the segments of a sorted array for the values 0 to count - 1, each of whose positions stands for
-    `size` entries."""
-    return keep_for_graph(_prepared(array, count, size, tile))
+_WORKSPACE, _RESULT = (8, 7), 9
+"""Positions among the tensors of a launch: of counters and partial sums, and of the result."""
+
+
+def prepared(array: Tensor, places: Tensor, count: int, tile: SegmentTile) -> SegmentSums:
+    """The sums over the segments of a sorted array for the values 0 to count - 1. places: rows of x of the entries,
+    [len(array)] or [len(array), entries of each]."""
+    return keep_for_graph(_prepared(array, places, count, tile))
 
 
 @cached_per_tensor
-def _prepared(array: Tensor, count: int, size: int, tile: SegmentTile) -> SegmentSums:
-    return SegmentSums(tile, count, ordered(bounds_of(array, count), size, tile))
+def _prepared(array: Tensor, places: Tensor, count: int, tile: SegmentTile) -> SegmentSums:
+    found = ordered(bounds_of(array, count), places.shape[1] if places.ndim == 2 else 1, tile)
+    begins, stops, _ = found.slots.unbind(1)
+    kind = (found.codes & 3)[:, None]
+    step = torch.where(kind == 0, 1, torch.where(kind == 1, tile.middle, tile.rows))
+    entries = torch.stack([begins + n * step for n in range(tile.depth)], 1)
+    flat = places.reshape(-1)
+    read = torch.where(entries < stops[:, None], flat[entries.clamp(max=len(flat) - 1)], -1)
+    return SegmentSums(tile, count, found._replace(slots=torch.cat([found.slots, read.int()], 1)))

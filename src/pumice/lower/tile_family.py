@@ -22,7 +22,7 @@ from pumice.lower.epilogue import NO_EPILOGUE, EpilogueSignature
 from pumice.lower.segments import SegmentRule, Segments
 from pumice.runtime.compile import BACKGROUND, TritonKernel
 from pumice.runtime.launch import CompiledKernel, on_device
-from pumice.schedule.tile import WHOLE_SEGMENTS, Tile, mean_class, size_class
+from pumice.schedule.tile import WHOLE_SEGMENTS, Tile, mean_class, segment_class, size_class
 
 INT32_LIMIT = 1 << 31
 """Sizes and offsets from which on addressing needs 64 bits."""
@@ -321,7 +321,7 @@ leading indices). (0, 1.0, ...) without segments."""
 def size_key(segments: int, entries: int, leading: Sequence[int]) -> SizeKey:
     """The size key of a call. segments: 0 for a statement without segments."""
     mean = mean_class(entries, segments) if segments else 1.0
-    return size_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
+    return segment_class(segments) if segments else 0, mean, tuple([size_class(n) for n in leading])
 
 
 _cached_size_key = lru_cache(maxsize=4096)(size_key)

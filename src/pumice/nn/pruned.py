@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops import Sparse, einsum, sparse
-from pumice.ops.einsum import OneOperandEinsum
 
 _REPEATS = 5  # Calls of each way in a measurement
 _SIZES = 16  # Sizes of inputs whose calls a layer keeps
@@ -239,7 +238,7 @@ class PrunedConv2d(_Pruned):
         options = self.mask.shape[2:], self.stride, self.padding, self.dilation, self._in_blocks
         text = _statement(images.shape[2:], *options)
         lasting = x.dim() == 4 and not torch.compiler.is_compiling() and self._stored and filter is self._stored[1]
-        call = OneOperandEinsum(text, "I", {"F": filter}) if lasting else lambda x: einsum(text, I=x, F=filter)
+        call = partial(_of_filter, text, filter)
         call = partial(_of_last, call) if self._in_blocks else call
         if lasting:
             if len(self._convolutions) >= _SIZES:
@@ -248,6 +247,10 @@ class PrunedConv2d(_Pruned):
         out = call(images)
         out = out if self.bias is None else out + self.bias[:, None, None]
         return out if x.dim() == 4 else out[0]
+
+
+def _of_filter(text: str, filter: Sparse, x: Tensor) -> Tensor:
+    return einsum(text, I=x, F=filter)
 
 
 def _of_last(call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -103,6 +103,10 @@ class KnownStatement:
             known = self._plans.keep(shapes, made)
         return plan.execute_plan(known, operands)
 
+    def planned(self, operands: Sequence[Tensor]) -> plan.Plan:
+        """The plan of a plain call that was carried out."""
+        return self._plans[tuple([x.shape for x in operands])]
+
 
 def only_autograd_active(operands: Sequence[Tensor]) -> bool:
     """True if at most autograd is active: no tracing, functorch transform or mode, and plain non-meta tensors."""

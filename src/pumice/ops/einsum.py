@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from types import NoneType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,7 +26,6 @@ from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement
 from pumice.lower import kernel as kernels
 from pumice.lower import nest, nest_tune, plan
-from pumice.lower.call import global_settings
 from pumice.ops import autograd
 from pumice.ops.direct import choices_of_windows, windowed
 from pumice.ops.meeting import JoinedStatement
@@ -44,10 +45,10 @@ from pumice.ops.operands import (
     validate_operands,
     value_names_of,
 )
+from pumice.ops.repeated import KnownPlan, RepeatedCall, RepeatedCalls
 from pumice.ops.sparse import Sparse, sparse
 from pumice.runtime.cache import BoundedCache
 from pumice.schedule.predict import Device
-from pumice.schedule.tuned_loops import loop_records
 from pumice.schedule.tuner import Clock, SearchProgress
 
 Given = ParamSpec("Given")
@@ -166,43 +167,48 @@ class Einsum:
     lowering: str = ""
 
     @cached_property
-    def _checked_calls(self) -> BoundedCache[_CheckedCall]:
-        return _checked_calls_of(self)
+    def _memory(self) -> _Memory:
+        return _memory_of(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The cache is not pickled.
         return Einsum, (self.text, self.formats, self.lowering)
 
     def __call__(self, /, **operands: Operand) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _traced(self.text, operands, self.lowering)
+        memory = self._memory
+        if (last := memory.last()) is not None and (y := last(operands)) is not None:
+            return y
+        return self._other_call(operands, memory)
+
+    def _other_call(self, operands: Mapping[str, Operand], memory: _Memory) -> Any:
+        """A call that does not repeat the last one that was repeated."""
+        calls = memory.repeated
+        for x in operands.values():
+            if type(x) is Sparse:
+                calls = x.calls.get(memory) or x.calls.setdefault(memory, RepeatedCalls())
+                break
+        for call in calls.kept:
+            if (y := call(operands)) is not None:
+                memory.last = ref(call)
+                return y
         if torch.compiler.is_compiling():
             return _traced(self.text, operands, self.lowering)
-        if len(operands) == 2 and (found := self._calls_of_one(operands)) is not None:
-            calls, x = found
-            return calls(x, lambda: self.checked(operands), lambda: self.prepared(operands, x))
-        return self.checked(operands)
+        return self._checked_call(operands, calls)
 
-    def _calls_of_one(self, operands: Mapping[str, Operand]) -> tuple[CallsOfOne, Tensor] | None:
-        """The calls of a tensor and a sparse operand that is the same each time; None on a CPU, and for others."""
-        (name, x), (other, fixed) = operands.items()
-        if isinstance(x, Sparse):
-            name, x, other, fixed = other, fixed, name, x
-        if not isinstance(fixed, Sparse) or not isinstance(x, Tensor) or not x.is_cuda:
-            return None
-        return fixed.kept((self, name, other), CallsOfOne.of_sparse), x
+    def _plan(
+        self, tensors: Sequence[Tensor], known: autograd.KnownStatement, operands: Mapping[str, Operand]
+    ) -> KnownPlan:
+        """The plan of a call that was carried out, without conversions."""
+        statement = plan.statement_of(self.text, known.names)
+        arrays = frozenset(array.name for array in arrays_of(*statement.terms, statement.target))
+        return KnownPlan(known.planned(tensors), arrays & operands.keys())
 
-    def prepared(self, operands: Mapping[str, Operand], x: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """A call that ran, as a function of its operand x of the same layout; None if it is not one kernel or loop nest
-        that reads x once, or if something is to be checked or converted in each call."""
-        seen = self._checked_calls.get(facts_of(operands))
-        if seen is None or seen.statement is None or seen.checks:
-            return None
-        tensors, names = tensors_of(operands.values()), seen.statement.names
-        return plan.of_one(plan.plan_for(tensors, names, self.text, None, self.lowering), tensors, x)
-
-    def checked(self, operands: Mapping[str, Operand]) -> Any:
-        """The call with all checks of its operands."""
+    def _checked_call(self, operands: Mapping[str, Operand], calls: RepeatedCalls) -> Any:
+        """The call with all checks of its operands, which is kept with other calls if it may be repeated."""
         facts = facts_of(operands)
-        seen = self._checked_calls.get(facts)
+        seen = self._memory.checked.get(facts)
         if seen is None:
             return self._first_call(operands, facts)
         for check in seen.checks:
@@ -210,7 +216,11 @@ class Einsum:
         if seen.statement is None:
             assert seen.joined is not None
             return seen.joined(operands)
-        return seen.statement(tensors_of(operands.values()))
+        tensors, known = tensors_of(operands.values()), seen.statement
+        y = known(tensors)
+        if seen.repeats and tensors:
+            seen.repeats = calls.look(operands, lambda: self._plan(tensors, known, operands))
+        return y
 
     def _first_call(self, operands: Mapping[str, Operand], facts: tuple[Any, ...]) -> Tensor | Sparse:
         if _GROUP.search(self.text):
@@ -220,12 +230,12 @@ class Einsum:
         if self._meets(ready):
             joined = JoinedStatement(ready.statement, ready.operands, self.lowering)
             if unchanged:
-                self._checked_calls.keep(facts, _CheckedCall(ready.checks, joined=joined))
+                self._memory.checked.keep(facts, _CheckedCall(ready.checks, joined=joined))
             return joined(ready.operands)
         tensors, names, dense = flatten_used(self.text, ready.operands, ready.constants)
         if not dense and unchanged:
             known = autograd.KnownStatement(names, self.text, None, self.lowering)
-            self._checked_calls.keep(facts, _CheckedCall(ready.checks, known))
+            self._memory.checked.keep(facts, _CheckedCall(ready.checks, known))
         return autograd.einsum(tensors, names, self.text, None, self.lowering)
 
     def _meets(self, ready: _CheckedOperands) -> bool:
@@ -335,69 +345,28 @@ class _CheckedOperands(NamedTuple):
 
 @dataclass(eq=False)
 class _CheckedCall:
-    """Cached call of operands that need no conversion: of a statement, or of one that takes a join."""
+    """Cached call of operands that need no conversion: of a statement, or of one that takes a join. repeats: False once
+    it is known that such calls cannot be kept as repeated ones."""
 
     checks: tuple[WriteCheck | IndexCheck | DeclarationCheck, ...]
     statement: autograd.KnownStatement | None = None
     joined: JoinedStatement | None = None
+    repeats: bool = True
 
 
-class CallsOfOne:
-    """Calls of a statement as functions of one operand, a tensor, prepared once per layout of it, until values of the
-    others, tuned schedules or tiles change. Index arrays must not."""
+@dataclass(eq=False)
+class _Memory:
+    """What equal Einsums share. checked: calls by the facts of operands; repeated: those without sparse operands, which
+    keep the others; last: the one that was repeated last, for as long as its sparse operand is there."""
 
-    def __init__(self, values: Sequence[Tensor]) -> None:
-        self._values = [t for t in values if t.is_floating_point()]
-        self._known: BoundedCache[tuple[Any, Callable[[Tensor], Tensor] | None]] = BoundedCache(16)
-
-    @staticmethod
-    def of_sparse(fixed: Sparse) -> CallsOfOne:
-        return CallsOfOne(fixed.arrays)
-
-    def __call__(
-        self, x: Tensor, call: Callable[[], Tensor], prepare: Callable[[], Callable[[Tensor], Tensor] | None]
-    ) -> Tensor:
-        """The result for x. call: the call with all checks; prepare: the function of x, once that ran."""
-        values = self._values
-        if not (autograd.is_plain_on_cpu(x, values) if x.is_cpu else autograd.is_plain_call((x, *values))):
-            return call()
-        try:
-            # Kernels read values where they are, a nest may have packed them.
-            state = _generation(x), [(t._version if x.is_cpu else 0, t.data_ptr()) for t in values]
-        except RuntimeError:
-            # Inference tensors have no version.
-            return call()
-        layout = x.shape, x.stride(), x.dtype, x.device
-        known = self._known.get(layout)
-        if known is None or known[0] != state:
-            found = call()
-            self._known.keep(layout, (state, prepare()))
-            return found
-        return call() if known[1] is None else known[1](x)
-
-
-class OneOperandEinsum:
-    """einsum(text, **{name: x}, **fixed) as a function of the tensor x, for layers: plain calls that are one loop nest
-    in C (lower.nest), or one kernel on a GPU, are prepared; see CallsOfOne."""
-
-    def __init__(self, text: str, name: str, fixed: Mapping[str, Operand]) -> None:
-        self._einsum, self._name, self._fixed = _compiled(text, ""), name, fixed
-        self._calls = CallsOfOne(tensors_of(fixed.values()))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        operands, einsum = {**self._fixed, self._name: x}, self._einsum
-        return self._calls(x, lambda: einsum.checked(operands), lambda: einsum.prepared(operands, x))
-
-
-def _generation(x: Tensor) -> Hashable:
-    """What the choice of schedules or tiles depends on, besides operands."""
-    return loop_records().generation if x.is_cpu else (global_settings(), kernels.float32_precision())
+    checked: BoundedCache[_CheckedCall] = field(default_factory=lambda: BoundedCache(256))
+    repeated: RepeatedCalls = field(default_factory=RepeatedCalls)
+    last: Callable[[], RepeatedCall | None] = NoneType
 
 
 @lru_cache(maxsize=256)
-def _checked_calls_of(statement: Einsum) -> BoundedCache[_CheckedCall]:
-    """Cache of calls by operand facts, shared by equal Einsums."""
-    return BoundedCache(256)
+def _memory_of(statement: Einsum) -> _Memory:
+    return _Memory()
 
 
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:

@@ -44,7 +44,7 @@ class Sparse:
         k      = [[1, 2], [3, -1], [0, -1]]     -1 is padding
         values = [[7, 8], [9, 0], [5, 0]]
 
-    nnz: stored entries, without padding of groups and blocks.
+    nnz: stored entries, without padding of groups and blocks. calls: of statements with this operand, by statement.
     Immutable. Values carry gradients; derived storages depend on the coordinates only and are cached.
     """
 
@@ -54,6 +54,11 @@ class Sparse:
     nnz: int
     _storages: dict[Any, Any] = field(default_factory=dict, repr=False)
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
+    calls: dict[Any, Any] = field(default_factory=dict, repr=False, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept for this operand alone is neither copied nor pickled.
+        return {**self.__dict__, "_kept": {}, "calls": {}}
 
     @property
     def layout(self) -> FormatLayout:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar, copy_context
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from queue import PriorityQueue
@@ -253,20 +254,18 @@ class TritonKernel:
 
     @staticmethod
     def of(module: str, name: str) -> TritonKernel:
-        """The kernel of a module's function; imports the module (needs Triton)."""
-        function = getattr(import_module(module), name)
-        code = function.fn.__code__.co_filename
-        # A function that Triton interprets has no parameters.
-        params = getattr(function, "params", ())
-        each = [Parameter(p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in params]
-        found = TritonKernel((module, code, name), "", _digest_beside(code), each)
-        found.__dict__["function"] = function
-        return found
+        """The kernel of a module's function (needs Triton)."""
+        spec = find_spec(module)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"no module {module}")
+        code = _digest_beside(spec.origin)
+        return TritonKernel((module, spec.origin, name), "", code, _parameters(module, code).get(name, ()))
 
     @cached_property
     def function(self) -> Any:
         """Triton's JIT function."""
-        return compile_worker.function(self._source())
+        module, _, name = self._at
+        return compile_worker.function(self._source()) if self._text else getattr(import_module(module), name)
 
     def _source(self) -> dict[str, str]:
         """Where the function is, and its text."""
@@ -398,6 +397,29 @@ def digest(text: str) -> str:
 def _digest_beside(file: str) -> str:
     """Digest of the kernels in the files of a folder, which call each other."""
     return digest("".join(path.read_text(encoding="utf-8") for path in sorted(Path(file).parent.glob("*_kernels.py"))))
+
+
+def _parameters(module: str, code: str) -> Mapping[str, Sequence[Parameter]]:
+    """The parameters of the kernels of a module by name, recorded on disk: Triton reads the source of each kernel, and
+    of what it calls, when the module is imported, which takes 10 to 50 ms. code: digest of the sources.
+
+    None are known in Triton's interpreter mode, in which kernels have none."""
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return {}
+    record = Path(knobs.cache.dir) / f"pumice-{digest(module + code)}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return {name: [Parameter(*each) for each in found] for name, found in json.loads(record.read_text()).items()}
+    every = {name: x.params for name, x in vars(import_module(module)).items() if hasattr(x, "params")}
+    found = {
+        name: [Parameter(p.name, p.is_constexpr, not p.do_not_specialize, p.annotation_type) for p in params]
+        for name, params in every.items()
+    }
+    with suppress(OSError):
+        record.parent.mkdir(parents=True, exist_ok=True)
+        compile_worker.write(record, json.dumps(found))
+    return found
 
 
 BACKGROUND = Background(max(1, min(12, (os.cpu_count() or 2) - 1)))

@@ -149,6 +149,8 @@ def _outside_transforms() -> Iterator[None]:
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 _RECORDED: ContextVar[list[object] | None] = ContextVar("recording_constants", default=None)
+recorded_constants: Callable[[], list[object] | None] = _RECORDED.get
+"""What was recorded so far within `recording_constants`, None outside."""
 
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
@@ -266,30 +268,27 @@ class CompiledKernel:
         else:
             self._launch(*before, *values)
 
+    def prepared(self, programs: int, values: Sequence[Any]) -> PreparedLaunch:
+        """The launcher, with the arguments of a launch of so many programs."""
+        before = self._before.copy()
+        before[self._programs_at] = programs
+        first = 0 if self._packs else len(before)
+        arguments = [*values] if self._packs else [*before, *values]
+        return PreparedLaunch(
+            self._launch, self._runtime, before if self._packs else None, arguments, first, self._stream_at
+        )
 
-class PreparedLaunch:
-    """A launch of a compiled kernel of which only some tensors are left open, at the positions `given` of `values`."""
 
-    __slots__ = ("_compiled", "_device", "_given", "_programs", "_values")
+class PreparedLaunch(NamedTuple):
+    """A launcher and its arguments, in which the stream, at `stream_at`, is missing. before: the arguments before the
+    kernel's own, if the launcher takes these as a tuple; first: position of the kernel's in `arguments`."""
 
-    def __init__(
-        self, compiled: CompiledKernel, programs: int, values: Sequence[Any], given: tuple[int, ...], device: int
-    ) -> None:
-        self._compiled, self._programs, self._device = compiled, programs, device
-        self._values, self._given = [*values], given
-
-    def __call__(self, *tensors: Tensor) -> bool:
-        """Launch on the current stream. False, without a launch, if a tensor is not aligned to 16 bytes or another
-        device is current."""
-        values, device = self._values.copy(), self._device
-        for place, tensor in zip(self._given, tensors, strict=True):
-            values[place] = address = tensor.data_ptr()
-            if address & 15:
-                return False
-        if device != torch._C._cuda_getDevice():
-            return False
-        self._compiled(self._programs, values, device)
-        return True
+    launch: Callable[..., object]
+    runtime: Any
+    before: list[Any] | None
+    arguments: list[Any]
+    first: int
+    stream_at: int
 
 
 class _Launcher(NamedTuple):
@@ -465,16 +464,3 @@ class BoundKernel:
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""
         return self._compiled.get((device, *beyond) if any(beyond) else (device,))
-
-    def prepared(
-        self, programs: int, tensors: Sequence[Array], numbers: Sequence[float], given: Sequence[int]
-    ) -> PreparedLaunch | None:
-        """The launch with all tensors bound but those at these positions; None if it was not compiled, or if the others
-        are not aligned to 16 bytes."""
-        device = tensors[0].get_device()
-        addresses = [each.address if type(each) is Part else each.data_ptr() for each in tensors]
-        beyond = [0 if n in given else address % 16 for n, address in enumerate(addresses)]
-        compiled = self.compiled(device, beyond)
-        if compiled is None or any(beyond):
-            return None
-        return PreparedLaunch(compiled, programs, [*addresses, *numbers, *self.constants], tuple(given), device)

@@ -77,6 +77,20 @@ def workspace(count: int, size: int, device: torch.device) -> Workspace:
     return _WORKSPACES.keep(key, Workspace(_zeros(_rounded(count), device), _bytes(_rounded(size), device)))
 
 
+def workspace_bytes(count: int, size: int) -> int:
+    """Bytes that stay allocated on a GPU once kernels of one stream took workspaces of at most so many counters and
+    bytes; 0 if they took none."""
+    if not count:
+        return 0
+    return 4 * (_POOL_SIZE + _rounded(count)) + (_rounded(size) if size <= _MAX_CACHED_BYTES else size)
+
+
+def release_workspaces() -> None:
+    """Free all workspaces that no kernel uses; later kernels take new ones."""
+    _WORKSPACES.clear()
+    _COUNTER_POOLS.clear()
+
+
 def _rounded(size: int) -> int:
     return max(_ALIGNED, 1 << (size - 1).bit_length())
 

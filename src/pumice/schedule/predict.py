@@ -2,21 +2,21 @@
 
     time of a layer = time of its kernels (padded products, data movement) + time to build the map's layout
 
-Layers over one map share its layouts. Rates are those of an H200 and of two cores with AVX-512. Tiled kernels and
-layouts are fitted to the benchmarks conv-forward and maps, within about a third; the others count data movement.
+Layers over one map share its layouts. Rates are those of an H200 and of two cores with AVX-512. Of kernels over tiles
+and groups of pairs the iterations of all programs are counted, of which each takes a fixed time and one for its
+products (_ITERATIONS); the others count data movement. Layouts are fitted to the benchmark maps.
 For tuning, estimates only select and order the dataflows to measure; pumice.engine.estimate sums them over a network,
 with the rates of the device at hand.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from pumice.schedule.dataflow import DATAFLOWS, DGRAD, PASSES, PLANNED, WGRAD, Dataflow, Grouping
-from pumice.schedule.tile import table_parts
+from pumice.schedule.tile import PROCESSORS, WHOLE_SEGMENTS, Tile, power_above, table_parts
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def flow_seconds(flow: Dataflow, work: LayerWork, name: str, device: str) -> flo
     return _MODELS[device](flow, work.dgrad() if name == DGRAD else work, name)
 
 
-def seconds_on_gpu(flow: Dataflow, work: LayerWork, name: str, rates: Device) -> float:
-    """`flow_seconds` in a whole network, on a GPU of these rates."""
-    slower = _IN_NETWORKS.get(work.itemsize, 1.0) * DEVICES["cuda"].matrix / rates.matrix
-    return slower * flow_seconds(flow, work, name, "cuda")
+def seconds_on_gpu(flow: Dataflow, work: LayerWork, name: str, rates: Device, tile: Tile | None = None) -> float:
+    """`flow_seconds` on a GPU of these rates. tile: of the kernel, if known."""
+    spent = _on_gpu(flow, work.dgrad() if name == DGRAD else work, name, tile)
+    return spent * DEVICES["cuda"].matrix / rates.matrix
 
 
 def norm_seconds(size: int, rates: Device) -> float:
@@ -183,13 +183,11 @@ def map_seconds(rows: int, training: bool) -> float:
     return (fixed + each * rows) * (_BOTH_PASSES if training else 1.0)
 
 
-_IN_NETWORKS = {4: 2.0}
-"""Factors on the time of tiled kernels in whole networks by bytes per value: many narrow layers, default tiles."""
 _NORM_SECONDS = 13e-6, 4.3e-12
 _MAP_SECONDS = 10e-6, 1.3e-9
 _BOTH_PASSES = 1.3
-"""Fixed seconds, and seconds per byte or row. Like _IN_NETWORKS fitted to GPU times of the seven networks of the suite
-`workloads` on an H200: float16 inference and training and float32 inference within 16 %."""
+"""Fixed seconds, and seconds per byte or row, fitted to GPU times of the seven networks of the suite `workloads` on an
+H200."""
 
 
 def layouts(flow: Dataflow, work: LayerWork, name: str, device: str) -> Mapping[Hashable, float]:
@@ -209,39 +207,44 @@ def total_seconds(flow: Dataflow, works: Sequence[LayerWork], passes: Iterable[s
 
 
 _MATRIX = {1: 900e12, 2: 620e12, 4: 100e12, 8: 30e12}
-"""FLOP/s of tiled kernels, by bytes per value; float32 products are three TF32 products."""
-_ITERATION_SECONDS = 0.25e-6  # seconds per loop iteration over 64 channels, with a load that depends on an index
-_KERNEL_SECONDS = 5e-6  # seconds of a kernel outside its loop
+"""FLOP/s of products by bytes per value; float32 products are three TF32 products."""
+_KERNEL_SECONDS = 4e-6  # seconds of a kernel outside its loop
 CALL_SECONDS = 0.3e-3  # seconds of a call of the C kernels of a CPU outside them
 _PART_BYTES = 12  # memory traffic per result for each part after the first: float32 partial sums
+_GROUP = 1024  # pairs that a program of a weight gradient takes at most
+_ITERATIONS: Mapping[int, tuple[float, float]] = MappingProxyType(
+    {1: (0.15e-6, 0.15e-12), 2: (0.16e-6, 0.2e-12), 4: (0.35e-6, 2.1e-12), 8: (0.5e-6, 9e-12)}
+)
+_SUMS: Mapping[int, tuple[float, float]] = MappingProxyType({**_ITERATIONS, 4: (0.67e-6, 3e-12)})
+_NARROW_SUMS: Mapping[int, tuple[float, float]] = MappingProxyType({**_ITERATIONS, 4: (0.22e-6, 6.4e-12)})
+"""Seconds of an iteration of a program over a tile, by bytes per value: fixed, and per multiply-add. Of weight
+gradients in float32 those with 64 or more channels are six products of bfloat16, the others three of TF32 whose
+operands are turned. Fitted to the kernels of the networks of the suite `workloads` on an H200: each kernel within 23 %
+(float16) and 15 % (float32), root mean square."""
 
 
-def _on_gpu(flow: Dataflow, work: LayerWork, name: str) -> float:
+def _on_gpu(flow: Dataflow, work: LayerWork, name: str, tile: Tile | None = None) -> float:
+    """Seconds of a pass, on the map that it reads. tile: of its kernel, default: as the heuristics choose it mostly."""
     flow = _on_a_gpu(flow, name)
-    if flow.movement == "on-demand" and name == WGRAD:
-        return _by_pairs(work, 1.0)
-    if flow.movement in _STATED and name == WGRAD:
-        return _weights_by_tiles(flow, work)
+    if name == WGRAD and flow.movement in _STATED:
+        return _weights_by_pairs(work, tile) if flow.movement == "on-demand" else _weights_by_tiles(flow, work, tile)
     if flow.movement == "in-parts":
         return _by_table_in_parts(work)
     if flow.movement == "implicit":
-        return _by_table(work) if flow.form == "table" else _by_tiles(flow, work)
-    if flow.movement == "on-demand":
-        # Outputs are accumulated in memory, in float32.
-        return _by_pairs(work, 2.0) + work.forward_map.pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
-    return _by_library(flow, work, name, DEVICES["cuda"])
+        return _by_table(work) if flow.form == "table" else _by_tiles(flow, work, tile)
+    return _by_pairs(work) if flow.movement == "on-demand" else _by_library(flow, work, name, DEVICES["cuda"])
 
 
-def _by_tiles(flow: Dataflow, work: LayerWork) -> float:
+def _by_tiles(flow: Dataflow, work: LayerWork, tile: Tile | None) -> float:
     parts = work.forward_map.parts(flow.form)
     each = work.forward_map.taps / len(parts), work.forward_map.pairs / len(parts)
-    total = sum(_tiled(entries, work, each, flow.piece) for entries in parts)
+    total = sum(_tiled(entries, work, each, tile or _usual_tile(work, flow.piece)) for entries in parts)
     return total + (len(parts) - 1) * work.forward_map.outputs * work.channels[1] * _PART_BYTES / DEVICES["cuda"].memory
 
 
 def _by_table(work: LayerWork) -> float:
     entries = -(-work.forward_map.outputs // work.forward_map.block) * work.forward_map.taps
-    return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), 0)
+    return _tiled(entries, work, (work.forward_map.taps, work.forward_map.pairs), _usual_tile(work))
 
 
 def _by_table_in_parts(work: LayerWork) -> float:
@@ -250,38 +253,84 @@ def _by_table_in_parts(work: LayerWork) -> float:
     entries = -(-side.outputs // side.block) * side.taps
     # All parts run at once; each is written and read again in float32.
     sums = _KERNEL_SECONDS + parts * side.outputs * columns * 8 / DEVICES["cuda"].memory
-    return _tiled(entries, work, (-(-side.taps // parts), side.pairs), 0) + sums
+    return _tiled(entries, work, (-(-side.taps // parts), side.pairs), _usual_tile(work)) + sums
 
 
-def _tiled(entries: int, work: LayerWork, each: tuple[float, float], piece: int) -> float:
+def _usual_tile(work: LayerWork, piece: int = 0) -> Tile:
+    """The tile of most kernels over tiles of a map. piece: its stream_k_chunk."""
+    inner, outer = (power_above(n // work.groups) for n in work.channels)
+    sides = work.forward_map.block, max(16, min(128, outer)), max(16, min(64 if work.itemsize < 4 else 32, inner))
+    return Tile(*sides, packed=inner < 16, stream_k_chunk=piece)
+
+
+def _tiled(entries: int, work: LayerWork, each: tuple[float, float], tile: Tile) -> float:
     """Seconds of a kernel over one part, each: (offsets, pairs) of it. Absent pairs are multiplied, not gathered."""
-    taps, pairs = each
-    moved = (pairs * work.channels[0] + entries * work.macs_per_pair) * work.itemsize
-    flops = 2 * entries * work.forward_map.block * work.macs_per_pair
-    through = max(moved / DEVICES["cuda"].cache, flops / _MATRIX[work.itemsize])
-    # Latency of the longest tile, or of one piece of it if several programs share it.
-    longest = min(taps, entries) if not piece else min(taps, piece)
-    chain = longest * math.ceil(work.channels[0] / work.groups / 64) * _ITERATION_SECONDS + (2e-6 if piece else 0)
-    return _KERNEL_SECONDS + (through**1.5 + chain**1.5) ** (2 / 3)
+    side, (inner, outer), (taps, pairs) = work.forward_map, work.channels, each
+    columns, rows = (tile.rows, tile.columns) if tile.swapped else (tile.columns, tile.rows)
+    blocks = work.groups * -(-outer // work.groups // columns) * max(1, side.block // rows)
+    turns = -(-inner // work.groups // tile.reduced)
+    if tile.packed:
+        turns /= max(1, tile.reduced // power_above(inner // work.groups))
+    piece = tile.stream_k_chunk % WHOLE_SEGMENTS
+    # The longest tile, or one piece of it if several programs share it.
+    longest = min(taps, entries, piece or taps)
+    moved = (pairs * inner + entries * work.macs_per_pair) * work.itemsize
+    spent = _looped((blocks * entries * turns, longest * turns), _iteration(_ITERATIONS, work, tile), moved)
+    written = side.outputs * outer * work.itemsize / DEVICES["cuda"].memory
+    return _KERNEL_SECONDS + written + spent + (2e-6 if piece else 0)
 
 
-def _weights_by_tiles(flow: Dataflow, work: LayerWork) -> float:
-    """Seconds of weight gradients over the tiles of each offset, or all of them: gathers pairs and whole tiles of the
-    other side, and multiplies absent pairs, too."""
-    side, parts = work.forward_map, work.forward_map.parts(flow.form)
-    entries = -(-side.outputs // side.block) * side.taps if flow.form == "table" else sum(parts)
-    moved = (side.pairs * work.channels[0] + entries * side.block * work.channels[1]) * work.itemsize
-    flops = 2 * entries * side.block * work.macs_per_pair
-    longest = max(moved / DEVICES["cuda"].cache, 1.5 * flops / _MATRIX[work.itemsize])
-    return longest + (1 if flow.form == "table" else len(parts)) * (_KERNEL_SECONDS + 6e-6)
+def _looped(turns: tuple[float, float], each: float, moved: float) -> float:
+    """Seconds of loops. turns: iterations of all programs, of the longest one; each: seconds of one; moved: bytes."""
+    every, longest = turns
+    through = max(every * each / PROCESSORS, moved / DEVICES["cuda"].cache)
+    return (through**1.5 + (longest * each) ** 1.5) ** (2 / 3)
 
 
-def _by_pairs(work: LayerWork, slowdown: float) -> float:
-    """Seconds of a kernel over the pairs of each offset; gathers both sides."""
+def _iteration(rates: Mapping[int, tuple[float, float]], work: LayerWork, tile: Tile) -> float:
+    """Seconds of an iteration of a program that has a multiprocessor for itself."""
+    fixed, each = rates[work.itemsize]
+    return fixed + each * tile.rows * tile.columns * tile.reduced
+
+
+def _weights_by_pairs(work: LayerWork, tile: Tile | None) -> float:
+    """Seconds of weight gradients over groups of pairs of one offset; gathers both sides."""
+    counts, (inner, outer) = work.forward_map.counts, work.channels
+    each, blocks, tile = _sums(work, tile)
+    turns = [-(-count // tile.reduced) for count in counts]
+    longest = min(_GROUP // tile.reduced, max(turns, default=0))
+    moved = sum(counts) * (inner + outer) * work.itemsize
+    return _KERNEL_SECONDS + _looped((blocks * sum(turns), longest), each, moved)
+
+
+def _weights_by_tiles(flow: Dataflow, work: LayerWork, tile: Tile | None) -> float:
+    """Seconds of weight gradients over the tiles of each offset: gathers pairs and whole tiles of the other side, and
+    multiplies absent pairs, too."""
+    side, (inner, outer) = work.forward_map, work.channels
+    entries = -(-side.outputs // side.block) * side.taps if flow.form == "table" else sum(side.parts(flow.form))
+    each, blocks, tile = _sums(work, tile)
+    turns = blocks * entries * side.block / tile.reduced
+    moved = (side.pairs * inner + entries * side.block * outer) * work.itemsize
+    return _KERNEL_SECONDS + 6e-6 + 2 * _looped((turns, 0), each, moved)
+
+
+def _sums(work: LayerWork, tile: Tile | None) -> tuple[float, int, Tile]:
+    """(seconds of an iteration, programs per group, tile) of weight gradients."""
+    inner, outer = (n // work.groups for n in work.channels)
+    if tile is None:
+        rows, columns = (max(16, min(128, power_above(n))) for n in (outer, inner))
+        tile = Tile(rows, columns, 64 if work.itemsize < 4 or min(rows, columns) == 128 else 32)
+    rows, columns = (inner, outer) if tile.swapped else (outer, inner)
+    blocks = work.groups * -(-rows // tile.rows) * -(-columns // tile.columns)
+    return _iteration(_SUMS if min(inner, outer) >= 64 else _NARROW_SUMS, work, tile), blocks, tile
+
+
+def _by_pairs(work: LayerWork) -> float:
+    """Seconds of a kernel over the pairs of each offset; gathers both sides, and adds to outputs in float32."""
     pairs = work.forward_map.pairs
     moved, macs = pairs * sum(work.channels) * work.itemsize, pairs * work.macs_per_pair
     longest = max(moved / DEVICES["cuda"].cache, 2 * macs / _MATRIX[work.itemsize] * 1.5)
-    return _KERNEL_SECONDS + slowdown * longest + 6e-6
+    return _KERNEL_SECONDS + 6e-6 + 2 * longest + pairs * work.channels[1] * 8 / DEVICES["cuda"].cache
 
 
 def _by_library(flow: Dataflow, work: LayerWork, name: str, device: Device) -> float:

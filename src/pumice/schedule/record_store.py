@@ -98,6 +98,11 @@ class Store(Generic[K, V]):
         self._stamp: Stamp | None = None
         self._failed = False
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no records are known to this process."""
+        return not self._known()
+
     def find(self, key: K) -> V | None:
         """The value of this key, or None. Only the first call reads the file."""
         return self._known().get(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles
@@ -23,7 +24,8 @@ class Tile:
     segment_threads: rows that work on one segment together (only if the rows are segments).
     warps: per program, of 32 threads (64 on CDNA). stages: loop iterations whose loads are in flight.
     swapped: the columns of the statement are the rows of the tile, since wgmma needs at least 64 rows.
-    column_major_grid: programs run through all rows of one block of columns, then the next: gathered rows stay cached.
+    column_major_grid: programs run through all rows of one block of columns (of the statement), then the next: gathered
+        rows stay cached.
     stacked: consecutive segments are the rows of a matrix product (language.contraction.stacked).
     prefetch_indices: matrix products load indices two iterations ahead, so that no load waits for another.
     packed: an iteration takes as many entries of a segment as fit in `reduced`, at least one, each with all of its few
@@ -127,6 +129,12 @@ def size_class(count: int) -> int:
     return power_above(count) if count <= 64 else 2 << 2 * ((count.bit_length() - 1) // 2)
 
 
+def segment_class(count: int) -> int:
+    """Representative of the size class of a number of segments: as `size_class` up to 64, above one per factor of 2,
+    since it decides whether programs share segments, by the same kernel."""
+    return power_above(count) if count <= 64 else 3 << (count.bit_length() - 2)
+
+
 _HALF_WAY = math.sqrt(0.5)
 
 
@@ -146,7 +154,8 @@ class Problem:
     roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
     loads in the loop use indices loaded in it. stacks: stacked tiles are possible. segments: their number. packed:
     roles for packed tiles, if possible. waits: barriers order stores for other programs too (not on AMD). mixed: values
-    have several dtypes, as features and a weight in two parts (lower.parts).
+    have several dtypes, as features and a weight in three parts (lower.parts). across: the rows' factor is contiguous
+    along the reduction, the columns' factor along the columns.
     """
 
     roles: ContractionRoles
@@ -160,6 +169,7 @@ class Problem:
     waits: bool = True
     longest: int = LONGEST
     mixed: bool = False
+    across: bool = False
 
     @property
     def shares(self) -> bool:
@@ -320,6 +330,11 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                     for stages, ahead in loads:
                         tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
                         yield replace(tile, prefetch_indices=ahead)
+        if swapped and problem.chained and roles.segment is not None and not roles.laned and columns >= _WIDE:
+            for height, stages in product((128, 256), (3, 4, 5)):
+                width = _tile_side(rows, 32)
+                tile = Tile(height, width, first.reduced, stages=stages, swapped=True, prefetch_indices=True)
+                yield replace(tile, column_major_grid=True)
     for depth in (first.reduced // 2, 2 * first.reduced) if problem.chained and problem.bits == 16 else ():
         if 32 <= depth <= _max_depth(problem):
             for stages, ahead in loads:
@@ -362,8 +377,7 @@ def _product_tile(problem: Problem) -> Tile:
     if roles.within:
         return _tile_within(problem)
     rows, columns = problem.volume(roles.rows), problem.volume(roles.columns)
-    # With 32 bits wgmma reads operands along the reduction only, so the gathered one must be the rows.
-    swapped = rows < 64 <= columns and not wide and not roles.folds
+    swapped = (rows < 64 <= columns and not wide and not roles.folds) or _is_turned(problem)
     if swapped:
         rows, columns = columns, rows
     depth = _depth(problem)
@@ -375,6 +389,14 @@ def _product_tile(problem: Problem) -> Tile:
     height, width = _tile_side(rows, 128), _tile_side(columns, 128 if wide else 256)
     warps = 8 if height * width >= 128 * 128 else 4
     return Tile(height, width, depth, warps=warps, stages=3, swapped=swapped)
+
+
+def _is_turned(problem: Problem) -> bool:
+    """True if the columns of a 32-bit product over segments are the rows of the tile, as in a feature gradient: wgmma
+    reads its second operand along the reduction only."""
+    roles = problem.roles
+    own = roles.segment is not None and not (roles.packed or roles.atomic or roles.folds)
+    return own and problem.across and problem.bits == 32 and problem.volume(roles.columns) >= 64
 
 
 def _short_product(problem: Problem, sides: tuple[int, int], swapped: bool) -> Tile | None:
@@ -409,6 +431,10 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     if own and problem.bits in (16, 32):
         return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
+    tiles = problem.segments * problem.volume(roles.batch) * -(-rows // 256)
+    blocks = swapped and roles.segment is not None and not roles.laned and problem.bits == 16
+    if blocks and rows >= _WIDE and tiles >= _FEW:
+        return _tile_of_blocks(columns, depth, turns)
     if roles.atomic and problem.bits in (16, 32) and not (roles.packed or roles.folds):
         tile = _tile_of_sums((rows, columns, depth), swapped, problem.bits == 32)
         return tile if turns >= _SHORT_LOOP else _without_prefetch(tile)
@@ -442,13 +468,26 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 without prefetch), 885 us for a million
     # of a shell (979).
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
-    # A weight in two parts leaves no room for a fourth stage of three programs.
+    # Three parts of a weight leave no room for a fourth stage of two programs.
     stages = 4 if (height <= 64 and not problem.mixed) or (depth <= 32 and not wide) else 3
     tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
     if height > 64 or not problem.waits:
         return tile
     programs = problem.segments * problem.volume(problem.roles.batch) * -(-columns // width)
     return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, programs) or WHOLE_SEGMENTS)
+
+
+def _tile_of_blocks(rows: int, depth: int, turns: float) -> Tile:
+    """The tile of a product of rows of small blocks by a wide matrix: programs of one slice of its columns run
+    together, so that what they read of it stays in the nearer part of the second-level cache.
+
+    On an H200 (fp16, 4096 x 4096 by as much, blocks of 32 x 32), us, with as wide tiles in the order of rows, and so:
+    share of blocks    0.75   0.5   0.2   0.1   0.05
+    by rows             380   257   115    68     45
+    by columns          333   231   114    65     41"""
+    stages = 5 if turns >= _LONG_LOOP else 3
+    tile = Tile(256, _tile_side(rows, 32), depth, stages=stages, swapped=True, prefetch_indices=True)
+    return replace(tile, column_major_grid=True)
 
 
 def _tile_of_sums(sides: tuple[int, int, int], swapped: bool, wide: bool) -> Tile:
@@ -514,7 +553,7 @@ def _stream_k_chunk(problem: Problem, tile: Tile, programs: int) -> int:
     else 0. Partial sums go through memory, which does not pay for segments of similar length or short ones."""
     each, longest = problem.mean * programs / _wave_size(problem, tile), max(problem.longest, 1.4 * problem.mean)
     alike = 0.8 * problem.longest < problem.mean <= problem.longest
-    if longest < 2.5 * each or alike or problem.longest <= _SHORT:
+    if longest < 2.25 * each or alike or problem.longest <= _SHORT:
         return 0
     return SHARED_CHUNK
 
@@ -554,6 +593,8 @@ channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   
 64 x 64, us                     73         44         62         39        24         15
 64 x 128, us                    51         34         50         32        24         15
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
+
+_WIDE = 512  # columns from which programs of a slice of them run together
 
 _LONG_LOOP = 16  # minimum iterations of a long loop
 
