@@ -45,13 +45,13 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
-from pumice.lower import movement, norm, segment_sums, unrolled
+from pumice.lower import movement, norm, parts, segment_sums, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
-LOWER = ("row_kernels", "movement_kernels", "segment_kernels")
+LOWER = ("row_kernels", "movement_kernels", "segment_kernels", "part_kernels")
 """Files of kernels in pumice.lower, besides those of pumice.coords."""
 _TYPES = {
     torch.uint8: "*u8",
@@ -140,6 +140,7 @@ def variants() -> tuple[Variant, ...]:
         patch.object(norm, "has_triton", lambda tensor: True),
         patch.object(by_rows, "has_triton", lambda tensor: True),
         patch.object(movement, "has_triton", lambda tensor: True),
+        patch.object(parts, "has_triton", lambda tensor: True),
         patch.object(segments, "_fits_sort_kernel", lambda array, count: True),
         patch.object(segments, "has_triton", lambda tensor: True),
         patch.object(chain, "has_triton", lambda tensor: True),
@@ -171,6 +172,9 @@ def variants() -> tuple[Variant, ...]:
             coords, feats = torch.zeros(9, 4, dtype=torch.int32), torch.zeros(9, 3, dtype=dtype)
             packing.put_first([coords, feats], [coords[:5], feats[:5]], torch.zeros(1, dtype=torch.int32))
         set_status(new_status(told.device), RANGE, told.any())
+        weight = torch.zeros(64, 27, 64)
+        for number in (1, 3):
+            parts.WeightParts.of([weight], number).fill([weight])
         for dtype, channels in ((torch.float16, 96), (torch.bfloat16, 256), (torch.float32, 3)):
             _norms(torch.zeros(40_000, channels, dtype=dtype))
             by_rows.zero_padding_rows(torch.zeros(40, channels, dtype=dtype), torch.tensor([7], dtype=torch.int32))
