@@ -269,7 +269,7 @@ class Stretch:
             tensors = self._fold_biases(tensors)
             launches = self._launches(tensors, given)
             if launches is not None and self._parts is not None:
-                self._parts.fill([tensors[n * len(_TENSORS)] for n in self._in_parts])
+                self._parts.fill([w for n in self._in_parts if (w := tensors[n * len(_TENSORS)]) is not None])
         return partial(self._by_modules, env) if launches is None else partial(self._start, env, own, launches, tensors)
 
     def _start(self, env: Env, own: Env, launches: Sequence[Launch | None], tensors: Tensors) -> None:
