@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from emulated import emulated
 
 import pumice as pm
 from pumice.errors import CoordinateError, ShapeError
+from pumice.runtime.launch import PreparedLaunch
+from pumice.runtime.repeat import NewTensor, OpenArguments, RepeatedLaunch
 
 PACKAGE = str(Path(pm.__file__).parent)
 GATHERED = "Y[p,n] = X[E[p],c] * W[c,n]"
@@ -104,3 +107,23 @@ def test_gradients_modes_and_settings(device):
         torch.use_deterministic_algorithms(False)
     batch = torch.vmap(lambda x: f(X=x, W=w, E=e))(torch.stack([x, x]))
     torch.testing.assert_close(batch[1], x[e] @ w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_launch_is_given_addresses_stream_and_a_new_result(monkeypatch, packs):
+    """As Triton's launcher takes a kernel's arguments, one by one, or from 3.7 on as a tuple."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    seen, runtime = [], SimpleNamespace(launch_enter_hook=None)
+    before, values = [5, 1, 1, None, "function"], [0, "kept", 0, 42]
+    arguments = values if packs else [*before, *values]
+    launch = PreparedLaunch(
+        lambda *given: seen.append(given), runtime, before if packs else None, arguments, 0 if packs else 5, 3
+    )
+    x, kind = torch.randn(8, 4), torch.float32
+    call = RepeatedLaunch(launch, OpenArguments(((0, 1),), 2), NewTensor((3, 4), kind, x.device), None)
+    y = call([None, x])
+    given = (x.data_ptr(), "kept", y.data_ptr(), 42)
+    assert seen == [(5, 1, 1, 7, "function", *((given,) if packs else given))] and y.shape == (3, 4)
+    assert call([None, x.view(-1)[1:]]) is None and len(seen) == 1, "not aligned to 16 bytes"
+    runtime.launch_enter_hook = print
+    assert call([None, x]) is None and len(seen) == 1, "a hook listens"

@@ -48,6 +48,12 @@ def segment_sums(
     third = first
     fourth = first
     # The first iteration stands before the loop: its loads do not wait for the number of iterations.
+    at += DEPTH * step
+    ahead, held, ahead1, held1 = place, value, place1, value1
+    if code >= 8:
+        ahead, held = _entry(places, values, at, stop, VALUED)
+        if DEPTH > 1:
+            ahead1, held1 = _entry(places, values, at + step, stop, VALUED)
     first, second, third, fourth = _added(
         first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
     )  # fmt: skip
@@ -56,11 +62,7 @@ def segment_sums(
             first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
             VALUED
         )  # fmt: skip
-    at += DEPTH * step
-    place, value = _entry(places, values, at, stop, VALUED)
-    place1, value1 = place, value
-    if DEPTH > 1:
-        place1, value1 = _entry(places, values, at + step, stop, VALUED)
+    place, value, place1, value1 = ahead, held, ahead1, held1
     for _ in tl.range(1, code >> 2):
         # Places are loaded an iteration ahead of the rows of x that they name.
         at += DEPTH * step
