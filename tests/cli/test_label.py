@@ -144,6 +144,16 @@ def test_captured_from_points_as_compiled(trained):
     assert fast._most == 2 * len(scene(1))
 
 
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_folder_that_cannot_be_written(pumice, trained, readers):
+    """The error is that of the file, from whichever process."""
+    fleet(3)
+    Path("out").mkdir()
+    Path("out/1").write_text("a file where a folder is needed")
+    ran = run(pumice, trained, "scans", more=("--readers", readers))
+    assert ran.code == 1 and "out/1" in ran.err and "DataLoader" not in ran.err, ran.err
+
+
 @pytest.mark.parametrize("room", [200_000, 100], ids=["in slots", "larger than a slot"])
 @pytest.mark.parametrize("readers", [0, 2])
 def test_scans_are_whole_while_others_are_read(trained, monkeypatch, room, readers):

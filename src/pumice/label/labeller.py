@@ -162,14 +162,14 @@ class Labeller:
             try:
                 for report in self._reports(orders, readers, slots):
                     orders.reported(report)
-                    yield from report.labels
-                    if report.error is not None:
-                        raise report.error
                     if report.read is not None:
                         some.append(report.read)
                     if some and (self._enough(some) or orders.all_read):
                         self._start(some, slots, orders)
                         some = []
+                    yield from report.labels
+                    if report.error is not None:
+                        raise report.error
             except RuntimeError as error:
                 # Raised wherever this process was when it was told.
                 if "DataLoader worker" not in str(error):
