@@ -171,6 +171,23 @@ def test_other_streams_graphs_and_threads():
         near(y, want)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_call_within_a_capture_is_not_kept(format):
+    """A launch is bound outside: within a capture it would be of the graph's memory."""
+    a, b = pm.sparse(matrix(300, 200, 0.1), format), matrix(200, 128, 1.0)
+    f = pm.compile_einsum(SPMM, {"A": format})
+    f(A=a, B=b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = f(A=a, B=b)
+    assert not kept(a)
+    graph.replay()
+    near(y, product(a, b))
+    for _ in range(3):
+        near(f(A=a, B=b), product(a, b))
+    assert [type(call._run).__name__ for call in kept(a)] == ["RepeatedLaunch"]
+
+
 def test_several_dense_and_sparse_operands():
     chance = torch.Generator().manual_seed(0)
     table = torch.randn(4, 4, 4, 5, generator=chance) * (torch.rand(4, 4, 4, 5, generator=chance) < 0.1)

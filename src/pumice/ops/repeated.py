@@ -19,6 +19,7 @@ from pumice.ops.operands import Operand, tensors_of
 from pumice.ops.sparse import Sparse
 from pumice.runtime.launch import recorded_constants
 from pumice.runtime.repeat import Repeated, RepeatedLaunch, like_these
+from pumice.runtime.streams import is_capturing
 from pumice.schedule.tuned_loops import loop_records
 
 
@@ -31,7 +32,7 @@ class RepeatedCalls:
     def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan]) -> bool:
         """Keep a call that was carried out, if it is plain; find: its plan. False if such calls are never kept."""
         tensors = tensors_of(operands.values())
-        if not autograd.is_plain_call(tensors):
+        if not autograd.is_plain_call(tensors) or recorded_constants() is not None or is_capturing(tensors[0].device):
             return True
         layout, alive = (torch.is_inference_mode_enabled(), *_layouts(operands)), [c for c in self.kept if c.alive]
         known = next((call for call in alive if call.layout == layout), None)
