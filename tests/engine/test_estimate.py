@@ -19,7 +19,7 @@ from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import native_products
 from pumice.lower.dataflow import Pass
 from pumice.runtime import workspace as workspaces
-from pumice.schedule.dataflow import PLANNED
+from pumice.schedule.dataflow import PASSES, PLANNED
 from pumice.schedule.predict import DEVICES, MapStats
 from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.testing import random_cloud
