@@ -185,14 +185,10 @@ def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
 
 
 def test_a_tile_is_chosen_without_memory():
-    meter, found = (
-        Meter(Machine(DEVICES["cuda"], True), ()),
-        kernel_map(scene().geometry, pm.coords.Relation.of(3, 3))[0],
-    )
+    meter = Meter(Machine(DEVICES["cuda"], True), ())
+    found, _ = kernel_map(scene().geometry, pm.coords.Relation.of(3, 3))
     with meter:
-        tiles = [
-            dry_stretch._tile(Pass(name, PLANNED, found, 1), (32, 64), 4) for name in ("forward", "dgrad", "wgrad")
-        ]
+        tiles = [dry_stretch._tile(Pass(name, PLANNED, found, 1), (32, 64), 4) for name in PASSES]
         assert meter.peak == 0 and all(isinstance(tile, Tile) for tile in tiles)
         torch.empty(100, device="meta")
     assert meter.peak == 400
