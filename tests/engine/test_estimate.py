@@ -14,9 +14,12 @@ from benchmarks.scenes.workloads import WORKLOADS, fresh, narrow, samples, stand
 from benchmarks.suites.estimates import Mode, _on_cpu
 from pumice.coords import kernel_map
 from pumice.engine import dry_stretch, train_pass
+from pumice.engine.dry_run import Machine, Meter
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import native_products
+from pumice.lower.dataflow import Pass
 from pumice.runtime import workspace as workspaces
+from pumice.schedule.dataflow import PASSES, PLANNED
 from pumice.schedule.predict import DEVICES, MapStats
 from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.testing import random_cloud
@@ -179,6 +182,16 @@ def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
     assert 0 < found.inference.time < found.training.time < 0.01
     least = workspaces.workspace_bytes(*map(max, zip(*needed, strict=True)))
     assert found.training.parts["workspace"] == pytest.approx(least, rel=0.01) and least > 0
+
+
+def test_a_tile_is_chosen_without_memory():
+    meter = Meter(Machine(DEVICES["cuda"], True), ())
+    found, _ = kernel_map(scene().geometry, pm.coords.Relation.of(3, 3))
+    with meter:
+        tiles = [dry_stretch._tile(Pass(name, PLANNED, found, 1), (32, 64), 4) for name in PASSES]
+        assert meter.peak == 0 and all(isinstance(tile, Tile) for tile in tiles)
+        torch.empty(100, device="meta")
+    assert meter.peak == 400
 
 
 def test_the_workspace_of_shared_tiles():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pumice.coords import KernelMap
 from pumice.engine.dry_run import Meter
@@ -41,11 +42,12 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
     if dtype is not None:
         # Narrow copies of weights stay for later calls.
         meter.keep(sum(step.layer.weight.numel() * dtype.itemsize for step in stretch.products))
-    elif meter.machine.on_gpu:
-        # And so do weights in parts.
-        stored = [step.layer.weight for step in stretch.products if is_one_kernel(step.layer)]
-        each = number_of_parts(kernels.float32_precision()) * torch.float32.itemsize
-        meter.keep(sum(each * weight.numel() for weight in stored if fits_parts(weight)))
+    parts = _parts(meter) if dtype is None else 0
+    stored = [step.layer.weight for step in stretch.products if parts and _is_in_parts(step)]
+    # And so do weights in parts, which every call fills: three of bfloat16, or one of float32.
+    size = sum(w.numel() for w in stored) * (2 * parts if parts > 1 else 4 * parts)
+    meter.keep(size)
+    meter.work(Work(memory=size + sum(w.nbytes for w in stored)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
     found = going.find_maps()
     going.allocate([one for one in stretch.wired if one.starts is not None])
@@ -54,9 +56,19 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
         place, rows = stretch.places[step.node], going.rows(one.y)
         meter.spent.rows, meter.spent.channels = rows, place.channels
         meter.spent.allocated += rows * place.channels * going.like.element_size()
-        _multiply(meter, step, over, (rows, going.like.element_size()), (FORWARD,))
+        own = parts if _is_in_parts(step) else 0
+        _multiply(meter, step, over, (rows, going.like.element_size()), (FORWARD,), own)
     for node in stretch.outputs:
         env[node] = going.value(node)
+
+
+def _parts(meter: Meter) -> int:
+    """The number of parts in which weights of float32 products are stored."""
+    return number_of_parts(kernels.float32_precision()) if meter.machine.on_gpu else 0
+
+
+def _is_in_parts(step: Product) -> bool:
+    return is_one_kernel(step.layer) and fits_parts(step.layer.weight)
 
 
 def _narrowed(nodes: Sequence[Node], env: Env, dtype: torch.dtype | None) -> Env:
@@ -66,9 +78,15 @@ def _narrowed(nodes: Sequence[Node], env: Env, dtype: torch.dtype | None) -> Env
 
 
 def _multiply(
-    meter: Meter, step: Product, found: KernelMap | NoMap | None, size: tuple[int, int], passes: Sequence[str]
+    meter: Meter,
+    step: Product,
+    found: KernelMap | NoMap | None,
+    size: tuple[int, int],
+    passes: Sequence[str],
+    parts: int = 0,
 ) -> None:
-    """Add the time of passes of a convolution or linear map. size: rows of the result, bytes per value."""
+    """Add the time of passes of a convolution or linear map. size: rows of the result, bytes per value; parts: in which
+    its weight is stored, or 0."""
     layer, (rows, itemsize) = step.layer, size
     outer, inner = layer.weight.shape[0], layer.weight.shape[-1]
     if not isinstance(layer, Convolution) or not isinstance(found, KernelMap):
@@ -78,7 +96,7 @@ def _multiply(
     maps.planner_operands(found, torch.is_grad_enabled() or FORWARD not in passes)
     side = _stats(found)
     turned = _stats(found.transpose()) if DGRAD in passes else side
-    work = LayerWork(side, turned, (inner * layer.groups, outer), layer.groups, itemsize)
+    work = LayerWork(side, turned, (inner * layer.groups, outer), layer.groups, itemsize, parts)
     meter.spent.pairs = side.pairs
     for name in passes:
         tile = _tile(Pass(name, PLANNED, found, layer.groups), (inner * layer.groups, outer), itemsize)
@@ -94,11 +112,13 @@ _DTYPES = {2: torch.float16, 4: torch.float32}
 def _tile(one: Pass, channels: tuple[int, int], itemsize: int) -> Tile:
     """The tile of a pass. channels: (in, out)."""
     (inner, outer), found, dtype = channels, one.found, _DTYPES[itemsize]
-    x = torch.empty(found.num_inputs, inner, dtype=dtype, device="meta")
-    y = x.new_empty(found.num_outputs, outer)
-    weight = x.new_empty(outer, found.volume, inner // one.groups)
-    given = {FORWARD: (x, weight), DGRAD: (y, weight), WGRAD: (x, y)}
-    return planned_tile(one, maps.preferred_form(found, _FORMS[one.name]), given[one.name])
+    # These tensors are none of the network's.
+    with _disable_current_modes():
+        x = torch.empty(found.num_inputs, inner, dtype=dtype, device="meta")
+        y = x.new_empty(found.num_outputs, outer)
+        weight = x.new_empty(outer, found.volume, inner // one.groups)
+        given = {FORWARD: (x, weight), DGRAD: (y, weight), WGRAD: (x, y)}
+        return planned_tile(one, maps.preferred_form(found, _FORMS[one.name]), given[one.name])
 
 
 def _shared(side: MapStats, tile: Tile, columns: int) -> tuple[int, int]:

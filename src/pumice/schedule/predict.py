@@ -113,13 +113,15 @@ class MapStats:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer, and its map as read by forward and by dgrad. channels: (in, out). itemsize: bytes per value."""
+    """A layer, and its map as read by forward and by dgrad. channels: (in, out). itemsize: bytes per value. parts: in
+    which its float32 weight is stored (lower.parts), or 0."""
 
     forward_map: MapStats
     dgrad_map: MapStats
     channels: tuple[int, int]
     groups: int = 1
     itemsize: int = 4
+    parts: int = 0
 
     @property
     def macs_per_pair(self) -> float:
@@ -129,7 +131,7 @@ class LayerWork:
     def dgrad(self) -> LayerWork:
         """The dgrad pass as a layer: map and channels exchanged."""
         inner, outer = self.channels
-        return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize)
+        return LayerWork(self.dgrad_map, self.forward_map, (outer, inner), self.groups, self.itemsize, self.parts)
 
 
 _STATED = ("implicit", "on-demand", "in-parts")
@@ -215,12 +217,14 @@ _GROUP = 1024  # pairs that a program of a weight gradient takes at most
 _ITERATIONS: Mapping[int, tuple[float, float]] = MappingProxyType(
     {1: (0.15e-6, 0.15e-12), 2: (0.16e-6, 0.2e-12), 4: (0.35e-6, 2.1e-12), 8: (0.5e-6, 9e-12)}
 )
+_IN_PARTS: Mapping[int, tuple[float, float]] = MappingProxyType({1: (0.2e-6, 0.5e-12), 3: (0.29e-6, 1.33e-12)})
 _SUMS: Mapping[int, tuple[float, float]] = MappingProxyType({**_ITERATIONS, 4: (0.67e-6, 3e-12)})
 _NARROW_SUMS: Mapping[int, tuple[float, float]] = MappingProxyType({**_ITERATIONS, 4: (0.22e-6, 6.4e-12)})
-"""Seconds of an iteration of a program over a tile, by bytes per value: fixed, and per multiply-add. Of weight
-gradients in float32 those with 64 or more channels are six products of bfloat16, the others three of TF32 whose
-operands are turned. Fitted to the kernels of the networks of the suite `workloads` on an H200: each kernel within 23 %
-(float16) and 15 % (float32), root mean square."""
+"""Seconds of an iteration of a program over a tile, by bytes per value: fixed, and per multiply-add. _IN_PARTS: of
+float32 features and a weight in so many parts; that of one, in TF32, is from a single layer. Of weight gradients in
+float32 those with 64 or more channels are six products of bfloat16, the others three of TF32 whose operands are turned.
+Fitted to the kernels of the networks of the suite `workloads` on an H200: each kernel within 23 % (float16) and 15 %
+(float32), root mean square; with weights in parts all kernels of a network within 6 %."""
 
 
 def _on_gpu(flow: Dataflow, work: LayerWork, name: str, tile: Tile | None = None) -> float:
@@ -275,7 +279,8 @@ def _tiled(entries: int, work: LayerWork, each: tuple[float, float], tile: Tile)
     # The longest tile, or one piece of it if several programs share it.
     longest = min(taps, entries, piece or taps)
     moved = (pairs * inner + entries * work.macs_per_pair) * work.itemsize
-    spent = _looped((blocks * entries * turns, longest * turns), _iteration(_ITERATIONS, work, tile), moved)
+    rates = _IN_PARTS.get(work.parts) or _ITERATIONS[work.itemsize]
+    spent = _looped((blocks * entries * turns, longest * turns), _iteration(rates, tile), moved)
     written = side.outputs * outer * work.itemsize / DEVICES["cuda"].memory
     return _KERNEL_SECONDS + written + spent + (2e-6 if piece else 0)
 
@@ -287,9 +292,9 @@ def _looped(turns: tuple[float, float], each: float, moved: float) -> float:
     return (through**1.5 + (longest * each) ** 1.5) ** (2 / 3)
 
 
-def _iteration(rates: Mapping[int, tuple[float, float]], work: LayerWork, tile: Tile) -> float:
+def _iteration(rates: tuple[float, float], tile: Tile) -> float:
     """Seconds of an iteration of a program that has a multiprocessor for itself."""
-    fixed, each = rates[work.itemsize]
+    fixed, each = rates
     return fixed + each * tile.rows * tile.columns * tile.reduced
 
 
@@ -322,7 +327,8 @@ def _sums(work: LayerWork, tile: Tile | None) -> tuple[float, int, Tile]:
         tile = Tile(rows, columns, 64 if work.itemsize < 4 or min(rows, columns) == 128 else 32)
     rows, columns = (inner, outer) if tile.swapped else (outer, inner)
     blocks = work.groups * -(-rows // tile.rows) * -(-columns // tile.columns)
-    return _iteration(_SUMS if min(inner, outer) >= 64 else _NARROW_SUMS, work, tile), blocks, tile
+    rates = _SUMS if min(inner, outer) >= 64 else _NARROW_SUMS
+    return _iteration(rates[work.itemsize], tile), blocks, tile
 
 
 def _by_pairs(work: LayerWork) -> float:
