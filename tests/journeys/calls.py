@@ -7,6 +7,7 @@ the launch of a kernel is walked; language/nodes.py is left out. Generators coun
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -48,11 +49,15 @@ def walked(function: Callable[[], object]) -> list[CodeType]:
             found.append(frame.f_code)
 
     before = sys.getprofile()
+    # Finalisers of what earlier journeys left do not count.
+    gc.collect()
+    gc.disable()
     sys.setprofile(turn)
     try:
         function()
     finally:
         sys.setprofile(before)
+        gc.enable()
     return found
 
 
