@@ -20,7 +20,7 @@ from pumice.lower import native_products
 from pumice.lower.dataflow import Pass
 from pumice.runtime import workspace as workspaces
 from pumice.schedule.dataflow import PASSES, PLANNED
-from pumice.schedule.predict import DEVICES, MapStats
+from pumice.schedule.predict import DEVICES, LayerWork, MapStats
 from pumice.schedule.tile import WHOLE_SEGMENTS, Tile
 from pumice.testing import random_cloud
 
@@ -187,8 +187,10 @@ def test_stretches_of_a_gpu_allocate_as_told(tmp_path, monkeypatch):
 def test_a_tile_is_chosen_without_memory():
     meter = Meter(Machine(DEVICES["cuda"], True), ())
     found, _ = kernel_map(scene().geometry, pm.coords.Relation.of(3, 3))
+    works = [LayerWork(MapStats(500, 500, ()), MapStats(500, 500, ()), (32, 64), parts=parts) for parts in (0, 3)]
     with meter:
-        tiles = [dry_stretch._tile(Pass(name, PLANNED, found, 1), (32, 64), 4) for name in PASSES]
+        tiles = [dry_stretch._tile(Pass(name, PLANNED, found, 1), works[0]) for name in PASSES]
+        tiles.append(dry_stretch._tile(Pass("forward", PLANNED, found, 1), works[1]))
         assert meter.peak == 0 and all(isinstance(tile, Tile) for tile in tiles)
         torch.empty(100, device="meta")
     assert meter.peak == 400

@@ -99,7 +99,7 @@ def _multiply(
     work = LayerWork(side, turned, (inner * layer.groups, outer), layer.groups, itemsize, parts)
     meter.spent.pairs = side.pairs
     for name in passes:
-        tile = _tile(Pass(name, PLANNED, found, layer.groups), (inner * layer.groups, outer), itemsize)
+        tile = _tile(Pass(name, PLANNED, found, layer.groups), work)
         meter.time(seconds_on_gpu(PLANNED, work, name, meter.machine.rates, tile))
         if name != WGRAD:
             meter.shared(*_shared(side if name == FORWARD else turned, tile, inner if name == DGRAD else outer))
@@ -109,14 +109,15 @@ _FORMS = {FORWARD: "compacted", DGRAD: "compacted_t", WGRAD: "grouped"}
 _DTYPES = {2: torch.float16, 4: torch.float32}
 
 
-def _tile(one: Pass, channels: tuple[int, int], itemsize: int) -> Tile:
-    """The tile of a pass. channels: (in, out)."""
-    (inner, outer), found, dtype = channels, one.found, _DTYPES[itemsize]
+def _tile(one: Pass, work: LayerWork) -> Tile:
+    """The tile of a pass of a layer."""
+    (inner, outer), found, dtype = work.channels, one.found, _DTYPES[work.itemsize]
     # These tensors are none of the network's.
     with _disable_current_modes():
         x = torch.empty(found.num_inputs, inner, dtype=dtype, device="meta")
         y = x.new_empty(found.num_outputs, outer)
-        weight = x.new_empty(outer, found.volume, inner // one.groups)
+        stored = torch.bfloat16 if work.parts > 1 else dtype
+        weight = x.new_empty(outer, found.volume, inner // one.groups, dtype=stored)
         given = {FORWARD: (x, weight), DGRAD: (y, weight), WGRAD: (x, y)}
         return planned_tile(one, maps.preferred_form(found, _FORMS[one.name]), given[one.name])
 
