@@ -12,7 +12,8 @@ _PAPER = "Insum"
 
 def lines() -> tuple[Line, ...]:
     paper, einsum = partial(numbers, _PAPER), partial(Pick, "einsum")
-    bsr, sparse, graphs = "torch BSR", "torch.sparse|cuSPARSE", r"unstructured/(cora|citeseer|pubmed|[\w-]+-like)/N128/.+"
+    bsr, sparse = "torch BSR", "torch.sparse|cuSPARSE"
+    graphs = r"unstructured/(cora|citeseer|pubmed|[\w-]+-like)/N128/.+"
     return (
         *(
             Line(
