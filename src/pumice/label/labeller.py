@@ -22,9 +22,9 @@ from pumice.label.classify import Classifier
 from pumice.label.features import FEATURES
 from pumice.label.predictions import FORMATS, kind_of, remove_leftovers
 from pumice.label.record import Record, digest
-from pumice.label.slots import Slots
+from pumice.label.slots import ScanSlots
 from pumice.label.sources import Input, Sources, place
-from pumice.label.work import FailedScan, Labelled, Orders, ReadScan, Work, failed
+from pumice.label.work import FailedScan, Labelled, Orders, ReadScan, ScanWork, failed
 
 _AHEAD = 2
 """Orders that each reader is ahead."""
@@ -156,7 +156,7 @@ class Labeller:
         readers = self._readers(len(todo))
         # Of scans that readers are ahead, those of two calls of the network, and those that are written.
         count = 2 * _AHEAD * readers + 3 * self._together
-        slots = Slots.of(count, self._net[1].in_channels) if readers else None
+        slots = ScanSlots.of(count, self._net[1].in_channels) if readers else None
         orders, some = Orders(todo, count), list[ReadScan | FailedScan]()
         with slots.pinned(self._device) if slots is not None and self._device.type == "cuda" else nullcontext():
             try:
@@ -178,9 +178,9 @@ class Labeller:
                 message = f"{near.source}, or a scan soon after it, ended the process that read it: {error}"
                 raise FileError(message) from error
 
-    def _reports(self, orders: Orders, readers: int, slots: Slots | None) -> DataLoader[Any]:
+    def _reports(self, orders: Orders, readers: int, slots: ScanSlots | None) -> DataLoader[Any]:
         _, task, kind = self._net
-        work = Work(Path(self.out), kind, task, self.features, self.columns, slots)
+        work = ScanWork(Path(self.out), kind, task, self.features, self.columns, slots)
         options = {} if slots is None else {"prefetch_factor": _AHEAD, "worker_init_fn": slots.touch}
         return DataLoader(work, None, sampler=orders, num_workers=readers, collate_fn=_unchanged, **options)
 
@@ -199,7 +199,7 @@ class Labeller:
         points = sum(one.points for one in some if isinstance(one, ReadScan))
         return len(some) >= self._together or points >= _POINTS_TOGETHER
 
-    def _start(self, some: Sequence[ReadScan | FailedScan], slots: Slots | None, orders: Orders) -> None:
+    def _start(self, some: Sequence[ReadScan | FailedScan], slots: ScanSlots | None, orders: Orders) -> None:
         """Start the network on scans."""
         scans = [one for one in some if isinstance(one, ReadScan)]
         try:

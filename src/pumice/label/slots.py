@@ -43,7 +43,7 @@ class ScanMemory:
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class ScanSlots:
     """`count` slots for scans of `channels` input channels; memory: an array of multiprocessing."""
 
     memory: Any
@@ -51,8 +51,8 @@ class Slots:
     channels: int
 
     @staticmethod
-    def of(count: int, channels: int) -> Slots:
-        return Slots(RawArray("f", count * _POINTS * (3 + channels + 1 + 1)), count, channels)
+    def of(count: int, channels: int) -> ScanSlots:
+        return ScanSlots(RawArray("f", count * _POINTS * (3 + channels + 1 + 1)), count, channels)
 
     def scan(self, slot: int, points: int) -> ScanMemory | None:
         """The memory of a scan in a slot; None for a scan that is larger than that."""

@@ -17,7 +17,7 @@ from pumice.errors import FileError, PumiceError
 from pumice.label.checkpoint import Task, network_inputs
 from pumice.label.features import fit_to_task
 from pumice.label.predictions import write_prediction
-from pumice.label.slots import ScanMemory, Slots
+from pumice.label.slots import ScanMemory, ScanSlots
 from pumice.label.sources import Input, local_file
 
 _WRITTEN = 2
@@ -54,7 +54,7 @@ class ReadScan:
     origin: tuple[float, float, float]
     own: ScanMemory | None
 
-    def memory(self, slots: Slots | None) -> ScanMemory:
+    def memory(self, slots: ScanSlots | None) -> ScanMemory:
         found = self.own if slots is None or self.own is not None else slots.scan(self.slot, self.points)
         assert found is not None
         return found
@@ -69,7 +69,7 @@ class FailedScan:
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class WorkOrder:
     """read: the scan to read and its slot, if there is one. write: scans whose classes are there, or that failed."""
 
     read: tuple[Input, int] | None
@@ -77,7 +77,7 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Report:
+class WorkReport:
     """What became of an order. slots: those that are free again. error: why a file could not be written."""
 
     read: ReadScan | FailedScan | None
@@ -87,7 +87,7 @@ class Report:
 
 
 @dataclass(frozen=True, eq=False)
-class Work(Dataset[Report]):
+class ScanWork(Dataset[WorkReport]):
     """Carries out orders: work[order] is its report."""
 
     out: Path
@@ -95,9 +95,9 @@ class Work(Dataset[Report]):
     task: Task
     features: str | None
     columns: int | None
-    slots: Slots | None
+    slots: ScanSlots | None
 
-    def __getitem__(self, order: Order) -> Report:
+    def __getitem__(self, order: WorkOrder) -> WorkReport:
         if get_worker_info() is not None and os.getppid() != self._parent:
             # Killed: whoever goes on has listed the files that are there.
             os._exit(1)
@@ -105,8 +105,8 @@ class Work(Dataset[Report]):
         try:
             labels = [scan.label if isinstance(scan, FailedScan) else self._written(scan) for scan in order.write]
         except OSError as error:
-            return Report(None, (), free, error)
-        return Report(None if order.read is None else self._read(*order.read), labels, free)
+            return WorkReport(None, (), free, error)
+        return WorkReport(None if order.read is None else self._read(*order.read), labels, free)
 
     @cached_property
     def _parent(self) -> int:
@@ -157,14 +157,14 @@ class Orders:
         self._running = deque[tuple[torch.cuda.Event | None, Sequence[ReadScan | FailedScan]]]()
         self._done = deque[ReadScan | FailedScan]()
 
-    def __iter__(self) -> Iterator[Order]:
+    def __iter__(self) -> Iterator[WorkOrder]:
         while self._unwritten:
             self._collect()
             write = [self._done.popleft() for _ in range(min(_WRITTEN, len(self._done)))]
             self._unwritten -= len(write)
-            yield Order(self._next_read(), write)
+            yield WorkOrder(self._next_read(), write)
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: WorkReport) -> None:
         self._free.extend(report.slots)
         if report.read is not None:
             self._reading.popleft()
