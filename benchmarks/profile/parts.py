@@ -107,12 +107,12 @@ class Shares:
 
 def shares(traced: Traced) -> Shares:
     """Add up the traced tree."""
-    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    parts: dict[str, float] = {}
     functions: dict[tuple[str, str], HostTime] = {}
     layers: dict[str, HostTime] = {}
     for node in traced.root.walk():
         spent, part = 1e6 * node.own / traced.passes, part_of(node)
-        parts[part] += spent
+        parts[part] = parts.get(part, 0.0) + spent
         name, where = node.name, place_of(node)
         one = functions.setdefault((name, where), HostTime(name, where))
         one.calls += node.calls / traced.passes
@@ -121,7 +121,10 @@ def shares(traced: Traced) -> Shares:
         held = layers.setdefault(layer, HostTime(layer))
         held.calls += _entered(node, layer) / traced.passes
         held.add(part, spent)
-    return Shares({part: v for part, v in parts.items() if v}, _longest(functions.values()), _longest(layers.values()))
+    # A part that was called stays if its time is less than what tracing takes.
+    return Shares(
+        {part: parts[part] for part in PARTS if part in parts}, _longest(functions.values()), _longest(layers.values())
+    )
 
 
 def _entered(node: Node, layer: str) -> int:
