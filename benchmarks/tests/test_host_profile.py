@@ -267,6 +267,8 @@ def test_blocks_hang_together():
 
 def test_the_command(command, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "plotly_source", lambda: "/* plotly */")
+    # On a busy host what tracing takes may be measured as more than short functions take.
+    monkeypatch.setattr("benchmarks.profile.trace._SETTLED", 0)
     monkeypatch.setattr(cli.console, "width", 300)
     out = tmp_path / "out"
     ran = command("profile", "minkunet-0.125", "shell_8", "--passes", 2, "--device", "cpu", "--out", out)
