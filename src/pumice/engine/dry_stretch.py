@@ -21,9 +21,9 @@ from pumice.engine.train_pass import Backward, Layout, Memory, Started
 from pumice.engine.train_stretch import TrainStretch
 from pumice.lower import kernel as kernels
 from pumice.lower import maps
+from pumice.lower import parts as weight_parts
 from pumice.lower.dataflow import Pass, planned_tile
 from pumice.lower.maps import NoMap
-from pumice.lower.parts import fits_parts, number_of_parts
 from pumice.nn.conv import Convolution
 from pumice.ops.tensor import raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import DGRAD, FORWARD, PLANNED, WGRAD
@@ -44,8 +44,8 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
         meter.keep(sum(step.layer.weight.numel() * dtype.itemsize for step in stretch.products))
     parts = _parts(meter) if dtype is None else 0
     stored = [step.layer.weight for step in stretch.products if parts and _is_in_parts(step)]
-    # And so do weights in parts, which every call fills: three of bfloat16, or one of float32.
-    size = sum(w.numel() for w in stored) * (2 * parts if parts > 1 else 4 * parts)
+    # And so do weights in parts, which every call fills.
+    size = sum(w.numel() for w in stored) * (parts * weight_parts.DTYPES[parts].itemsize if parts else 0)
     meter.keep(size)
     meter.work(Work(memory=size + sum(w.nbytes for w in stored)))
     going = StretchRun(stretch, own, [None] * len(stretch.wired), ())
@@ -64,11 +64,11 @@ def infer(stretch: Stretch, env: Env, meter: Meter, dtype: torch.dtype | None) -
 
 def _parts(meter: Meter) -> int:
     """The number of parts in which weights of float32 products are stored."""
-    return number_of_parts(kernels.float32_precision()) if meter.machine.on_gpu else 0
+    return weight_parts.number_of_parts(kernels.float32_precision()) if meter.machine.on_gpu else 0
 
 
 def _is_in_parts(step: Product) -> bool:
-    return is_one_kernel(step.layer) and fits_parts(step.layer.weight)
+    return is_one_kernel(step.layer) and weight_parts.fits_parts(step.layer.weight)
 
 
 def _narrowed(nodes: Sequence[Node], env: Env, dtype: torch.dtype | None) -> Env:
@@ -116,7 +116,7 @@ def _tile(one: Pass, work: LayerWork) -> Tile:
     with _disable_current_modes():
         x = torch.empty(found.num_inputs, inner, dtype=dtype, device="meta")
         y = x.new_empty(found.num_outputs, outer)
-        stored = torch.bfloat16 if work.parts > 1 else dtype
+        stored = weight_parts.DTYPES.get(work.parts, dtype)
         weight = x.new_empty(outer, found.volume, inner // one.groups, dtype=stored)
         given = {FORWARD: (x, weight), DGRAD: (y, weight), WGRAD: (x, y)}
         return planned_tile(one, maps.preferred_form(found, _FORMS[one.name]), given[one.name])

@@ -20,6 +20,8 @@ from pumice.lower.tile_family import INT32_LIMIT
 from pumice.runtime.launch import has_triton, keep_for_graph, kernel, outside_inference_mode, to_device_async
 
 _PARTS = {"tf32": 1, "tf32x3": 3}
+DTYPES = {1: torch.float32, 3: torch.bfloat16}
+"""Of the parts, by their number."""
 _BLOCK = 4096
 _ALIGNED = 64
 _FEWEST = 16
@@ -64,7 +66,7 @@ class WeightParts:
             places.append(size)
             size += -(-parts * count // _ALIGNED) * _ALIGNED
         with outside_inference_mode(), torch.no_grad():
-            memory = weights[0].new_empty(size, dtype=torch.bfloat16 if parts > 1 else torch.float32)
+            memory = weights[0].new_empty(size, dtype=DTYPES[parts])
             table = to_device_async(torch.tensor(blocks), memory.device)
             first = [memory[n : n + w.numel()].view(w.shape) for n, w in zip(places, weights, strict=True)]
         return WeightParts(parts, tuple(first), memory, table)

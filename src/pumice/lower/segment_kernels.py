@@ -51,33 +51,20 @@ def segment_sums(
     at += DEPTH * step
     ahead, held, ahead1, held1 = place, value, place1, value1
     if code >= 8:
-        ahead, held = _entry(places, values, at, stop, VALUED)
-        if DEPTH > 1:
-            ahead1, held1 = _entry(places, values, at + step, stop, VALUED)
+        ahead, held, ahead1, held1 = _entries(places, values, at, step, stop, DEPTH, VALUED)
     first, second, third, fourth = _added(
-        first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+        first, second, third, fourth, x, place, value, place1, value1, column, width, size, LANES, BLOCKS, DEPTH,
+        VECTOR, EVEN, FAR, VALUED
     )  # fmt: skip
-    if DEPTH > 1:
-        first, second, third, fourth = _added(
-            first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
-            VALUED
-        )  # fmt: skip
     place, value, place1, value1 = ahead, held, ahead1, held1
     for _ in tl.range(1, code >> 2):
         # Places are loaded an iteration ahead of the rows of x that they name.
         at += DEPTH * step
-        ahead, held = _entry(places, values, at, stop, VALUED)
-        ahead1, held1 = ahead, held
-        if DEPTH > 1:
-            ahead1, held1 = _entry(places, values, at + step, stop, VALUED)
+        ahead, held, ahead1, held1 = _entries(places, values, at, step, stop, DEPTH, VALUED)
         first, second, third, fourth = _added(
-            first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+            first, second, third, fourth, x, place, value, place1, value1, column, width, size, LANES, BLOCKS, DEPTH,
+            VECTOR, EVEN, FAR, VALUED
         )  # fmt: skip
-        if DEPTH > 1:
-            first, second, third, fourth = _added(
-                first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
-                VALUED
-            )  # fmt: skip
         place, value, place1, value1 = ahead, held, ahead1, held1
     whole = kind == 2
     if LONG:
@@ -126,6 +113,16 @@ def _entry(places, values, at, stop, VALUED: tl.constexpr):
 
 
 @triton.jit
+def _entries(places, values, at, step, stop, DEPTH: tl.constexpr, VALUED: tl.constexpr):
+    """The entries of an iteration: of DEPTH 1 the second one is the first."""
+    place, value = _entry(places, values, at, stop, VALUED)
+    place1, value1 = place, value
+    if DEPTH > 1:
+        place1, value1 = _entry(places, values, at + step, stop, VALUED)
+    return place, value, place1, value1
+
+
+@triton.jit
 def _value(values, at, stop, place, VALUED: tl.constexpr):
     value = place.to(tl.float32)
     if VALUED:
@@ -135,6 +132,24 @@ def _value(values, at, stop, place, VALUED: tl.constexpr):
 
 @triton.jit
 def _added(
+    first, second, third, fourth, x, place, value, place1, value1, column, width, size, LANES: tl.constexpr,
+    BLOCKS: tl.constexpr, DEPTH: tl.constexpr, VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr,
+    VALUED: tl.constexpr
+):  # fmt: skip
+    """The sums with the entries of an iteration added."""
+    first, second, third, fourth = _entry_added(
+        first, second, third, fourth, x, place, value, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR, VALUED
+    )  # fmt: skip
+    if DEPTH > 1:
+        first, second, third, fourth = _entry_added(
+            first, second, third, fourth, x, place1, value1, column, width, size, LANES, BLOCKS, VECTOR, EVEN, FAR,
+            VALUED
+        )  # fmt: skip
+    return first, second, third, fourth
+
+
+@triton.jit
+def _entry_added(
     first, second, third, fourth, x, place, value, column, width, size, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     VECTOR: tl.constexpr, EVEN: tl.constexpr, FAR: tl.constexpr, VALUED: tl.constexpr
 ):  # fmt: skip

@@ -104,7 +104,7 @@ class KnownStatement:
         return plan.execute_plan(known, operands)
 
     def planned(self, operands: Sequence[Tensor]) -> plan.Plan:
-        """The plan of a plain call that was carried out."""
+        """The plan of a plain call that ran."""
         return self._plans[tuple([x.shape for x in operands])]
 
 

@@ -200,7 +200,7 @@ class Einsum:
     def _plan(
         self, tensors: Sequence[Tensor], known: autograd.KnownStatement, operands: Mapping[str, Operand]
     ) -> KnownPlan:
-        """The plan of a call that was carried out, without conversions."""
+        """The plan of a call that ran without conversions."""
         statement = plan.statement_of(self.text, known.names)
         arrays = frozenset(array.name for array in arrays_of(*statement.terms, statement.target))
         return KnownPlan(known.planned(tensors), arrays & operands.keys())

@@ -30,7 +30,7 @@ class RepeatedCalls:
         self.kept: tuple[RepeatedCall, ...] = ()
 
     def look(self, operands: Mapping[str, Operand], find: Callable[[], KnownPlan]) -> bool:
-        """Keep a call that was carried out, if it is plain; find: its plan. False if such calls are never kept."""
+        """Keep a call that ran, if it is plain; find: its plan. False if such calls are never kept."""
         tensors = tensors_of(operands.values())
         if not autograd.is_plain_call(tensors) or recorded_constants() is not None or is_capturing(tensors[0].device):
             return True
@@ -99,7 +99,7 @@ class RepeatedCall:
 
     @staticmethod
     def of(known: KnownPlan, operands: Mapping[str, Operand], layout: Hashable) -> RepeatedCall | None:
-        """Of a call that was carried out; None if it is more than one kernel or loop nest."""
+        """Of a call that ran; None if it is more than one kernel or loop nest."""
         tensors = tensors_of(operands.values())
         names, values, places = list[str](), list[int](), list[int]()
         end = 0

@@ -24,7 +24,7 @@ def like_these(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 Repeated = Callable[[Sequence[Tensor]], "Tensor | None"]
-"""A call that ran as a function of the tensors that are open; None: it was not carried out."""
+"""A call as a function of its open tensors. Its result is None if it launched nothing, since it does not fit."""
 
 
 class NewTensor(NamedTuple):
