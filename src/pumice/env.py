@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pumice.errors import OptionError
 
-__all__ = ["Launch", "Settings", "launch", "settings"]
+__all__ = ["ProcessRank", "Settings", "launch", "settings"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def settings() -> Settings:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessRank:
     """What torchrun tells a process. rank: among `ranks` processes; local_rank: among those of its host."""
 
     rank: int = 0
@@ -49,17 +49,17 @@ class Launch:
 
 
 @lru_cache(maxsize=1)
-def launch() -> Launch:
+def launch() -> ProcessRank:
     """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); without a WORLD_SIZE it is the only one.
 
     Raises OptionError for other values than numbers, and ranks beyond WORLD_SIZE."""
     if "WORLD_SIZE" not in os.environ:
-        return Launch()
+        return ProcessRank()
     found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     rank, ranks, local = (int(value) if value.isdecimal() else -1 for value in found.values())
     if not (0 <= rank < ranks and local >= 0):
         raise OptionError(f"RANK and LOCAL_RANK are numbers from 0, RANK below WORLD_SIZE; found {found}")
-    return Launch(rank, ranks, local)
+    return ProcessRank(rank, ranks, local)
 
 
 def _existing_folder(name: str, value: str) -> Path:

@@ -764,11 +764,7 @@ SparseBatchNorm, SparseSyncBatchNorm = _on_features(nn.BatchNorm1d, "BatchNorm")
 SparseReLU, SparseIdentity = _on_features(nn.ReLU), _on_features(nn.Identity)
 
 
-class Identity(nn.Identity):
-    """Returns its input."""
-
-    def input_spatial_size(self, out_size: Any) -> Any:
-        return out_size
+Identity = _class("Identity", (nn.Identity,), input_spatial_size=lambda self, out_size: out_size)
 
 
 class ConcatTable(SparseModule):

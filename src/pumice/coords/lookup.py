@@ -266,7 +266,7 @@ class Table:
         return most if 2 * most <= self._margin else None
 
 
-class HashTable(Table):
+class CoordHashTable(Table):
     """Open addressing with double hashing: a slot holds the int64 `key << bits | row` if this fits into 63 bits, else
     only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 start in one group of four slots."""
 
@@ -502,10 +502,10 @@ Lookup = Table | SortedKeys | NativeTable
 `stride * out + offset` for every output and kernel offset; nbytes: device memory in use."""
 
 
-STRUCTURES: Mapping[str, type[SortedKeys | NativeTable | HashTable | DenseGrid | Bitmap]] = {
+STRUCTURES: Mapping[str, type[SortedKeys | NativeTable | CoordHashTable | DenseGrid | Bitmap]] = {
     "sorted": SortedKeys,
     "bricks": NativeTable,
-    "hash": HashTable,
+    "hash": CoordHashTable,
     "grid": DenseGrid,
     "bitmap": Bitmap,
 }

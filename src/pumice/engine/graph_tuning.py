@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pumice.engine.graph_capture import takes_graph
-from pumice.engine.measure import Meter
+from pumice.engine.measure import PassTimer
 from pumice.engine.subject import MODES, Loss, sum_of_squares_loss, undisturbed
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn import RelationalConv
@@ -161,7 +161,7 @@ def _search(
     layers: Mapping[str, RelationalConv], able: Mapping[str, tuple[str, ...]], calls: Sequence[Any], clock: Clock
 ) -> SearchResult:
     meter, before = (
-        Meter(layers[next(iter(layers))].weight.device),
+        PassTimer(layers[next(iter(layers))].weight.device),
         {name: layer.order for name, layer in layers.items()},
     )
 

@@ -22,7 +22,7 @@ from pumice.engine.grouping_tuning import GROUPING, GroupingRun, grouping_flows
 from pumice.engine.groups import LayerGroup, Observed, observe, recording_calls
 from pumice.engine.measure import (
     IsolatedLayer,
-    Meter,
+    PassTimer,
     PassTiming,
     compile_first,
     compile_in_parallel,
@@ -322,7 +322,7 @@ class _NetworkBench:
 
     def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
         self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}
-        self.meter = Meter(tuned_model.device, REPEATS)
+        self.meter = PassTimer(tuned_model.device, REPEATS)
         self.timings: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
