@@ -56,6 +56,8 @@ def fapply(input: SparseTensor, fn: Callable[..., Tensor], *args: Any, **kwargs:
 class _OnTensors:
     """Mixin: a layer of pumice on torchsparse's tensors."""
 
+    keeps_rows: bool
+
     def forward(self, x: Any) -> Any:
         layer: Any = super()
         if not isinstance(x, SparseTensor):
