@@ -114,21 +114,6 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return None
 
 
-def run(
-    bound: BoundStatement,
-    operands: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    tile: Tile | None = None,
-    precision: str = "",
-) -> Tensor:
-    """Evaluate a statement of one term by one kernel; a new tensor of `dtype`.
-
-    tile: default: the tuned tile, else a heuristic one. precision: of float32 products, one of PRECISIONS; default:
-    that of torch.set_float32_matmul_precision.
-    """
-    return runner(bound, dtype, tile, precision)(operands)
-
-
 def runner(
     bound: BoundStatement,
     dtype: torch.dtype,
@@ -136,7 +121,8 @@ def runner(
     precision: str = "",
     finish: EpilogueSignature = NO_EPILOGUE,
 ) -> KernelExecutor:
-    """The cached executor of `run`. finish: epilogue to fuse."""
+    """The cached executor of a statement of one term. tile: default: the tuned one, else a heuristic one. precision: of
+    float32 products, one of PRECISIONS; default: that of torch.set_float32_matmul_precision. finish: the epilogue."""
     key = (bound, dtype, tile, precision, finish, torch.are_deterministic_algorithms_enabled())
     return _RUNNERS.get(key) or _RUNNERS.keep(key, KernelExecutor(bound, dtype, tile, precision, finish))
 

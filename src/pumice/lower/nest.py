@@ -85,11 +85,6 @@ class Wanted(NamedTuple):
             return completed(LoopSchedule(), facts)
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return NestStep(bound, dtype)(operands)
-
-
 class NestStep:
     """A step of a plan: a statement that `refusal` accepts, for operands of the shapes of the first call. wanted: its
     schedule; None: the tuned one, or the rule's."""
