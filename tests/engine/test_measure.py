@@ -291,7 +291,7 @@ def test_losses():
 
 REFUSED = [
     (DtypeError, "torch.nn.Module, found int", lambda x: (3, [x])),
-    (OptionError, "mode 'fast' is unknown; there are inference, training", lambda x: (Net(), [x], "fast")),
+    (OptionError, "mode='fast' is unknown; there are inference, training", lambda x: (Net(), [x], "fast")),
     (DtypeError, "list of SparseTensors, found SparseTensor", lambda x: (Net(), x)),
     (DtypeError, "list of SparseTensors, found Tensor", lambda x: (Net(), x.feats)),
     (DtypeError, "list of SparseTensors, found generator", lambda x: (Net(), (y for y in [x]))),

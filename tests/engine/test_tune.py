@@ -541,7 +541,7 @@ def test_progress(capsys, monkeypatch):
 
 # Refusals
 REFUSED = [
-    (OptionError, "mode 'fast' is unknown; there are inference, training, grouping", {"mode": "fast"}),
+    (OptionError, "mode='fast' is unknown; there are inference, training, grouping", {"mode": "fast"}),
     (OptionError, "budget is a number of seconds above 0, found 0", {"budget": 0}),
     (OptionError, "found nan", {"budget": math.nan}),
     (OptionError, "found '10'", {"budget": "10"}),

@@ -187,8 +187,7 @@ def _layout_of(state: Mapping[str, Tensor], keys: Sequence[str]) -> str:
 
 def _fits(state: Mapping[str, Tensor], key: str, layout: str) -> bool:
     """True if a weight's kernel sizes, and its C_out as far as it is known, are those of the layout."""
-    if layout not in LAYOUTS:
-        raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
+    OptionError.check("layout", layout, LAYOUTS)
     weight = state[key]
     kernel = weight.shape[1:-1] if layout == "KRSC" else weight.shape[:-2]
     names = [*state]

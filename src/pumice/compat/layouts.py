@@ -35,8 +35,7 @@ def from_layout(weight: Tensor, layout: str, strided: bool = False) -> Tensor:
 
     spconv 2 (KRSC, RSKC) multiplies by weights of kernel size 1, unless strided, as if their memory were [C_in, C_out]
     (spconv 2.3.8, pytorch/conv.py): these are transposed. Raises OptionError for another layout."""
-    if layout not in LAYOUTS:
-        raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
+    OptionError.check("layout", layout, LAYOUTS)
     moved = weight.movedim(LAYOUTS[layout], 0)
     if layout == "RSCK" or strided or math.prod(moved.shape[1:-1]) > 1:
         return moved.contiguous()

@@ -290,8 +290,7 @@ def modules_of(mode: str | None) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _named(mode: str) -> dict[str, dict[str, Any]]:
-    if mode not in VERSIONS:
-        raise OptionError(f"mode is one of {', '.join(VERSIONS)}, found {mode!r}")
+    OptionError.check("mode", mode, VERSIONS)
     return VERSIONS[mode]
 
 

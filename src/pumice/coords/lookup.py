@@ -143,8 +143,7 @@ class MapSchedule:
     fused: bool = True
 
     def __post_init__(self) -> None:
-        if self.structure not in STRUCTURES:
-            raise OptionError(f"structure={self.structure!r} is unknown; there are {', '.join(STRUCTURES)}")
+        OptionError.check("structure", self.structure, STRUCTURES)
         if not 0 < self.load <= 0.9:
             raise OptionError(f"load must be above 0 and at most 0.9, found {self.load}")
         if self.cells < 1:

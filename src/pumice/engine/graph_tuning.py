@@ -103,8 +103,7 @@ def _checked(model: Any, samples: Any, mode: str) -> dict[str, RelationalConv]:
     """The layers of the model by name."""
     if not isinstance(model, nn.Module):
         raise DtypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    if mode not in MODES:
-        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RelationalConv)}
     if not layers:
         raise OptionError(f"{type(model).__name__} has no pumice.nn.RelationalConv")

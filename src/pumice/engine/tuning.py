@@ -184,8 +184,7 @@ def tune(
         with watching(progress) as watch:
             return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
-    if mode not in (*MODES, GROUPING):
-        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join((*MODES, GROUPING))}")
+    OptionError.check("mode", mode, (*MODES, GROUPING))
     if mode == GROUPING:
         return _tune_groupings(model, samples, budget, bind, candidates, progress, (fresh, save))
     tuned_model = subject(model, samples, mode, loss)

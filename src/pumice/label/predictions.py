@@ -25,8 +25,7 @@ _DAY = 86400.0
 def kind_of(kind: str, task: Task) -> str:
     """The format that `kind` means for this task, one of FORMATS but auto, with its package at hand. Raises OptionError
     for an unknown one, for label with classes that are not SemanticKITTI's, and for parquet without pyarrow."""
-    if kind not in FORMATS:
-        raise OptionError(f"predictions are written as one of {', '.join(FORMATS)}, found {kind!r}")
+    OptionError.check("kind", kind, FORMATS)
     kitti = task.names == SEMANTIC_KITTI.names
     if kind == "auto":
         return "label" if kitti else "npz"

@@ -70,8 +70,7 @@ class Grouping:
     size: int = 25_000
 
     def __post_init__(self) -> None:
-        if self.kind not in GROUPINGS:
-            raise OptionError(f"grouping {self.kind!r} is unknown; there are {', '.join(GROUPINGS)}")
+        OptionError.check("grouping", self.kind, GROUPINGS)
         if self.size < 0 or not 0 <= self.epsilon <= 1:
             found = f"size={self.size}, epsilon={self.epsilon}"
             raise OptionError(f"size is at least 0, epsilon from 0 to 1; found {found}")
