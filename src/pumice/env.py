@@ -30,13 +30,10 @@ def settings() -> Settings:
 
     Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or a layout is unknown.
     """
-    data = os.environ.get("PUMICE_DATA")
-    cache = os.environ.get("PUMICE_CACHE")
-    return Settings(
-        data=_existing_folder("PUMICE_DATA", data) if data else None,
-        cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
-        spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
-    )
+    layout = os.environ.get("SPCONV_SAVED_WEIGHT_LAYOUT", "")
+    OptionError.check("SPCONV_SAVED_WEIGHT_LAYOUT", layout, ("KRSC", "RSKC", "RSCK", ""))
+    cache = _folder("PUMICE_CACHE", True) or Path("~/.cache/pumice").expanduser()
+    return Settings(data=_folder("PUMICE_DATA", False), cache=cache, spconv_layout=layout)
 
 
 @dataclass(frozen=True)
@@ -62,22 +59,12 @@ def launch() -> ProcessRank:
     return ProcessRank(rank, ranks, local)
 
 
-def _existing_folder(name: str, value: str) -> Path:
-    path = Path(value).expanduser()
-    if not path.is_dir():
-        raise OptionError(f"{name} should name an existing folder, found {value!r}")
+def _folder(name: str, new: bool) -> Path | None:
+    """The folder that a variable names, None if it names none. new: it need not exist yet."""
+    value = os.environ.get(name)
+    path = Path(value).expanduser() if value else None
+    if path is not None and not path.is_dir() and not (new and not path.exists()):
+        raise OptionError(
+            f"{name} should name {'a' if new else 'an existing'} folder, found {'the file ' * new}{value!r}"
+        )
     return path
-
-
-def _folder_or_new(name: str, value: str) -> Path:
-    path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
-        raise OptionError(f"{name} should name a folder, found the file {value!r}")
-    return path
-
-
-def _one_of(name: str, values: tuple[str, ...]) -> str:
-    value = os.environ.get(name, values[0])
-    if value not in values:
-        raise OptionError(f"{name} takes one of {', '.join(values[1:])}, found {value!r}")
-    return value
