@@ -45,12 +45,7 @@ class Converted(dict[str, Tensor]):
 
 
 def spconv(
-    state_dict: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    dim: int = 3,
-    only: str = "",
-    strided: str = "(?!)",
+    state_dict: Mapping[str, Any], *, layout: str | None = None, dim: int = 3, only: str = "", strided: str = "(?!)"
 ) -> Converted:
     """From spconv, or mmcv.ops (RSCK). layout: KRSC, RSKC or RSCK; None: the one that all weights of dim + 2 axes fit,
     with kernel sizes up to 11 and the C_out of their bias or of the norm that follows. only: a regular expression that

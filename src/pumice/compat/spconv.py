@@ -311,13 +311,7 @@ class IndiceData:
     ksize, stride, padding, dilation: lists, of the layer. Pair lists are made from the kernel map when they are read.
     """
 
-    def __init__(
-        self,
-        inputs: Any,
-        outputs: Any,
-        relation: Relation,
-        algo: ConvAlgo | None,
-    ) -> None:
+    def __init__(self, inputs: Any, outputs: Any, relation: Relation, algo: ConvAlgo | None) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
         self.is_subm, self.voxel_num = relation.policy == "same", None
 

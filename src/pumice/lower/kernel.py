@@ -22,15 +22,7 @@ from pumice.errors import OptionError
 from pumice.language.bind import BoundStatement, leading_indices, reaches, resizable, resized
 from pumice.language.contraction import ContractionRoles, contraction_roles, exchanged, packed, segment_axis, stacked
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
-from pumice.lower.emit import (
-    BEFORE,
-    FARTHEST,
-    Signature,
-    Source,
-    contiguous,
-    depth_of_entry,
-    emit,
-)
+from pumice.lower.emit import BEFORE, FARTHEST, Signature, Source, contiguous, depth_of_entry, emit
 from pumice.lower.epilogue import EPILOGUE, NO_EPILOGUE, EpilogueSignature
 from pumice.lower.reference import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments

@@ -303,10 +303,7 @@ class SegmentSums:
         return y
 
     def repeated(
-        self,
-        factors: tuple[Tensor, Tensor | None, Tensor],
-        dtype: torch.dtype,
-        open: OpenArguments,
+        self, factors: tuple[Tensor, Tensor | None, Tensor], dtype: torch.dtype, open: OpenArguments
     ) -> RepeatedLaunch | None:
         """`run` of contiguous factors (x, values, places) like these, if it has run."""
         x, values, _ = factors

@@ -65,11 +65,7 @@ def relational_conv(
 
 
 def convolved(
-    x: Tensor | None,
-    weight: Tensor,
-    graph: Graph,
-    how: tuple[str, Tensor | None, str | None],
-    own: Own | None = None,
+    x: Tensor | None, weight: Tensor, graph: Graph, how: tuple[str, Tensor | None, str | None], own: Own | None = None
 ) -> Tensor:
     """`relational_conv` plus what nodes add to their own results. how: (aggr, edge_weight, order)."""
     aggr, edge_weight, order = how
