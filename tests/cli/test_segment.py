@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -284,6 +285,15 @@ def test_a_checkpoint_on_scans_with_labels_is_scored(scenes, job):
     assert int(result.scores.counts.sum()) == sum(map(len, scenes(2)))
     other = [Scan(s.xyz, s.feats, s.labels % 3) for s in scenes(2)]
     assert segment.apply(other, job(0, checkpoint=first.checkpoint)).scores is None
+
+
+def test_a_network_is_traced_once_for_all_scans(scenes, job, monkeypatch):
+    first = segment.run(scenes(1), scenes(1), job(2), ignore)
+    programs, traced = import_module("pumice.engine.program"), []
+    trace = programs.trace
+    monkeypatch.setattr(programs, "trace", lambda *given: traced.append(given[0]) or trace(*given))
+    segment.apply(scenes(3), job(0, checkpoint=first.checkpoint, timing=True))
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

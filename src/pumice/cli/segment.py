@@ -23,7 +23,7 @@ from pumice.cli.ranks import Ranks
 from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles, write_report
 from pumice.cli.training import Recipe, TrainingProgress, train
 from pumice.data import Scan, align_labels
-from pumice.engine import Tuning
+from pumice.engine import Tuning, compile
 from pumice.engine import tune as tune_network
 from pumice.errors import DeviceError, FileError, OptionError
 from pumice.label import checkpoint
@@ -135,13 +135,13 @@ def _network(scans: Sequence[Scan], job: Job) -> tuple[nn.Module, Task]:
 
 
 def _finish(net: nn.Module, task: Task, views: Sequence[tuple[Scan, str]], result: Result, job: Job) -> Result:
-    precision = job.recipe.precision
-    predicted = [evaluate.predict(net, scan, task, job.device, precision) for scan, _ in views]
+    precision, program = job.recipe.precision, compile(net.eval())
+    predicted = [evaluate.predict(program, scan, task, job.device, precision) for scan, _ in views]
     scores = _scores(views, predicted, task)
     timing, layers = None, []
     if job.timing:
         x = example(views[0][0], task, job.device).x
-        timing, layers = evaluate.time_inference(net, x, precision), evaluate.time_layers(net, x, precision)
+        timing, layers = evaluate.time_inference(program, x, precision), evaluate.time_layers(net, x, precision)
     folder = job.predictions or job.out / "predictions"
     for (scan, _), classes in zip(views, predicted, strict=True):
         write_prediction(folder, scan, classes, task, job.predictions_as)
