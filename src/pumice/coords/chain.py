@@ -492,7 +492,7 @@ def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, in
     return [(a * rows + b * most, c * rows + d * most) for a, b, c, d in _coefficients(request)]
 
 
-class Estimate:
+class CapacityEstimate:
     """Capacity of coarser levels per finest row, estimated from earlier scenes."""
 
     def __init__(self, request: ChainRequest) -> None:
@@ -513,8 +513,8 @@ class Estimate:
 
 
 @lru_cache(maxsize=64)
-def estimate_of(request: ChainRequest) -> Estimate:
-    return Estimate(request)
+def estimate_of(request: ChainRequest) -> CapacityEstimate:
+    return CapacityEstimate(request)
 
 
 # Levels and neighbours
