@@ -51,7 +51,7 @@ from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
-LOWER = ("row_kernels", "movement_kernels", "segment_kernels", "part_kernels")
+LOWER = ("row_kernels", "movement_kernels", "segment_kernels")
 """Files of kernels in pumice.lower, besides those of pumice.coords."""
 _TYPES = {
     torch.uint8: "*u8",

@@ -76,7 +76,7 @@ class WeightParts:
         memory, blocks = keep_for_graph(self._memory), keep_for_graph(self._blocks)
         if has_triton(memory):
             constants = {"PARTS": self.parts, "BLOCK": _BLOCK}
-            kernel("part_kernels.split_weights", "lower")(len(blocks), (blocks, memory), (), constants)
+            kernel("movement_kernels.split_weights", "lower")(len(blocks), (blocks, memory), (), constants)
         else:
             self._fill_torch(weights)
 
