@@ -39,14 +39,15 @@ V = TypeVar("V")
 class RecordType(Generic[K, V]):
     """File format of a record type. name: of its records, in the file and in messages. version: others are rejected.
 
-    write(key, value) returns an entry; key(entry), value(entry) parse it (None: unreadable). date(value): its creation.
+    write(key, value) returns an entry; key(entry), value(entry) parse it, or raise an error of UNREADABLE. date(value):
+    its creation.
     """
 
     name: str
     version: int
     write: Callable[[K, V], Entry]
-    key: Callable[[Entry], K | None]
-    value: Callable[[Entry], V | None]
+    key: Callable[[Entry], K]
+    value: Callable[[Entry], V]
     date: Callable[[V], datetime]
 
     def document(self, entries: list[Entry]) -> str:
@@ -68,12 +69,30 @@ class RecordType(Generic[K, V]):
         return entries
 
     def readable(self, entries: list[Entry]) -> dict[K, V]:
-        pairs = ((self.key(entry), self.value(entry)) for entry in entries)
+        pairs = ((_parsed(self.key, entry), _parsed(self.value, entry)) for entry in entries)
         return {key: value for key, value in pairs if key is not None and value is not None}
+
+    def without(self, entries: list[Entry], keys: Collection[K]) -> list[Entry]:
+        return [entry for entry in entries if _parsed(self.key, entry) not in keys]
 
     def having(self, entries: list[Entry], more: Mapping[K, V]) -> list[Entry]:
         """`entries` with the records `more` added; they replace entries of equal key."""
-        return [e for e in entries if self.key(e) not in more] + [self.write(key, v) for key, v in more.items()]
+        return self.without(entries, more) + [self.write(key, value) for key, value in more.items()]
+
+
+def _parsed(parse: Callable[[Entry], V], entry: Entry) -> V | None:
+    try:
+        return parse(entry)
+    except UNREADABLE:
+        return None
+
+
+def date_of(text: str) -> datetime:
+    """A date in ISO form. Raises ValueError without a time zone, which dates are compared by."""
+    date = datetime.fromisoformat(text)
+    if date.tzinfo is None:
+        raise ValueError(f"{text} has no time zone")
+    return date
 
 
 class Store(Generic[K, V]):
@@ -139,7 +158,7 @@ class Store(Generic[K, V]):
             self._unsaved.pop(key, None)
         try:
             if self.path.exists():
-                self._change(lambda entries: [e for e in entries if self.kind.key(e) not in keys])
+                self._change(lambda entries: self.kind.without(entries, keys))
         except FileError as problem:
             self._warn(problem)
             self._held = {key: value for key, value in self._known().items() if key not in keys}

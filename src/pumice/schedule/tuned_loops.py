@@ -10,9 +10,8 @@ from datetime import datetime, timezone
 from functools import lru_cache
 
 from pumice.env import settings
-from pumice.errors import OptionError
 from pumice.schedule.loops import LoopSchedule
-from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
+from pumice.schedule.record_store import Entry, RecordType, Store, date_of
 
 VERSION = 1  # of the file format; part of the file name
 
@@ -61,22 +60,14 @@ def _entry(key: LoopKey, tuned: TunedLoops) -> Entry:
     return {"key": asdict(key), "schedule": str(tuned.schedule), **times}
 
 
-def _key(entry: Entry) -> LoopKey | None:
-    try:
-        device, statement, dtype = (str(entry["key"][name]) for name in ("device", "statement", "dtype"))
-        return LoopKey(device, statement, dtype, tuple(map(int, entry["key"]["sizes"])))
-    except UNREADABLE:
-        return None
+def _key(entry: Entry) -> LoopKey:
+    device, statement, dtype = (str(entry["key"][name]) for name in ("device", "statement", "dtype"))
+    return LoopKey(device, statement, dtype, tuple(map(int, entry["key"]["sizes"])))
 
 
-def _tuned(entry: Entry) -> TunedLoops | None:
-    try:
-        date, schedule = datetime.fromisoformat(entry["date"]), LoopSchedule.parse(entry["schedule"])
-        if date.tzinfo is None:
-            return None
-        return TunedLoops(schedule, float(entry["seconds"]), float(entry["rule"]), date)
-    except (*UNREADABLE, OptionError):
-        return None
+def _tuned(entry: Entry) -> TunedLoops:
+    schedule = LoopSchedule.parse(entry["schedule"])
+    return TunedLoops(schedule, float(entry["seconds"]), float(entry["rule"]), date_of(entry["date"]))
 
 
 LOOPS: RecordType[LoopKey, TunedLoops] = RecordType("loops", VERSION, _entry, _key, _tuned, lambda tuned: tuned.date)

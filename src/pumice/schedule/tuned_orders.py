@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
-from typing import Any
 
 from pumice.env import settings
-from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
-from pumice.schedule.tuned_plans import PlanKey
+from pumice.schedule.record_store import Entry, RecordType, Store, date_of
+from pumice.schedule.tuned_plans import PlanKey, key_of
 
 VERSION = 1
 
@@ -39,23 +38,12 @@ def _entry(key: PlanKey, value: TunedOrders) -> Entry:
     return {"key": asdict(key), **vars(value), "orders": dict(value.orders), "date": value.date.isoformat()}
 
 
-def _key(entry: Entry) -> PlanKey | None:
-    try:
-        key = dict(entry["key"])
-        workload = tuple((int(a), int(b)) for a, b in key.pop("workload"))
-        return PlanKey(**{name: str(value) for name, value in key.items()}, workload=workload)
-    except UNREADABLE:
-        return None
+def _value(entry: Entry) -> TunedOrders:
+    kept = {str(layer): str(order) for layer, order in entry["orders"].items()}
+    return TunedOrders(kept, float(entry["before"]), float(entry["after"]), date_of(entry["date"]))
 
 
-def _value(entry: Entry) -> TunedOrders | None:
-    try:
-        found: Any = {name: entry[name] for name in ("before", "after")}
-        kept, date = {str(k): str(v) for k, v in entry["orders"].items()}, datetime.fromisoformat(entry["date"])
-        return TunedOrders(kept, float(found["before"]), float(found["after"]), date)
-    except UNREADABLE:
-        return None
-
-
-ORDERS: RecordType[PlanKey, TunedOrders] = RecordType("orders", VERSION, _entry, _key, _value, lambda value: value.date)
+ORDERS: RecordType[PlanKey, TunedOrders] = RecordType(
+    "orders", VERSION, _entry, key_of, _value, lambda value: value.date
+)
 """Format of the file of tuned orders."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from pumice.env import settings
 from pumice.schedule.dataflow import DATAFLOWS, Dataflow
-from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
+from pumice.schedule.record_store import Entry, RecordType, Store, date_of
 
 VERSION = 1  # of the file format; part of the file name
 NEAR = 0.5  # log2 of the factor by which the numbers of a workload may differ from the tuned ones
@@ -104,32 +104,26 @@ def _flow(entry: Any) -> Dataflow:
     return DATAFLOWS[entry] if isinstance(entry, str) else Dataflow.of_json(entry)
 
 
-def _key(entry: Entry) -> PlanKey | None:
-    try:
-        key = entry["key"]
-        device, dtypes, mode, model = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
-        return PlanKey(device, dtypes, mode, model, tuple((int(a), int(b)) for a, b in key["workload"]))
-    except UNREADABLE:
-        return None
+def key_of(entry: Entry) -> PlanKey:
+    key = entry["key"]
+    device, dtypes, mode, model = (str(key[name]) for name in ("device", "dtypes", "mode", "model"))
+    return PlanKey(device, dtypes, mode, model, tuple((int(a), int(b)) for a, b in key["workload"]))
 
 
-def _plan(entry: Entry) -> TunedPlan | None:
-    """None for a plan with an unknown dataflow or field."""
-    try:
-        fields = dict(entry["plan"])
-        flows = {str(group): _flow(flow) for group, flow in fields.pop("flows").items()}
-        date = datetime.fromisoformat(fields.pop("date"))
-        workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
-        if date.tzinfo is None or not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
-            return None
-        return TunedPlan(flows, workload, date=date, **{**fields, "tuned_groups": _strings(fields["tuned_groups"])})
-    except UNREADABLE:
-        return None
+def _plan(entry: Entry) -> TunedPlan:
+    """Unreadable with an unknown dataflow or field."""
+    fields = dict(entry["plan"])
+    flows = {str(group): _flow(flow) for group, flow in fields.pop("flows").items()}
+    date = date_of(fields.pop("date"))
+    workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
+    if not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
+        raise ValueError("times are 0 or more")
+    return TunedPlan(flows, workload, date=date, **{**fields, "tuned_groups": _strings(fields["tuned_groups"])})
 
 
 def _strings(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, _key, _plan, lambda plan: plan.date)
+PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, key_of, _plan, lambda plan: plan.date)
 """Format of the file of tuned plans."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pumice.env import settings
-from pumice.schedule.record_store import UNREADABLE, Entry, RecordType, Store
+from pumice.schedule.record_store import Entry, RecordType, Store, date_of
 from pumice.schedule.tile import Tile
 
 VERSION = 2  # of the file format; part of the file name
@@ -70,24 +70,16 @@ def _entry(key: Key, tuned: Tuned) -> Entry:
     return {"key": asdict(key), "tile": asdict(tuned.tile), "date": date, "seconds": tuned.seconds}
 
 
-def _key(entry: Entry) -> Key | None:
-    try:
-        key = entry["key"]
-        dtypes, sizes = tuple(map(str, key["dtypes"])), tuple(map(int, key["sizes"]))
-        return Key(str(key["device"]), str(key["statement"]), dtypes, sizes, str(key["precision"]))
-    except UNREADABLE:
-        return None
+def _key(entry: Entry) -> Key:
+    key = entry["key"]
+    dtypes, sizes = tuple(map(str, key["dtypes"])), tuple(map(int, key["sizes"]))
+    return Key(str(key["device"]), str(key["statement"]), dtypes, sizes, str(key["precision"]))
 
 
-def _tuned(entry: Entry) -> Tuned | None:
-    """The value of an entry; None if the tile has an unknown field, which must not be ignored."""
-    try:
-        date, seconds = datetime.fromisoformat(entry["date"]), entry.get("seconds")
-        if date.tzinfo is None:
-            return None
-        return Tuned(Tile(**entry["tile"]), date, None if seconds is None else float(seconds))
-    except UNREADABLE:
-        return None
+def _tuned(entry: Entry) -> Tuned:
+    """The value of an entry; unreadable if the tile has an unknown field, which must not be ignored."""
+    seconds = entry.get("seconds")
+    return Tuned(Tile(**entry["tile"]), date_of(entry["date"]), None if seconds is None else float(seconds))
 
 
 TILES: RecordType[Key, Tuned] = RecordType("tiles", VERSION, _entry, _key, _tuned, lambda tuned: tuned.date)
