@@ -353,7 +353,7 @@ def test_another_default_device_changes_nothing():
 
 
 def test_without_a_compiler_statements_are_refused_and_run_elsewhere(monkeypatch):
-    monkeypatch.setattr(nest_c, "compiler", lambda: "no C compiler")
+    monkeypatch.setattr(native, "compiler", lambda: "no C compiler")
     nest_c.unavailable.cache_clear()
     try:
         a, b = pm.sparse(torch.eye(3), "CSR"), torch.rand(3, 5)

@@ -32,7 +32,7 @@ from pumice.coords.box import Bounds
 from pumice.coords.buffer import DUPLICATE, RANGE, CoordBuffer
 from pumice.coords.codes import CodeLayout
 from pumice.coords.relation import Relation
-from pumice.runtime.native import NativeUnavailableError, call, compiler
+from pumice.runtime.native import call, compiled_by
 
 _SIDES = {1: (6,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}  # log2 of a brick's cells along each axis, by D
 _NEAR = 1 << 10  # Maximum number of bricks that the offsets of a brick's cells reach
@@ -248,20 +248,13 @@ int decode(region parallel, int threads, const brick *list, const i64 *order, co
 @lru_cache(maxsize=4)
 def library(dim: int) -> CDLL | str:
     """The kernels for D = dim, or the reason why there are none."""
-    found = compiler()
-    if isinstance(found, str):
-        return found
     sizes = {"dim": dim, "near": _NEAR, "sides": ", ".join(map(str, _SIDES[dim]))}
-    try:
-        return found.library(_SOURCE.format(range=RANGE, duplicate=DUPLICATE, **sizes))
-    except (NativeUnavailableError, OSError) as error:
-        return str(error)
+    source = _SOURCE.format(range=RANGE, duplicate=DUPLICATE, **sizes)
+    return compiled_by(lambda found: found.library(source))
 
 
 def _run(dim: int, name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> int:
-    if isinstance(found := library(dim), str):
-        raise NativeUnavailableError(found)
-    return call(found, name, tensors, sizes)
+    return call(library(dim), name, tensors, sizes)
 
 
 def refusal(coords: Tensor, bounds: Bounds) -> str | None:

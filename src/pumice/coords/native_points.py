@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.runtime.native import NativeUnavailableError, call, compiler
+from pumice.runtime.native import Compiler, call, compiled_by
 
 LEAF = 32  # Points of a leaf
 GROUP = 16  # Leaves of a group, at most the WIDE of the kernels
@@ -389,15 +389,13 @@ int farthest(region parallel, int threads, const real *points, const int *index,
 def library(dim: int, dtype: torch.dtype) -> CDLL | str:
     """The kernels for D = dim, or the reason why there are none. Kept: every search asks for them, and to find them on
     the disk, or to fail to compile them, takes longer than a small search."""
-    found = compiler()
-    if isinstance(found, str):
-        return found
-    lanes = found.vector[0] * 4 // dtype.itemsize
-    names = {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)} | _TYPES[dtype]
-    try:
+
+    def made(found: Compiler) -> CDLL:
+        lanes = found.vector[0] * 4 // dtype.itemsize
+        names = {"weights": ", ".join(str(1 << lane) for lane in range(lanes)), "joins": _joins(lanes)} | _TYPES[dtype]
         return found.library(_SOURCE.format(dim=dim, lanes=lanes, leaf=LEAF, all=f"0x{(1 << LEAF) - 1:x}", **names))
-    except (NativeUnavailableError, OSError) as error:
-        return str(error)
+
+    return compiled_by(made)
 
 
 def _joins(lanes: int) -> str:
@@ -409,9 +407,7 @@ def _joins(lanes: int) -> str:
 
 def run(points: Tensor, name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> None:
     """Run a kernel for points [N, D]."""
-    if isinstance(found := library(points.shape[1], points.dtype), str):
-        raise NativeUnavailableError(found)
-    call(found, name, tensors, sizes)
+    call(library(points.shape[1], points.dtype), name, tensors, sizes)
 
 
 def refusal(points: Tensor) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pumice.runtime.native import Compiler, NativeUnavailableError, call, compiler
+from pumice.runtime.native import Compiler, call, compiled_by
 
 _CHUNK = 1024  # Outputs per chunk
 _BLOCK = 128  # Pairs per block of the gradient
@@ -345,13 +345,8 @@ class Kernels(NamedTuple):
 @lru_cache(maxsize=2)
 def kernels(dtype: torch.dtype) -> Kernels | None:
     """The kernels for float32 or float64 on this CPU; None without a C compiler."""
-    found = compiler()
-    if isinstance(found, str):
-        return None
-    try:
-        return Kernels.compiled(found, dtype, *found.vector)
-    except (NativeUnavailableError, OSError):
-        return None
+    made = compiled_by(lambda found: Kernels.compiled(found, dtype, *found.vector))
+    return None if isinstance(made, str) else made
 
 
 def packed(run: Kernels, weight: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pumice.runtime.native import NativeUnavailableError, call, compiler
+from pumice.runtime.native import Compiler, call, compiled_by
 
 _AHEAD = 12  # Rows from the current one to that whose results are fetched into the cache
 _SOURCE = """typedef {real} real; typedef {integer} integer;
@@ -104,16 +104,15 @@ RUN(sums) RUN(largest) RUN(smallest)
 
 @lru_cache(maxsize=2)
 def _library(dtype: torch.dtype) -> CDLL | None:
-    found = compiler()
-    if isinstance(found, str):
-        return None
     real, integer, size = ("float", "int", 4) if dtype == torch.float32 else ("double", "i64", 8)
-    lanes = min(8, found.vector[0]) * 4 // size
-    facts = {"real": real, "integer": integer, "bytes": lanes * size, "align": size, "lanes": lanes, "ahead": _AHEAD}
-    try:
-        return found.library(_SOURCE.format(**facts))
-    except (NativeUnavailableError, OSError):
-        return None
+    facts = {"real": real, "integer": integer, "align": size, "ahead": _AHEAD}
+
+    def made(found: Compiler) -> CDLL:
+        lanes = min(8, found.vector[0]) * 4 // size
+        return found.library(_SOURCE.format(**facts, bytes=lanes * size, lanes=lanes))
+
+    found = compiled_by(made)
+    return None if isinstance(found, str) else found
 
 
 def runs(values: Tensor) -> bool:

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from pumice.runtime.native import Compiler, NativeUnavailableError, compiler
+from pumice.runtime.native import Compiler, compiled_by, compiler
 
 HEADER, TARGET = 10, 9  # Integers before the factors', and the place of the target's address
 MOVED = 3, 4, 17  # Places of the addresses of source, target and room among the integers of a move
@@ -476,13 +476,8 @@ def library(source: str) -> CDLL:
 def unavailable() -> str | None:
     """The reason why nests cannot be compiled, or None. Their other kernels are compiled to see: old compilers lack
     shuffles of vectors."""
-    if isinstance(found := compiler(), str):
-        return found
-    try:
-        _moves(torch.float32)
-    except (NativeUnavailableError, OSError) as error:
-        return str(error)
-    return None
+    found = compiled_by(lambda _: _moves(torch.float32))
+    return found if isinstance(found, str) else None
 
 
 @lru_cache(maxsize=2)

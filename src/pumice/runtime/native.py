@@ -15,11 +15,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +41,9 @@ static inline void start(region parallel, int threads, i64 tasks, void (*work)(v
 _PROBE = """typedef float v __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 int probe(float *x) { v a = *(v *)x; *(v *)x = a * a + a; return LANES; }
 """
+
+
+Made = TypeVar("Made")
 
 
 class NativeUnavailableError(Exception):
@@ -131,6 +135,15 @@ def compiler() -> Compiler | str:
     return found if done == lanes and [*values] == expected else f"{found.command[0]} computes vectors wrongly"
 
 
+def compiled_by(make: Callable[[Compiler], Made]) -> Made | str:
+    """make(the C compiler), or the reason why kernels cannot be compiled or loaded here."""
+    found = compiler()
+    try:
+        return found if isinstance(found, str) else make(found)
+    except (NativeUnavailableError, OSError) as error:
+        return str(error)
+
+
 @lru_cache(maxsize=1)
 def l1_bytes() -> int:
     """Size of a core's first-level data cache, 32 KiB if the system does not tell."""
@@ -161,9 +174,12 @@ def parallel_region() -> int:
     return 0
 
 
-def call(library: ctypes.CDLL, name: str, tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> int:
+def call(library: ctypes.CDLL | str, name: str, tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> int:
     """Run name(parallel_region(), threads, addresses..., sizes...) on torch's threads. tensors: contiguous, of the
-    dtypes that the kernel reads; None: a null pointer."""
+    dtypes that the kernel reads; None: a null pointer. Raises NativeUnavailableError for the reason why there is no
+    library."""
+    if isinstance(library, str):
+        raise NativeUnavailableError(library)
     addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
     threads = ctypes.c_int(torch.get_num_threads())
     region = ctypes.c_void_p(parallel_region())
