@@ -492,7 +492,7 @@ def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, in
     return [(a * rows + b * most, c * rows + d * most) for a, b, c, d in _coefficients(request)]
 
 
-class CapacityEstimate:
+class Estimate:
     """Capacity of coarser levels per finest row, estimated from earlier scenes."""
 
     def __init__(self, request: ChainRequest) -> None:
@@ -513,8 +513,8 @@ class CapacityEstimate:
 
 
 @lru_cache(maxsize=64)
-def estimate_of(request: ChainRequest) -> CapacityEstimate:
-    return CapacityEstimate(request)
+def estimate_of(request: ChainRequest) -> Estimate:
+    return Estimate(request)
 
 
 # Levels and neighbours
