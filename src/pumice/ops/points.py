@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,8 +168,9 @@ def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -
     for side in itertools.product((0, 1), repeat=x.spatial_dim):
         sides = vector(side, corner.dtype, corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
-        weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
-        weight = weight.to(wide)
+        # Not prod(): PyTorch compiles it with NVRTC on its first call on a GPU.
+        along = torch.where(sides.bool(), ahead, 1 - ahead).unbind(1)
+        weight = (functools.reduce(operator.mul, along) * (rows >= 0)).to(wide)
         part = take(feats, rows) * weight[:, None]
         y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
     assert y is not None and total is not None
