@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import pumice
 from pumice.cli.main import app
-from pumice.engine import tuning
+from pumice.engine import tuned_network
 from pumice.language.formats import NAMED
 from pumice.lower.dataflow import CONV
 from pumice.ops import DATAFLOWS
@@ -51,7 +51,7 @@ NOT_RUN = [(named(path), number, reason) for path in FILES for number, (reason, 
 def test_every_snippet_runs_as_it_stands(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plans = Plans(tmp_path / "plans.json")
-    monkeypatch.setattr(tuning, "plans", lambda: plans)
+    monkeypatch.setattr(tuned_network, "plans", lambda: plans)
     torch.manual_seed(0)
     space: dict[str, object] = {"__name__": "__main__"}
     for number, (reason, code) in enumerate(blocks(ROOT / page)):

@@ -251,15 +251,12 @@ class Job:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        if self.recipe.precision not in PRECISIONS:
-            raise OptionError(f"precision={self.recipe.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+        OptionError.check("precision", self.recipe.precision, PRECISIONS)
         if self.recipe.epochs < 0 or self.recipe.seed < 0 or self.save_every < 0:
             found = f"{self.recipe.epochs}, {self.recipe.seed} and {self.save_every}"
             raise OptionError(f"epochs, seed and save_every are at least 0, found {found}")
-        if self.features not in (None, *FEATURES):
-            raise OptionError(f"features={self.features!r} is unknown; there are {', '.join(FEATURES)}")
-        if self.predictions_as not in FORMATS:
-            raise OptionError(f"predictions_as={self.predictions_as!r} is unknown; there are {', '.join(FORMATS)}")
+        OptionError.check("features", self.features, (None, *FEATURES))
+        OptionError.check("predictions_as", self.predictions_as, FORMATS)
         if not (0 < self.voxel < math.inf and 0 < self.width < math.inf):
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
 

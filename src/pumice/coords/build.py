@@ -152,8 +152,7 @@ def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
 
 def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
     """Checked (relation, target); target is None unless the policy is `given`."""
-    if relation.policy not in POLICIES:
-        raise OptionError(f"out takes one of {', '.join(POLICIES)}, found {relation.policy!r}")
+    OptionError.check("out", relation.policy, POLICIES)
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
     return relation.checked(), _checked_target(geometry, target) if relation.policy == "given" else None

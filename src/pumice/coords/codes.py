@@ -377,8 +377,7 @@ def deserialize(
 
 
 def _curve_of(order: str) -> Curve:
-    if order not in CURVES:
-        raise OptionError(f"order={order!r} is unknown; there are {', '.join(CURVES)}")
+    OptionError.check("order", order, CURVES)
     return CURVES[order]
 
 

@@ -41,7 +41,7 @@ _POLLS_PER_QUERY = 1000  # Polls of the status words between two checks that the
 
 
 @dataclass(frozen=True)
-class Limits:
+class Buckets:
     """Limits of input. capacities: ascending, in `what` ("voxels" or "points"). batch: largest number of items."""
 
     what: str
@@ -51,7 +51,7 @@ class Limits:
     @staticmethod
     def of(
         what: str, counts: tuple[int, int | None], items: tuple[int, int | None], buckets: float | Sequence[int]
-    ) -> Limits:
+    ) -> Buckets:
         """counts, items: (the example's, requested limit or None)."""
         most = 2 * counts[0] if counts[1] is None else counts[1]
         if most < counts[0]:
@@ -59,7 +59,7 @@ class Limits:
         batch = max(items[0], 1) if items[1] is None else items[1]
         if batch < items[0]:
             raise OptionError(f"batch={batch} allows {batch} items, but the example has {items[0]}")
-        return Limits(what, _capacities(most, what, buckets), batch)
+        return Buckets(what, _capacities(most, what, buckets), batch)
 
     def capacity(self, count: int) -> int | None:
         """Smallest capacity that holds `count`, or None."""
@@ -143,11 +143,11 @@ class GraphRunner:
     """True if graphs write their status words to the host before they finish."""
     program: Any
     example: ModelInput
-    limits: Limits
+    limits: Buckets
     replays: int
 
     def __init__(
-        self, program: Any, buffers: Buffers, example: ModelInput, limits: Limits, margins: CapacityMargins
+        self, program: Any, buffers: Buffers, example: ModelInput, limits: Buckets, margins: CapacityMargins
     ) -> None:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins

@@ -56,8 +56,7 @@ class RelationalConv(nn.Module):
         inner, own = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
         if num_bases is not None and num_blocks is not None:
             raise OptionError("give one of num_bases and num_blocks")
-        if aggr not in AGGREGATIONS:
-            raise OptionError(f"aggr is one of {', '.join(AGGREGATIONS)}, found {aggr!r}")
+        OptionError.check("aggr", aggr, AGGREGATIONS)
         if num_blocks is not None and (inner % num_blocks or out_channels % num_blocks):
             raise ShapeError(f"num_blocks={num_blocks} divides C_in={inner} and C_out={out_channels}")
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations

@@ -452,8 +452,8 @@ def _check_lowering(lowering: str) -> None:
     if not isinstance(lowering, str):
         raise OptionError(f"lowering is text, found {type(lowering).__name__}; there are {', '.join(plan.LOWERINGS)}")
     name, _, choice = lowering.partition("/")
-    if name and name not in plan.LOWERINGS:
-        raise OptionError(f"lowering {name!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
+    if name:
+        OptionError.check("lowering", name, plan.LOWERINGS)
     if name == "nest":
         plan.schedule_of(choice)
     elif choice and (name != "triton" or choice not in plan.kernels.PRECISIONS):

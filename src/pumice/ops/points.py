@@ -104,8 +104,7 @@ def devoxelize(
     x may be at any level of a network: its stride is taken into account. Differentiable.
     Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode.
     """
-    if mode not in MODES:
-        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     if points is None:
         if mode != "nearest":
             raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
@@ -138,8 +137,7 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
 
     Differentiable in x.feats, and for "trilinear" in positions.
     """
-    if mode not in MODES:
-        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     if positions.ndim != 2 or positions.shape[1] != x.spatial_dim + 1:
         raise ShapeError(
             f"positions must be [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
@@ -201,8 +199,7 @@ def take(feats: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check_reduce(reduce: str) -> None:
-    if reduce not in REDUCTIONS:
-        raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+    OptionError.check("reduce", reduce, REDUCTIONS)
 
 
 def _check_values(rows: Tensor, values: Tensor, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -186,7 +187,8 @@ def split(x: SparseTensor) -> list[SparseTensor]:
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
         coords = x.coords[rows]
         coords[:, 0] = 0
-        site = _with_batch(x, 1, 1 if len(rows) else 0)
+        own = x.geometry.site
+        site = replace(own, batch_size=1, bounds=replace(own.bounds, batch=1 if len(rows) else 0))
         pieces.append(SparseTensor(x.feats[rows], Geometry(coords, site, settled=x.geometry.settled)))
     return pieces
 
@@ -206,12 +208,6 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site, settled=x.geometry.settled))
-
-
-def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> GridSpec:
-    site = x.geometry.site
-    bounds = Bounds(site.bounds.low, site.bounds.high, bound)
-    return GridSpec(site.stride, site.spatial_shape, batch_size, bounds, site.frame)
 
 
 def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
