@@ -204,7 +204,8 @@ class _DryRun:
         feats = [raw_feats(y) if isinstance(y, SparseTensor) else y for y in made]
         self.meter.mark([y for y in feats if isinstance(y, Tensor)])
         if len(feats) == 1 and isinstance(feats[0], Tensor) and not isinstance(item.part, Stretch | TrainStretch):
-            self.meter.spent.rows, self.meter.spent.channels = len(feats[0]), feats[0].shape[-1]
+            shape = feats[0].shape
+            self.meter.spent.rows, self.meter.spent.channels = (*shape, 1)[:2] if shape else (0, 0)
         return []
 
     def _run_part(self, item: Item, env: dict[Any, Any]) -> None:
@@ -274,6 +275,8 @@ def _name(part: Step | Stretch | TrainStretch) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):  # of torch, for tensors without contents
+        return "its result depends on the values of features"
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -138,6 +138,8 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    if not isinstance(positions, Tensor):
+        raise DtypeError(f"positions must be a torch tensor, found {type(positions).__name__}")
     if positions.ndim != 2 or positions.shape[1] != x.spatial_dim + 1:
         raise ShapeError(
             f"positions must be [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
