@@ -560,6 +560,18 @@ PLAIN = [
 ]
 
 
+RELATIONAL = pm.nn.RelationalConv
+GRAPHS = [
+    Door("graph-of-nothing", DtypeError, ("edge_index", "NoneType"), lambda: pm.Graph(None)),
+    Door("graph-channels", OptionError, ("in_channels", "-8"), lambda: RELATIONAL(-8, 4, 2)),
+    Door("graph-channels-text", OptionError, ("out_channels", "'4'"), lambda: RELATIONAL(8, "4", 2)),
+    Door("graph-no-channels", OptionError, ("in_channels", "None"), lambda: RELATIONAL(None, 4, 2)),
+    Door("graph-no-relations", OptionError, ("num_relations", "0"), lambda: RELATIONAL(8, 4, 0)),
+    Door("graph-no-bases", OptionError, ("num_bases", "0"), lambda: RELATIONAL(8, 4, 2, num_bases=0)),
+    Door("graph-no-blocks", OptionError, ("num_blocks", "0"), lambda: RELATIONAL(8, 4, 2, num_blocks=0)),
+]
+
+
 def coordinates(columns):
     """Five rows of zeros, and features for them."""
     return torch.ones(5, 1), torch.zeros(5, columns, dtype=torch.int32)
@@ -599,7 +611,7 @@ COLUMNS = [
 ]
 
 
-ALL = [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN, *PLAIN, *COLUMNS]
+ALL = [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN, *PLAIN, *GRAPHS, *COLUMNS]
 
 
 @pytest.mark.parametrize("door", ALL, ids=str)
