@@ -284,8 +284,11 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     parent = None if tracing or relation.policy == "given_inverse" else geometry.parent
     target = parent if target is None else target
     if target is None:
+        traced = torch.compiler.is_compiling()
+        reason = "not known under torch.compile and torch.export" if traced else "unknown or freed"
         raise GeometryError(
-            f"{relation.policy} needs a target: the geometry that x's coordinates were made from is unknown or freed"
+            f"{relation.policy} needs a target, layer(x, finer): the geometry that x's coordinates were made from is "
+            f"{reason}"
         )
     for forward in _candidate_forwards(relation) if tracing else _cached_forwards(relation):
         kept = tracing_module.cached_map(target, forward) if tracing else target.maps.get((forward, None))
