@@ -152,6 +152,8 @@ def test_wrong_arguments():
         pm.estimate(3, x)
     with pytest.raises(DtypeError, match=r"takes a SparseTensor, found Tensor"):
         pm.estimate(net, x.feats)
+    with pytest.raises(OptionError, match=r"loss takes a function .* found int"):
+        pm.estimate(net, x, loss=3)
     with pytest.raises(DeviceError, match=r"x is on cpu, the network on meta"):
         pm.estimate(unit(4, 8).to("meta"), x)
     with pytest.raises(ShapeError, match=r"takes 3 channels .*, x has 4"):

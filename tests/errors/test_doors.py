@@ -466,6 +466,12 @@ GIVEN = [
         ("[2]", "[3]"),
         lambda: pm.devoxelize(voxels(), points([0, 0, 0], [1, 1, 1]), batch=torch.zeros(3, dtype=torch.int64)),
     ),
+    Door(
+        "devoxelize-without-batch",
+        OptionError,
+        ("batch", "2 items", "None"),
+        lambda: pm.devoxelize(pm.collate([voxels(), voxels()]), points([0, 0, 0])),
+    ),
     Door("kernel-fraction", OptionError, ("kernel_size", "2.5"), lambda: pm.nn.Conv3d(2, 4, 2.5)),
     Door("padding-text", OptionError, ("padding", "'same'"), lambda: pm.nn.Conv3d(2, 4, 3, padding="same")),
     Door("padding-of-same", OptionError, ("(2, 2, 2)", "(1, 1, 1)"), lambda: pm.nn.Conv3d(2, 4, 5, padding=1)),
@@ -529,6 +535,9 @@ PLAIN = [
         for name, door in BARE.items()
         for x in (torch.ones(3, 4), None)
     ],
+    Door(
+        "prepare-features", DtypeError, ("prepare", "Tensor"), lambda: pm.prepare(torch.nn.Identity(), torch.ones(3, 4))
+    ),
     Door("cat-of-one", DtypeError, ("cat", "list", "SparseTensor"), lambda: pm.cat(sparse())),
     Door("collate-of-one", DtypeError, ("collate", "list", "SparseTensor"), lambda: pm.collate(sparse())),
     Door("cat-of-a-number", DtypeError, ("cat", "list", "int"), lambda: pm.cat(3)),

@@ -95,10 +95,12 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
     as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
 
     Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices,
-    OptionError for a module wrapped by torch.compile and for buffers of a captured network, and the ShapeError and
-    DtypeError of net(x); other errors of net for such an x are told in `unknown`.
+    OptionError for a module wrapped by torch.compile, for buffers of a captured network and for a loss that is no
+    function, and the ShapeError and DtypeError of net(x); other errors of net for such an x are told in `unknown`.
     """
     net = _checked(net, x)
+    if loss is not None and not callable(loss):
+        raise OptionError(f"loss takes a function of the network's result, found {type(loss).__name__}")
     x.geometry.settle()
     trains = any(p.requires_grad for p in net.parameters())
     inference = _DryRun(net, x, False).run(None)

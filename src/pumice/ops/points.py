@@ -98,9 +98,11 @@ def devoxelize(
     """Features at points: [P, C].
 
     points: [P, D] in the unit of voxelize(); default: the voxelised points, only with mode "nearest".
+    batch: integers [P], batch item of each point; needed if x has several.
     mode: "nearest" (the voxel that contains the point, 0 if absent) or "trilinear" (see interpolate()).
     x may be at any level of a network: its stride is taken into account. Differentiable.
-    Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode.
+    Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode, and for
+    points of several items without `batch`.
     """
     if mode not in MODES:
         raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
@@ -108,6 +110,8 @@ def devoxelize(
         if mode != "nearest":
             raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
         return take(x.feats, x.inverse)
+    if batch is None and x.batch_size > 1:
+        raise OptionError(f"batch takes the item of each point, as x has {x.batch_size} items; found None")
     frame = x.geometry.frame
     if frame is None:
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
