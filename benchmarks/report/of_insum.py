@@ -106,7 +106,10 @@ def lines() -> tuple[Line, ...]:
                 "",
                 f"{dtype}, the same over torch.sparse.mm: wall, GPU",
                 "–",
-                [einsum(graphs, clock=clock, peer="torch.sparse.mm", dtype=dtype, best=True) for clock in ("wall", "gpu")],
+                [
+                    einsum(graphs, clock=clock, peer="torch.sparse.mm", dtype=dtype, best=True)
+                    for clock in ("wall", "gpu")
+                ],
                 "x",
             )
             for dtype in ("fp32", "fp16")
