@@ -98,8 +98,18 @@ def test_targets_of_make_that_the_pages_show_exist():
     assert made and shown and {*shown} <= {*made[1].split()}
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+def test_the_readme_is_short_and_counts_right():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120 and f"{len(DATAFLOWS)} named dataflows" in text
+
+
+def test_every_command_is_listed():
+    commands = {name for name, command in get_command(app).commands.items() if not command.hidden}  # pyright: ignore[reportAttributeAccessIssue]
+    for page in ("README.md", "docs/install.md"):
+        (told,) = re.findall(r"the command line: pumice ([a-z, ]+)", (ROOT / page).read_text(encoding="utf-8"))
+        assert {*told.split(", ")} == commands, page
+    text = (ROOT / "docs" / "guide" / "command-line.md").read_text(encoding="utf-8")
+    assert all(f"| `pumice {name}" in text for name in commands)
 
 
 def test_the_einsum_page_names_every_format():

@@ -1,6 +1,6 @@
 """Exceptions raised by pumice. Each also derives from the matching builtin exception."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 __all__ = [
     "CaptureError",
@@ -47,7 +47,7 @@ class OptionError(PumiceError, ValueError):
     @classmethod
     def check(cls, name: str, value: object, known: Collection[object]) -> None:
         """Raise it unless the value of an option is one of the known ones."""
-        if value not in known:
+        if not isinstance(value, Hashable) or value not in known:
             raise cls(f"{name}={value!r} is unknown; there are {', '.join(map(str, known))}")
 
 

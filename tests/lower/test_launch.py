@@ -1688,3 +1688,22 @@ def test_maps_take_tiles_whose_kernels_are_there(monkeypatch):
     # Of two heights neither is there.
     heights.compile(64, fails), heights.compile(128, fails)
     assert heights.rule() == usual
+
+
+def test_a_kernel_compiled_ahead_is_loaded_onto_its_device(current, monkeypatch):
+    """Triton loads it onto the device that is current when its launcher is taken."""
+    there, loaded = [None], []
+
+    @contextmanager
+    def entered(device):
+        there.append(device)
+        yield
+        there.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(launch, "CompiledKernel", lambda made: loaded.append((made, there[-1])))
+    kernel = SimpleNamespace(warmup=lambda *values, grid, **options: "made")
+    start, gpu = launch.BoundKernel(kernel, ()), torch.device("cuda", 1)
+    start.compile(gpu, [torch.int32], ())
+    assert loaded == [("made", gpu)]
+    assert start.known and start.compiled(0, [0]) is None

@@ -103,7 +103,7 @@ def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
     """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes. Raises OptionError
     if they have none and `scored` is set."""
     if job.checkpoint is None:
-        raise OptionError("scans without labels need a --checkpoint to run")
+        raise OptionError("scans without labels, and 0 epochs, need a --checkpoint")
     net, task = checkpoint.load(job.checkpoint, job.device)
     scans = fit_to_task(scans, task, job.features)
     if scored and not any(map(labelled, scans)):
@@ -197,7 +197,7 @@ def _report(
 
 
 def _extra(result: Result) -> dict[str, str]:
-    rows = {f"mIoU of the {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
+    rows = {f"baseline mIoU, {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
     return {"network": f"MinkUNet, width {result.task.width}", "scored on": result.where, **rows}
 
 
@@ -209,7 +209,7 @@ def _metrics(result: Result) -> dict[str, object]:
         iou = {name: None if np.isnan(v) else float(v) for name, v in zip(result.task.names, scores.iou, strict=True)}
         figures |= {"point_accuracy": scores.accuracy, "miou": scores.miou, "iou": iou}
         figures |= {"classes_scored": scores.present, "judged_on_training": result.judged_on_training}
-    figures |= {f"miou of the {name}": trivial.miou for name, trivial in result.trivial.items()}
+    figures |= {f"baseline miou, {name}": trivial.miou for name, trivial in result.trivial.items()}
     if timing is not None:
         figures["inference_ms"] = {"median": timing.median, "p20": timing.p20, "p80": timing.p80}
     return figures

@@ -254,8 +254,8 @@ class CapturedPoints(_Base):
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy the model with parameters and buffers cast to `dtype`; batch norms are not cast to half precision."""
-    if not dtype.is_floating_point or dtype.itemsize == 1:
-        raise DtypeError(f"a network can be cast to a float of at least 16 bits, found {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise DtypeError(f"a network can be cast to a torch.dtype, a float of at least 16 bits, found {dtype!r}")
     found = copy.deepcopy(model)
     for module in found.modules():
         if isinstance(module, _BatchNorm) and dtype.itemsize < 4:

@@ -141,6 +141,8 @@ def capture_step(
     _check_targets(example, targets)
     limits = Buckets.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
     margins = CapacityMargins(margin, level_capacity)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise OptionError(f"scaler takes a torch.amp.GradScaler, found {type(scaler).__name__}")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     program = StepProgram(
         compile(model),

@@ -21,7 +21,7 @@ from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.prepare import layer_map
-from pumice.ops.tensor import SparseTensor, from_raw_feats, one_node, raw_feats, unchecked_tensor
+from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, one_node, raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -762,7 +762,7 @@ def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: in
 
 def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
-        raise DtypeError(f"x must be a SparseTensor, found {type(x).__name__}; torch.nn layers take x.feats")
+        raise not_sparse(x, "a convolution")
     if weight.ndim != (x.spatial_dim + 2 if spatial else 3):
         axes = f"{x.spatial_dim} kernel axes" if spatial else "one axis of K offsets"
         raise ShapeError(

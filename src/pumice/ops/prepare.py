@@ -18,7 +18,7 @@ from pumice.coords.chain_build import NO_TILES, build_chain, build_in_buffer, co
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
 from pumice.lower.maps import TILE_HEIGHTS, keep_tiles
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, not_sparse
 from pumice.runtime.compile import CompiledBeside
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
@@ -244,6 +244,8 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"prepare takes a torch.nn.Module, found {type(model).__name__}")
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "prepare")
     shadow = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
