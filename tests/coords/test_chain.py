@@ -169,7 +169,7 @@ def test_too_little_room_is_enlarged(monkeypatch):
     monkeypatch.setattr(chain, "_FIRST_ESTIMATE", 0.01)
     monkeypatch.setattr(chain, "_LEAST", 0)
     seen, found = [], chain_build.find_maps
-    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[-1]) or found(*given))
+    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[3]) or found(*given))
     coords = random_cloud(900, 3, extent=60)
     request = request_of(3, [padded(3)] * 2)
     compare(coords, request)

@@ -24,6 +24,7 @@ from pumice.coords.chain import (
     BufferedChain,
     Chain,
     ChainRequest,
+    KeyLayout,
     TileRule,
     begun,
     estimate_of,
@@ -71,11 +72,12 @@ def build_chain(
             compile_kernels(request.compile_request, geometry.device)
         estimate, needed, rows = estimate_of(request), 0, len(geometry)
         while True:
-            most = estimate.most(rows, needed)
-            chain = find_maps(geometry.coords, geometry.outline, request, most)
+            most, site = estimate.most(rows, needed), geometry.outline
+            chain = find_maps(geometry.coords, site, request, most, estimate.key_layout(site.bounds))
             tile_maps(chain)
-            if meanwhile is not None and not needed:
+            if meanwhile is not None:
                 meanwhile()
+                meanwhile = None
             words = chain.words.tensor().tolist()
             if geometry.outline.bounds.batch < 0:
                 if words[0] & RANGE and geometry.bounds:
@@ -83,11 +85,12 @@ def build_chain(
                 geometry.learn(request.box_in(words))
             geometry.settle(words[0] & ~OVERFLOW)
             largest = max(words[COUNTS + STRIDE : COUNTS + STRIDE * request.levels : STRIDE], default=0)
-            if not words[0] & OVERFLOW and largest <= most:
+            fits, least = not words[0] & OVERFLOW and largest <= most, KeyLayout.of(request, geometry.bounds)
+            if fits and chain.key_layout.joined(least) == chain.key_layout:
                 break
-            needed = max(largest, most)
+            needed = needed if fits else max(largest, most)
         if request.steps:
-            estimate.learn(rows, largest)
+            estimate.learn(rows, largest, least)
         lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
         return _Assembler(chain, words, lists, groups).assemble(geometry)
@@ -277,7 +280,7 @@ def _started(
             needed = needed or _needed(cloud, site, request)
             own = state.capacities.capacity(key, needed.rows_needed(level), max_outputs(found[-1], step, coarse))
         found.append(own)
-    chain = BufferedChain(cloud, request, tuple(found))
+    chain = BufferedChain(cloud, request, tuple(found), KeyLayout.of(request, site.bounds))
     start_kernels(chain, site)
     return chain
 
@@ -289,7 +292,8 @@ def _needed(cloud: CoordBuffer, site: GridSpec, request: ChainRequest) -> Buffer
         most = estimate_of(request).most(cloud.capacity, needed)
         # The run that follows reports errors.
         tried = replace(cloud, status=new_status(cloud.device))
-        chain = BufferedChain(tried, request, (cloud.capacity, *(most,) * len(request.steps)))
+        layout = KeyLayout.of(request, site.bounds)
+        chain = BufferedChain(tried, request, (cloud.capacity, *(most,) * len(request.steps)), layout)
         start_kernels(chain, site)
         needed = max([int(chain.rows_needed(level)) for level in range(1, request.levels)])
         if needed <= most:
@@ -305,7 +309,7 @@ def _compile(request: ChainRequest, device: torch.device) -> None:
     bounds = key_bounds(request.dim, 1)
     cloud = CoordBuffer(coords, count, bounds, new_status(device))
     with compiling_launches():
-        chain = BufferedChain(cloud, request, (1, *(64,) * len(request.steps)))
+        chain = BufferedChain(cloud, request, (1, *(64,) * len(request.steps)), KeyLayout.of(request, bounds))
         start_kernels(chain, GridSpec((1,) * request.dim, None, 1, bounds))
 
 
