@@ -9,12 +9,13 @@ neighbours.
 Keys are int64: level - 4 from bit 61 up, then the batch index (10 bits) and c + 2^(bits - 1) of each axis (AXIS_BITS).
 Axes are concatenated in the table's keys. Coordinates out of range are refused: callers build their maps level by
 level. Each coarser level has a capacity of `most` rows, and sort keys have few bits (KeyLayout), both estimated from
-earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all maps are counted:
+earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all
+maps are counted:
 
     words[0], words[1]       status bits, number of batch items
-    words[2]                 rows of all coarser levels
-    words[4 + 4 l]           rows of level l
-    words[5 + 4 a]           2^30 + the maximum coordinate of axis a, words[6 + 4 a]: 2^30 - the minimum
+    words[4]                 rows of all coarser levels
+    words[8 + 4 l]           rows of level l
+    words[9 + 4 a]           2^30 + the maximum coordinate of axis a, words[10 + 4 a]: 2^30 - the minimum
     words[ENTRIES + s]       tile entries of segment s
     words[PAIRS + 32 m + k]  pairs of kernel offset k of map m
 
@@ -67,7 +68,7 @@ MARGIN = 64  # Coordinates within this distance of the key range's ends are refu
 MOST_ROWS = 1 << 20  # Beyond, buffers would be large, and launch overhead no longer matters
 LEVELS = 8
 SIDE, GROUPS = 32, 64  # Maximum numbers of maps, and of a map's groups of kernel offsets
-CELLS, COUNTS, STRIDE = 2, 4, 4
+CELLS, COUNTS, STRIDE = 4, 8, 4
 _APART = 4  # Entries between the row counts of buffered levels: kernels take 16-byte aligned addresses
 ENTRIES = COUNTS + STRIDE * LEVELS
 PAIRS = ENTRIES + SIDE
@@ -345,10 +346,11 @@ class Chain:
 
     most: capacity of each coarser level, room: of all. key_layout: of the sort keys of the coarser levels' cells;
     cell_keys int64, cell_slots int32: two arrays each, whose first ones receive sort keys and hash slots, unordered;
-    cell_starts int32: counts of digits for their sort. words: see the module. totals int32: sampled rows per group of kernel offsets,
-    by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows. coarse int32 [levels - 1, most,
-    1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of all maps, concatenated;
-    begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error bits.
+    cell_starts int32: counts of digits for their sort. words: see the module. totals int32: sampled rows per group of
+    kernel offsets, by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows. coarse
+    int32 [levels - 1, most, 1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of
+    all maps, concatenated; begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error
+    bits.
 
     For tiles: layout: see chain_tiles.lay_out; keys, order: of the sort of all segments' rows; ranked: True if they are
     few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for
@@ -621,9 +623,7 @@ def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
     _insert(chain, site)
     if request.steps:
         total = chain.words.cut(CELLS, (1,))
-        slots = tiles.sort_pairs(
-            chain.key_layout.digits, chain.cell_keys, chain.cell_slots, chain.cell_starts, total
-        )
+        slots = tiles.sort_pairs(chain.key_layout.digits, chain.cell_keys, chain.cell_slots, chain.cell_starts, total)
         tensors = (slots, chain.table, chain.words, chain.values, chain.coarse, chain.status, chain.limits, chain.valid)
         constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "BLOCK": _PLACED, "BUFFERED": chain.buffered}
         kernel("chain_kernels.place")(-(-chain.room // _PLACED), tensors, (chain.most, chain.room), constants)

@@ -11,12 +11,12 @@ from pumice.coords.lookup_kernels import _load_rows, _slot
 from pumice.coords.tile_kernels import _in_order, _or, _step
 
 DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-CELLS = tl.constexpr(2)  # words[CELLS]: distinct cells of all coarser levels
-COUNTS, STRIDE = tl.constexpr(4), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
+CELLS = tl.constexpr(4)  # words[CELLS]: distinct cells of all coarser levels
+COUNTS, STRIDE = tl.constexpr(8), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
 LEVELS = tl.constexpr(8)
-ENTRIES = tl.constexpr(4 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
+ENTRIES = tl.constexpr(8 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
 SIDE = tl.constexpr(32)  # Entries of a row of `plan`, `layout` and `limits`, and of a map's pair counts
-PAIRS = tl.constexpr(4 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
+PAIRS = tl.constexpr(8 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
 GROUPS = tl.constexpr(64)  # Maximum groups of kernel offsets of a map
 BATCHES = tl.constexpr(1 << 10)
 FAR = tl.constexpr(1 << 30)  # Bias of the box in `words`; larger coordinates are refused
