@@ -347,10 +347,10 @@ class Chain:
     most: capacity of each coarser level, room: of all. key_layout: of the sort keys of the coarser levels' cells;
     cell_keys int64, cell_slots int32: two arrays each, whose first ones receive sort keys and hash slots, unordered;
     cell_starts int32: counts of digits for their sort. words: see the module. totals int32: sampled rows per group of
-    kernel offsets, by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows. coarse
-    int32 [levels - 1, most, 1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of
-    all maps, concatenated; begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error
-    bits.
+    kernel offsets, by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows.
+    coarse int32 [levels - 1, most, 1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and
+    masks of all maps, concatenated; begins: their starts by map, then the ends (`starts_of`). status: words[0],
+    receives error bits.
 
     For tiles: layout: see chain_tiles.lay_out; keys, order: of the sort of all segments' rows; ranked: True if they are
     few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for
