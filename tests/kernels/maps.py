@@ -1117,7 +1117,7 @@ def check_compiled() -> None:
             chain_build.build_chain(Geometry.checked(Scene(3, count, 12, seed=count).coords()), request)
     # How coordinates are checked is no part of it.
     own = {k for k in started if k.kernel.function.fn.__module__.endswith(("chain_kernels", "pair_kernels"))}
-    assert own <= seen and len(own) == 13
+    assert own <= seen and len(own) == 12
 
 
 def compiled_for(*requests: chain.ChainRequest) -> set[BoundKernel]:
@@ -1243,7 +1243,7 @@ def check_chain_status(name: str) -> None:
 
 
 def check_network() -> None:
-    """`prepare` finds the maps of a U-Net and of an encoder in nine launches and two sorts, one read, no other search.
+    """`prepare` finds the maps of a U-Net and of an encoder in eight launches and two sorts, one read, no other search.
     Few rows are sorted by one launch, many by six; cells by two for each nine bits of their keys."""
     for few, sorts in ((chain.RANKED, ["rank_rows"]), (0, ["scan_digits", "place_digits"] * 3)):
         for steps in ([Relation.of(3, 2, stride=2)] * 4, [Relation.of(3, 3, stride=2, padding=1)] * 3):
@@ -1275,7 +1275,7 @@ def _check_network(steps: list[Relation], windows: list[list[Relation]], sorts: 
             materialize([(one, [None]) for one in made], False)
     both = [*["scan_digits", "place_pairs"] * 2, *sorts]
     assert [name for name in started if name in ("rank_rows", "scan_digits", "place_digits", "place_pairs")] == both
-    assert len(started) - len(both) <= 9, started
+    assert len(started) - len(both) <= 8, started
     assert len(made) == 3 * len(steps) + 1 and all(one.cached_keys() for one in made)
     other = Geometry.checked(coords)
     with plain(), patch.object(lowered, "_FORMS_OF", forms):

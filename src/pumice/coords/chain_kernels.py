@@ -42,7 +42,7 @@ LIMIT, FIRST, TABLE, MASK, BEFORE = (
 )  # fmt: skip
 _NUMBERS = [
     "rows", "most", "room", "batch", "low0", "low1", "low2", "low3", "high0", "high1", "high2", "high3", "last",
-    "sampled", "segments", "few", "per", "width", "maps", "lists", "blocks", "half", "item_at", "level_at",
+    "sampled", "segments", "few", "per", "width", "maps", "lists", "blocks", "filled", "half", "item_at", "level_at",
 ]  # fmt: skip
 
 
@@ -447,14 +447,31 @@ def end_tiles(layout, tile_masks, ends, words, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_segments(
-    plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows: "i64", most: "i64",
-    segments: "i64", BLOCK: tl.constexpr, LANES: tl.constexpr,
+    plan, layout, words, slots, tile_masks, ends, tables, wanted, taps, turned, tiles, inputs, pieces, rows: "i64",
+    most: "i64", segments: "i64", filled: "i64", lists: "i64", blocks: "i64",
+    BLOCK: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The first `filled` programs write the entries of one tile each, the others lists of pieces (_cut_runs)."""
+    if tl.program_id(0) < filled:
+        _fill_tile(
+            plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows, most, segments,
+            tl.program_id(0), BLOCK, LANES,
+        )  # fmt: skip
+    else:
+        p = tl.program_id(0) - filled.to(tl.int32)
+        _cut_runs(layout, words, wanted, ends, pieces, p, lists, blocks, BINS, RUNS, CHUNK)
+
+
+@triton.jit
+def _fill_tile(
+    plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows, most, segments, program,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of one tile, as tile_kernels.fill_tiles; segments are concatenated. turned: K - 1 - taps."""
     lane = tl.arange(0, SIDE)
     before = tl.load(layout + TILES_BEFORE * SIDE + lane)
-    s = tl.sum(((lane < segments) & (before <= tl.program_id(0))).to(tl.int32)) - 1
-    t = tl.program_id(0) - tl.load(layout + TILES_BEFORE * SIDE + s)
+    s = tl.sum(((lane < segments) & (before <= program)).to(tl.int32)) - 1
+    t = program - tl.load(layout + TILES_BEFORE * SIDE + s)
     block = tl.load(layout + BLOCK_ROWS * SIDE + s)
     sizes = tl.where(lane < s, tl.load(words + ENTRIES + lane), 0).to(tl.int64)
     own = tl.sum(_aligned(sizes))
@@ -477,9 +494,9 @@ def fill_segments(
     tl.store(inputs + where, input_rows, mask=(b < block)[:, None] & (has == 1)[None, :])
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def cut_runs(
-    layout, words, wanted, ends, out, lists: "i64", blocks: "i64",
+@triton.jit
+def _cut_runs(
+    layout, words, wanted, ends, out, program, lists, blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write lists of pieces of segments' runs, as tile_kernels.order_counted, `blocks` programs per list. wanted: a row
@@ -488,7 +505,7 @@ def cut_runs(
     s, most = tl.load(wanted + lane), tl.load(wanted + GROUPS + lane)
     count, size = tl.load(layout + TILES * SIDE + s), tl.load(words + ENTRIES + s)
     places = count + size // most
-    q = (tl.program_id(0) // blocks).to(tl.int32)
+    q = (program // blocks).to(tl.int32)
     own = lane == q
     begin = tl.sum(tl.where(lane < q, 5 * _aligned(places), 0).to(tl.int64))
     count, size = tl.sum(tl.where(own, count, 0)), tl.sum(tl.where(own, size, 0))
@@ -497,6 +514,6 @@ def cut_runs(
     found, each = out + begin, _aligned(places)
     _in_order(
         ends + first, found, found + each, found + 2 * each, found + 3 * each, found + 4 * each,
-        (tl.program_id(0) % blocks).to(tl.int32), blocks.to(tl.int32), size, count, most, places,
+        (program % blocks).to(tl.int32), blocks.to(tl.int32), size, count, most, places,
         BINS, BLOCK, CHUNK,
     )  # fmt: skip
