@@ -154,15 +154,6 @@ def test_real_scans_have_the_very_tiles(name, data_folder):
     compare(coords, request_of(3, [halves(3)] * 4))
 
 
-def test_memory_that_is_not_used_is_given_back(monkeypatch):
-    monkeypatch.setattr(chain_build, "_SPARE", 0)
-    monkeypatch.setattr(chain, "_LEAST", 900)
-    found = compare(random_cloud(300, 3), request_of(3, HALVES))
-    for one, outputs in found.maps.values():
-        assert one.table.untyped_storage().nbytes() <= 4 * 27 * 300
-        assert outputs is None or outputs.coords.untyped_storage().nbytes() <= 16 * 300
-
-
 def test_too_little_room_is_enlarged(monkeypatch):
     """Maps are built again where levels have more rows than there was room for."""
     chain.estimate_of.cache_clear()

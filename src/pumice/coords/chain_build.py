@@ -44,8 +44,6 @@ from pumice.errors import GeometryError
 from pumice.runtime.launch import Part, compiling_launches, has_triton, outside_inference_mode
 from pumice.runtime.streams import is_capturing
 
-_SPARE = 1 << 25  # Maximum unused table entries to keep allocated; beyond, the used parts are copied
-
 
 @dataclass(frozen=True, eq=False)
 class TiledMap:
@@ -123,10 +121,6 @@ class _Assembler:
         least = chain.request.rule.least
         for (_, level, _), volume, one in zip(chain.request.tiled, chain.request.volumes, lists, strict=False):
             one.sorted = self._counts[level] >= least(volume)
-        used = sum(
-            [self._counts[place[1]] * n for place, n in zip(chain.request.maps, chain.request.volumes, strict=True)]
-        )
-        self._copies = chain.tables.shape[0] - used > _SPARE
         self._valid = [Deferred(partial(_count, chain.words, n)) for n in range(len(self._counts))]
 
     def assemble(self, geometry: Geometry) -> list[TiledMap]:
@@ -142,7 +136,7 @@ class _Assembler:
             down, up, relation = step
             shape = self._counts[level + 1], coarse.shape[2]
             coords = coarse.cut(level * coarse.shape[1] * coarse.shape[2], shape).tensor()
-            outputs = Geometry(coords.clone() if self._copies else coords, site_of(geometry.site, relation))
+            outputs = Geometry(coords, site_of(geometry.site, relation))
             maps[down] = found = self._map(down, level, up)
             geometry.keep(relation, None, (found, outputs))
             if (key := level_key(relation)) is not None:
@@ -176,7 +170,7 @@ class _Assembler:
             storages["rows", True] = Deferred(partial(_table, chain, turned, rows))
             storages["masks", True] = Deferred(partial(_column, chain, turned, rows))
         table = chain.table_of(number, outputs).tensor()
-        return KernelMap(relation, table.clone() if self._copies else table, rows, outputs, _storages=storages)
+        return KernelMap(relation, table, rows, outputs, _storages=storages)
 
     def _tile(self, storages: dict[Any, Any], number: int, flipped: bool) -> None:
         """Add the tiles of map `number`, if any, and their entry count to `storages`."""
