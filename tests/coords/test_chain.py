@@ -154,22 +154,13 @@ def test_real_scans_have_the_very_tiles(name, data_folder):
     compare(coords, request_of(3, [halves(3)] * 4))
 
 
-def test_memory_that_is_not_used_is_given_back(monkeypatch):
-    monkeypatch.setattr(chain_build, "_SPARE", 0)
-    monkeypatch.setattr(chain, "_LEAST", 900)
-    found = compare(random_cloud(300, 3), request_of(3, HALVES))
-    for one, outputs in found.maps.values():
-        assert one.table.untyped_storage().nbytes() <= 4 * 27 * 300
-        assert outputs is None or outputs.coords.untyped_storage().nbytes() <= 16 * 300
-
-
 def test_too_little_room_is_enlarged(monkeypatch):
     """Maps are built again where levels have more rows than there was room for."""
     chain.estimate_of.cache_clear()
     monkeypatch.setattr(chain, "_FIRST_ESTIMATE", 0.01)
     monkeypatch.setattr(chain, "_LEAST", 0)
     seen, found = [], chain_build.find_maps
-    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[-1]) or found(*given))
+    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[3]) or found(*given))
     coords = random_cloud(900, 3, extent=60)
     request = request_of(3, [padded(3)] * 2)
     compare(coords, request)
@@ -177,6 +168,46 @@ def test_too_little_room_is_enlarged(monkeypatch):
     seen.clear()
     compare(coords, request)
     assert len(seen) == 1
+
+
+def unread(coords):
+    return Geometry(coords, GridSpec((1,) * (coords.shape[1] - 1), None, -1, UNKNOWN), settled=False)
+
+
+def test_keys_too_short_for_a_scene_are_made_longer(monkeypatch):
+    """Maps are built again where cells of coarser levels exceed the keys of all earlier scenes."""
+    chain.estimate_of.cache_clear()
+    seen, find = [], chain_build.find_maps
+    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[4]) or find(*given))
+    request, near = request_of(3, [padded(3)] * 2), random_cloud(300, 3, extent=20)
+    far, negative, items = near.clone(), near.clone(), near.clone()
+    far[:, 1:] *= 9
+    negative[:, 2] -= 15
+    items[:, 0] += 5
+    for coords, times in ((near, 1), (near, 1), (far, 2), (near, 1), (negative, 2), (items, 2), (far, 1), (items, 1)):
+        seen.clear()
+        got, want = unread(coords), Geometry.checked(coords)
+        laid_out(got, request), one_by_one(want, request)
+        assert agree(got, want) > 0 and len(seen) == times
+    assert seen[0] == chain.KeyLayout(3, 7, True, 3, 1) and seen[0].digits.turns == 4
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_keys_are_in_the_order_of_rows(seed):
+    """Keys of the coarser levels' cells, in their order, ascend: they hold all bits that differ."""
+    case = case_of(seed, 60)
+    geometry = Geometry.checked(torch.tensor(case.rows, dtype=torch.int32), spatial_shape=case.extent)
+    layout, keys = chain.KeyLayout.of(case.request, geometry.bounds), []
+    for level, step in enumerate(case.request.steps):
+        geometry = kernel_map(geometry, step)[1]
+        for item, *cell in geometry.coords.tolist():
+            placed = [c + layout.half for c in cell]
+            assert item < 1 << layout.items and all(0 <= c < 1 << layout.bits + layout.signed for c in placed)
+            code = sum(
+                (c >> bit & 1) << bit * len(cell) + len(cell) - 1 - a for a, c in enumerate(placed) for bit in range(33)
+            )
+            keys.append((level << layout.level_at) + (item << layout.item_at) + code)
+    assert keys == sorted({*keys}) and max(keys, default=0) < 1 << 9 * layout.digits.turns
 
 
 def test_a_box_that_nobody_read_is_found():

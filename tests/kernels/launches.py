@@ -307,7 +307,8 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
         with patch.object(chain, "RANKED", few):
             made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
             chain_tiles.tile_maps(made)
-    buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps))
+    layout = chain.KeyLayout.of(request, cloud.bounds)
+    buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps), layout)
     chain.start_kernels(buffered, GridSpec((1,) * dim, None, 1, cloud.bounds))
     chain_tiles.fill_tiles(made, [40] * request.num_read)
     chain_tiles.group_pairs(made, [40] * request.num_read)

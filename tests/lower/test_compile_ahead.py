@@ -145,7 +145,7 @@ def kernel_calls():
     yield one.kernel, values, one.triton_options
     flat, wide = (torch.empty(64, dtype=kind, device="meta") for kind in (torch.int32, torch.int64))
     place = ahead.TritonKernel.of("pumice.coords.chain_kernels", "place")
-    yield place, [wide, wide, *[flat] * 5, wide, flat, 1, 1 << 40, 3, 17, 64, False], {"num_warps": 4}
+    yield place, [flat, wide, *[flat] * 4, wide, flat, 1, 1 << 40, 3, 17, 64, False], {"num_warps": 4}
 
 
 @pytest.mark.parametrize("number", [0, 1])

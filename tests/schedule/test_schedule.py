@@ -187,7 +187,7 @@ def test_candidates_have_their_columns_in_slices():
 def test_windows_of_eight_taps_share_nothing(tiles, channels, mean, expected):
     assert str(default(convolution(channels, mean, tiles, channels, longest=8))) == expected
     few = convolution(channels, mean, 100, channels, block=64, longest=8)
-    assert (default(few).stream_k_chunk, default(replace(few, longest=27)).stream_k_chunk) == (0, 8)
+    assert (default(few).stream_k_chunk, default(few._replace(longest=27)).stream_k_chunk) == (0, 8)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,21 @@
-"""Build all kernel maps of a network in a dozen launches, one sort and one host synchronisation.
+"""Build all kernel maps of a network in some twenty launches and one host synchronisation.
 
 Steps (strided convolutions) derive coarser levels from the network's coordinates, the finest level; windows
 (submanifold convolutions) stay on a level. The cells of a level that a finest voxel reaches form a box, computed by
 shifting, dividing and clipping intervals, so all levels are built at once: one kernel inserts their cells into one hash
-table and lists the distinct ones, one sort puts these in (level, batch, Morton) order, one kernel finds all neighbours.
+table and lists the distinct ones, a radix sort puts these in (level, batch, Morton) order, one kernel finds all
+neighbours.
 
 Keys are int64: level - 4 from bit 61 up, then the batch index (10 bits) and c + 2^(bits - 1) of each axis (AXIS_BITS).
-Axes are concatenated in the table's keys, bit-interleaved in the sort's. Coordinates out of range are refused: callers
-build their maps level by level. Each coarser level has a capacity of `most` rows, estimated from earlier scenes; after
-an overflow the maps are built again. Sizes stay on the device, in int32 `words`, until all maps are counted:
+Axes are concatenated in the table's keys. Coordinates out of range are refused: callers build their maps level by
+level. Each coarser level has a capacity of `most` rows, and sort keys have few bits (KeyLayout), both estimated from
+earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all
+maps are counted:
 
     words[0], words[1]       status bits, number of batch items
-    words[4 + 4 l]           rows of level l
-    words[5 + 4 a]           2^30 + the maximum coordinate of axis a, words[6 + 4 a]: 2^30 - the minimum
+    words[4]                 rows of all coarser levels
+    words[8 + 4 l]           rows of level l
+    words[9 + 4 a]           2^30 + the maximum coordinate of axis a, words[10 + 4 a]: 2^30 - the minimum
     words[ENTRIES + s]       tile entries of segment s
     words[PAIRS + 32 m + k]  pairs of kernel offset k of map m
 
@@ -26,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +68,7 @@ MARGIN = 64  # Coordinates within this distance of the key range's ends are refu
 MOST_ROWS = 1 << 20  # Beyond, buffers would be large, and launch overhead no longer matters
 LEVELS = 8
 SIDE, GROUPS = 32, 64  # Maximum numbers of maps, and of a map's groups of kernel offsets
-COUNTS, STRIDE = 4, 4
+CELLS, COUNTS, STRIDE = 4, 8, 4
 _APART = 4  # Entries between the row counts of buffered levels: kernels take 16-byte aligned addresses
 ENTRIES = COUNTS + STRIDE * LEVELS
 PAIRS = ENTRIES + SIDE
@@ -76,7 +80,7 @@ _WARPS = 4  # Warps of find_neighbours
 SAMPLED = 1 << 14  # Maximum number of rows sampled to estimate the frequency of groups
 WIDTH = 20  # Bits of a row's sort key, below its segment's number
 _DIGIT, _LEAST_DIGIT = 9, 8  # Maximum and minimum bits of a radix-sort digit: 1 to 16 segments share kernels
-_SORTED = 512  # Rows per block of the radix sort
+_SORTED = 512  # Rows per block of the radix sorts
 RANKED = 1 << 13  # Up to so many rows are ranked by comparing each with all: one launch, where the radix sort has six
 SMALL, LARGE = 64, 128  # Outputs per tile
 CHOSEN = 10  # First row of `layout` with mask words of sort groups
@@ -196,6 +200,12 @@ class ChainRequest:
         return Bounds(tuple([_FAR - words[n + 2] for n in at]), tuple([words[n + 1] - _FAR for n in at]), words[1])
 
     @cached_property
+    def spans(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """(minimum, maximum offset, stride) by step and axis."""
+        each = [zip(_spans(step), step.stride, strict=True) for step in self.steps]
+        return tuple([tuple([(first, last, stride) for (first, last), stride in step]) for step in each])
+
+    @cached_property
     def wide(self) -> int:
         """Maximum cells along an axis, of any level, that a finest voxel reaches."""
         most = [1] * self.dim
@@ -278,14 +288,69 @@ def _is_supported_step(step: Relation) -> bool:
     )
 
 
+class KeyLayout(NamedTuple):
+    """Sort key of a coarser cell: level - 1 from bit `level_at` up, batch index from bit `item_at` up, then the Morton
+    code of the coordinates plus `half`. bits: of a coordinate's magnitude; signed: some are negative; items: bits of a
+    batch index; levels: bits of a level."""
+
+    dim: int
+    bits: int
+    signed: bool
+    items: int
+    levels: int
+
+    @staticmethod
+    def of(request: ChainRequest, bounds: Bounds) -> KeyLayout:
+        """The least layout for finest coordinates within `bounds`; for unknown bounds that of all that keys can
+        represent."""
+        dim, levels = request.dim, max(0, len(request.steps) - 1).bit_length()
+        if bounds.batch < 0:
+            return KeyLayout(dim, AXIS_BITS[dim] - 1, True, BATCHES.bit_length() - 1, levels)
+        low, high = [*bounds.low], [*bounds.high]
+        least, most = 0, 0
+        for step in request.spans:
+            for axis, (first, last, stride) in enumerate(step):
+                low[axis], high[axis] = -((last - low[axis]) // stride), (high[axis] - first) // stride
+            least, most = min(least, *low), max(most, *high)
+        return KeyLayout(dim, max(most, ~least).bit_length(), least < 0, max(bounds.batch - 1, 0).bit_length(), levels)
+
+    def joined(self, other: KeyLayout) -> KeyLayout:
+        """The least layout for the coordinates of both."""
+        signed, items = self.signed or other.signed, max(self.items, other.items)
+        return self._replace(bits=max(self.bits, other.bits), signed=signed, items=items)
+
+    @property
+    def half(self) -> int:
+        return self.signed << self.bits
+
+    @property
+    def item_at(self) -> int:
+        return self.dim * (self.bits + self.signed)
+
+    @property
+    def level_at(self) -> int:
+        return self.item_at + self.items
+
+    @property
+    def digits(self) -> Digits:
+        """Radix-sort digits of the keys."""
+        return Digits(max(1, -(-(self.level_at + self.levels) // _DIGIT)), _DIGIT, _SORTED)
+
+    def counted(self, room: int) -> list[tuple[int, int]]:
+        """Shapes of the digit counts of at most `room` cells."""
+        return [(-(-room // _SORTED) + 1, 1 << _DIGIT)] * (self.digits.turns if room else 0)
+
+
 class Chain:
     """Device arrays of the levels and maps of N coordinates, carved out of a few allocations.
 
-    most: capacity of each coarser level. words: see the module. totals int32: sampled rows per group of kernel offsets,
-    by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows. found int64, slots
-    int32: sort keys and hash slots of the coarser levels' distinct cells, unordered. coarse int32 [levels - 1, most,
-    1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and masks of all maps, concatenated;
-    begins: their starts by map, then the ends (`starts_of`). status: words[0], receives error bits.
+    most: capacity of each coarser level, room: of all. key_layout: of the sort keys of the coarser levels' cells;
+    cell_keys int64, cell_slots int32: two arrays each, whose first ones receive sort keys and hash slots, unordered;
+    cell_starts int32: counts of digits for their sort. words: see the module. totals int32: sampled rows per group of
+    kernel offsets, by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows.
+    coarse int32 [levels - 1, most, 1 + D]: coordinates of coarser levels. tables, masks int32: neighbour tables and
+    masks of all maps, concatenated; begins: their starts by map, then the ends (`starts_of`). status: words[0],
+    receives error bits.
 
     For tiles: layout: see chain_tiles.lay_out; keys, order: of the sort of all segments' rows; ranked: True if they are
     few (see RANKED), else starts and rooms are those of their radix sort; tile_rows int32: rows of tiles, -1 for
@@ -305,9 +370,11 @@ class Chain:
     totals: Part
     starts: list[Part]
     table: Part
-    found: Part
+    key_layout: KeyLayout
+    cell_keys: list[Part]
+    cell_slots: list[Part]
+    cell_starts: list[Part]
     values: Part
-    slots: Part
     coarse: Part
     tables: Part
     masks: Part
@@ -322,35 +389,37 @@ class Chain:
     limits: Part
     status: Part
 
-    def __init__(self, coords: Tensor, most: int, request: ChainRequest) -> None:
+    def __init__(self, coords: Tensor, most: int, request: ChainRequest, key_layout: KeyLayout) -> None:
         self.request, self.coords, self.rows, self.most = request, coords, len(coords), most
         steps, number, device = len(request.steps), len(request.tiled), coords.device
-        self.room = room = steps * most
+        self.room, self.key_layout = steps * most, key_layout
+        room = self.room
         levels = [level for _, level, _ in request.tiled]
         self.largest: int = max([most if level else self.rows for level in levels], default=0)
         self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
         self.digits = digits = digits_of(number)
         self.ranked = tiled <= RANKED
         turns = 0 if self.ranked else digits.turns
-        bins = (-(-tiled // digits.block) + 1, 1 << digits.width)
-        cleared = (request.num_read,), (GROUPS * len(request.maps),), *(bins,) * turns
-        self.words, self.totals, *self.starts = allocate(device, cleared, torch.zeros)
+        bins, counted = (-(-tiled // digits.block) + 1, 1 << digits.width), key_layout.counted(room)
+        cleared = (request.num_read,), (GROUPS * len(request.maps),), *counted, *(bins,) * turns
+        self.words, self.totals, *starts = allocate(device, cleared, torch.zeros)
+        self.cell_starts, self.starts = starts[: len(counted)], starts[len(counted) :]
         self.size: int = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
-        cells = torch.full((self.size + room,), FREE, dtype=torch.int64, device=device)
-        self.table, self.found = carve(cells, ((self.size,), (room,)))
-        self.rooms: list[Part] = []
-        if turns:
-            wide = torch.empty((turns - 1) * aligned(tiled), dtype=torch.int64, device=device)
-            self.rooms = carve(wide, ((tiled,),) * (turns - 1))
+        cells = torch.full((self.size,), FREE, dtype=torch.int64, device=device)
+        (self.table,) = carve(cells, ((self.size,),))
+        shapes = (room,), (room,), *((tiled,),) * max(0, turns - 1)
+        wide = torch.empty(sum([aligned(count) for (count,) in shapes]), dtype=torch.int64, device=device)
+        first, second, *self.rooms = carve(wide, shapes)
+        self.cell_keys = [first, second]
         self.begins: list[tuple[int, int]] = starts_of(request, aligned(self.rows), most)
         entries, masked = self.begins[-1]
         of_tiles = -(-tiled // SMALL) + 5 * number
-        levels = (self.size,), (room,), (steps, most, 1 + request.dim), (entries,), (masked,)
+        of_levels = (self.size,), (room,), (room,), (steps, most, 1 + request.dim), (entries,), (masked,)
         of_rows = (CHOSEN + SIDE, SIDE), (tiled,), (tiled,), (tiled + number * LARGE,), (of_tiles,), (of_tiles,)
-        parts = allocate(device, (*levels, *of_rows))
-        self.values, self.slots, self.coarse, self.tables, self.masks = parts[:5]
-        self.layout, self.keys, self.order, self.tile_rows, self.tile_masks, self.ends = parts[5:]
-        # count, valid, limits: placeholders for kernel arguments that only BufferedChain has.
+        parts = allocate(device, (*of_levels, *of_rows))
+        self.values, *self.cell_slots, self.coarse, self.tables, self.masks = parts[:6]
+        self.layout, self.keys, self.order, self.tile_rows, self.tile_masks, self.ends = parts[6:]
+        # valid, limits: placeholders for kernel arguments that only BufferedChain has.
         self.count = self.valid = self.limits = self.status = self.words
 
     def programs(self, rows: int) -> int:
@@ -360,7 +429,7 @@ class Chain:
 
     def release(self) -> None:
         """Free the workspace that maps do not need."""
-        del self.table, self.found, self.rooms
+        del self.table, self.cell_keys, self.rooms
 
     def counts(self) -> list[int]:
         """Rows of each level; for torch fallbacks, as it synchronises with the host."""
@@ -395,28 +464,34 @@ class BufferedChain:
     coarse: Part
     tables: Part
     table: Part
-    found: Part
-    slots: Part
+    key_layout: KeyLayout
+    cell_keys: list[Part]
+    cell_slots: list[Part]
+    cell_starts: list[Part]
     totals: Part
     limits: Tensor
 
-    def __init__(self, cloud: CoordBuffer, request: ChainRequest, most_rows: tuple[int, ...]) -> None:
+    def __init__(
+        self, cloud: CoordBuffer, request: ChainRequest, most_rows: tuple[int, ...], key_layout: KeyLayout
+    ) -> None:
         self.request, self._rows = request, most_rows
         self.coords, self.count, self.status = cloud.coords, cloud.count, cloud.status
         self.rows, self.most, self.room, device = cloud.capacity, max(most_rows), sum(most_rows[1:]), cloud.device
         self.size: int = 1 << max(6, (2 * sum(most_rows) - 1).bit_length())
         self._places = _places(request, most_rows)
         *_, (entries, masked, _) = self._places
-        self.words, self.valid, self.masks = allocate(
-            device, ((COUNTS + STRIDE * LEVELS,), (_APART * LEVELS,), (masked,)), torch.zeros
-        )
+        self.key_layout, counted = key_layout, key_layout.counted(self.room)
+        cleared = (COUNTS + STRIDE * LEVELS,), (_APART * LEVELS,), (masked,), *counted
+        self.words, self.valid, self.masks, *self.cell_starts = allocate(device, cleared, torch.zeros)
         shapes = (self.size,), (self.room, 1 + request.dim), (entries,)
         count = sum([aligned(torch.Size(shape).numel()) for shape in shapes])
         nowhere = torch.full((count,), -1, dtype=torch.int32, device=device)
         self.values, self.coarse, self.tables = carve(nowhere, shapes)
-        cells = torch.full((self.size + self.room,), FREE, dtype=torch.int64, device=device)
-        self.table, self.found = carve(cells, ((self.size,), (self.room,)))
-        (self.slots,) = allocate(device, ((self.room,),))
+        cells = torch.full((self.size,), FREE, dtype=torch.int64, device=device)
+        (self.table,) = carve(cells, ((self.size,),))
+        shapes = ((self.room,),) * 2
+        wide = torch.empty(2 * aligned(self.room), dtype=torch.int64, device=device)
+        self.cell_keys, self.cell_slots = carve(wide, shapes), allocate(device, shapes)
         self.totals, self.limits = self.words, _limit_table(request, most_rows, device)
 
     def programs(self, rows: int) -> int:
@@ -493,19 +568,28 @@ def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, in
 
 
 class Estimate:
-    """Capacity of coarser levels per finest row, estimated from earlier scenes."""
+    """Capacity of coarser levels per finest row, and layout of sort keys, estimated from earlier scenes."""
 
     def __init__(self, request: ChainRequest) -> None:
         self._bound = request.wide**request.dim
         self.ratio: float = min(self._bound, _FIRST_ESTIMATE)
+        self._request, self._layout = request, None
 
     def most(self, rows: int, needed: int = 0) -> int:
         """Capacity for `rows` finest rows. needed: rows needed by a run that overflowed, or 0."""
         wanted = max(int(self.ratio * rows), 2 * needed, _LEAST) + 64
         return aligned(min(wanted, self._bound * rows))
 
-    def learn(self, rows: int, largest: int) -> None:
-        """Learn from a scene of `rows` finest rows, with `largest` rows in its largest coarser level."""
+    def key_layout(self, bounds: Bounds) -> KeyLayout:
+        """The layout for coordinates within these bounds, possibly unknown ones."""
+        if bounds.batch >= 0 or self._layout is None:
+            return KeyLayout.of(self._request, bounds)
+        return self._layout
+
+    def learn(self, rows: int, largest: int, needed: KeyLayout) -> None:
+        """Learn from a scene of `rows` finest rows, with `largest` rows in its largest coarser level. needed: the least
+        layout for its cells."""
+        self._layout = needed if self._layout is None else self._layout.joined(needed)
         if rows >= _SORTED:
             seen = _ROOM * largest / rows
             # Decay slowly: rare large scenes would overflow again.
@@ -520,9 +604,12 @@ def estimate_of(request: ChainRequest) -> Estimate:
 # Levels and neighbours
 
 
-def find_maps(coords: Tensor, site: GridSpec, request: ChainRequest, most: int) -> Chain:
-    """A chain with levels, neighbours and counts; no host synchronisation."""
-    chain = Chain(coords, most, request)
+def find_maps(
+    coords: Tensor, site: GridSpec, request: ChainRequest, most: int, key_layout: KeyLayout | None = None
+) -> Chain:
+    """A chain with levels, neighbours and counts; no host synchronisation. key_layout: of sort keys; None: the least
+    for the bounds of `site`."""
+    chain = Chain(coords, most, request, key_layout or KeyLayout.of(request, site.bounds))
     if not has_triton(coords):
         find_maps_torch(chain, site)
         return chain
@@ -535,9 +622,9 @@ def start_kernels(chain: Chain | BufferedChain, site: GridSpec) -> None:
     request = chain.request
     _insert(chain, site)
     if request.steps:
-        keys, order = torch.sort(chain.found.tensor())
-        tensors = (keys, order, chain.slots, chain.words, chain.values, chain.coarse, chain.status)
-        tensors += (chain.limits, chain.valid)
+        total = chain.words.cut(CELLS, (1,))
+        slots = tiles.sort_pairs(chain.key_layout.digits, chain.cell_keys, chain.cell_slots, chain.cell_starts, total)
+        tensors = (slots, chain.table, chain.words, chain.values, chain.coarse, chain.status, chain.limits, chain.valid)
         constants = {"D": request.dim, "AXIS": AXIS_BITS[request.dim], "BLOCK": _PLACED, "BUFFERED": chain.buffered}
         kernel("chain_kernels.place")(-(-chain.room // _PLACED), tensors, (chain.most, chain.room), constants)
     _find_neighbours(chain)
@@ -550,11 +637,14 @@ def _insert(chain: Chain | BufferedChain, site: GridSpec) -> None:
         box = Bounds((-INT32_MAX,) * dim, (INT32_MAX,) * dim, BATCHES)
     block, zeros = max(1, _LANES // request.lanes), (0,) * (4 - dim)
     constants = {"D": dim, "AXIS": AXIS_BITS[dim], "WIDE": request.wide, "LANES": request.lanes}
-    constants |= {"BLOCK": block, "BUFFERED": chain.buffered}
-    numbers = (rows, chain.most, chain.size - 1, box.batch, *box.low, *zeros, *box.high, *zeros)
+    constants |= {"BLOCK": block, "BUFFERED": chain.buffered, "BINS": 1 << _DIGIT, "SORTED": _SORTED}
+    own = chain.key_layout
+    numbers = (rows, chain.room, chain.size - 1, own.half, own.item_at, own.level_at)
+    numbers += (box.batch, *box.low, *zeros, *box.high, *zeros)
     moves = _moves(request, site.spatial_shape, chain.coords.device)
-    tensors = (chain.coords, moves, chain.table, chain.values, chain.found, chain.slots, chain.words)
-    tensors += (chain.status, chain.count, chain.limits)
+    digits = chain.cell_starts[0] if chain.cell_starts else chain.words
+    tensors = (chain.coords, moves, chain.table, chain.values, chain.cell_keys[0], chain.cell_slots[0], digits)
+    tensors += (chain.words, chain.status, chain.count)
     kernel("chain_kernels.insert_cells")(-(-rows // block) * request.levels, tensors, numbers, constants)
 
 
@@ -632,6 +722,7 @@ def find_maps_torch(chain: Chain, site: GridSpec) -> None:
         chain.coarse.tensor()[number, : len(kept)] = kept
         words[COUNTS + STRIDE * (number + 1)] = len(levels[-1])
     words[0], words[1], words[COUNTS] = status, int(wide[:, 0].max()) + 1, chain.rows
+    words[CELLS] = sum(map(len, levels[1:]))
     for axis in range(request.dim if request.dim > 1 else 0):
         ends = wide[:, axis + 1].aminmax()
         words[COUNTS + STRIDE * axis + 1], words[COUNTS + STRIDE * axis + 2] = _FAR + ends.max, _FAR - ends.min

@@ -24,6 +24,7 @@ from pumice.coords.chain import (
     BufferedChain,
     Chain,
     ChainRequest,
+    KeyLayout,
     TileRule,
     begun,
     estimate_of,
@@ -42,8 +43,6 @@ from pumice.coords.tiles import SortSpec
 from pumice.errors import GeometryError
 from pumice.runtime.launch import Part, compiling_launches, has_triton, outside_inference_mode
 from pumice.runtime.streams import is_capturing
-
-_SPARE = 1 << 25  # Maximum unused table entries to keep allocated; beyond, the used parts are copied
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +70,12 @@ def build_chain(
             compile_kernels(request.compile_request, geometry.device)
         estimate, needed, rows = estimate_of(request), 0, len(geometry)
         while True:
-            most = estimate.most(rows, needed)
-            chain = find_maps(geometry.coords, geometry.outline, request, most)
+            most, site = estimate.most(rows, needed), geometry.outline
+            chain = find_maps(geometry.coords, site, request, most, estimate.key_layout(site.bounds))
             tile_maps(chain)
-            if meanwhile is not None and not needed:
+            if meanwhile is not None:
                 meanwhile()
+                meanwhile = None
             words = chain.words.tensor().tolist()
             if geometry.outline.bounds.batch < 0:
                 if words[0] & RANGE and geometry.bounds:
@@ -83,11 +83,12 @@ def build_chain(
                 geometry.learn(request.box_in(words))
             geometry.settle(words[0] & ~OVERFLOW)
             largest = max(words[COUNTS + STRIDE : COUNTS + STRIDE * request.levels : STRIDE], default=0)
-            if not words[0] & OVERFLOW and largest <= most:
+            fits, least = not words[0] & OVERFLOW and largest <= most, KeyLayout.of(request, geometry.bounds)
+            if fits and chain.key_layout.joined(least) == chain.key_layout:
                 break
-            needed = max(largest, most)
+            needed = needed if fits else max(largest, most)
         if request.steps:
-            estimate.learn(rows, largest)
+            estimate.learn(rows, largest, least)
         lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
         return _Assembler(chain, words, lists, groups).assemble(geometry)
@@ -120,10 +121,6 @@ class _Assembler:
         least = chain.request.rule.least
         for (_, level, _), volume, one in zip(chain.request.tiled, chain.request.volumes, lists, strict=False):
             one.sorted = self._counts[level] >= least(volume)
-        used = sum(
-            [self._counts[place[1]] * n for place, n in zip(chain.request.maps, chain.request.volumes, strict=True)]
-        )
-        self._copies = chain.tables.shape[0] - used > _SPARE
         self._valid = [Deferred(partial(_count, chain.words, n)) for n in range(len(self._counts))]
 
     def assemble(self, geometry: Geometry) -> list[TiledMap]:
@@ -139,7 +136,7 @@ class _Assembler:
             down, up, relation = step
             shape = self._counts[level + 1], coarse.shape[2]
             coords = coarse.cut(level * coarse.shape[1] * coarse.shape[2], shape).tensor()
-            outputs = Geometry(coords.clone() if self._copies else coords, site_of(geometry.site, relation))
+            outputs = Geometry(coords, site_of(geometry.site, relation))
             maps[down] = found = self._map(down, level, up)
             geometry.keep(relation, None, (found, outputs))
             if (key := level_key(relation)) is not None:
@@ -173,7 +170,7 @@ class _Assembler:
             storages["rows", True] = Deferred(partial(_table, chain, turned, rows))
             storages["masks", True] = Deferred(partial(_column, chain, turned, rows))
         table = chain.table_of(number, outputs).tensor()
-        return KernelMap(relation, table.clone() if self._copies else table, rows, outputs, _storages=storages)
+        return KernelMap(relation, table, rows, outputs, _storages=storages)
 
     def _tile(self, storages: dict[Any, Any], number: int, flipped: bool) -> None:
         """Add the tiles of map `number`, if any, and their entry count to `storages`."""
@@ -277,7 +274,7 @@ def _started(
             needed = needed or _needed(cloud, site, request)
             own = state.capacities.capacity(key, needed.rows_needed(level), max_outputs(found[-1], step, coarse))
         found.append(own)
-    chain = BufferedChain(cloud, request, tuple(found))
+    chain = BufferedChain(cloud, request, tuple(found), KeyLayout.of(request, site.bounds))
     start_kernels(chain, site)
     return chain
 
@@ -289,7 +286,8 @@ def _needed(cloud: CoordBuffer, site: GridSpec, request: ChainRequest) -> Buffer
         most = estimate_of(request).most(cloud.capacity, needed)
         # The run that follows reports errors.
         tried = replace(cloud, status=new_status(cloud.device))
-        chain = BufferedChain(tried, request, (cloud.capacity, *(most,) * len(request.steps)))
+        layout = KeyLayout.of(request, site.bounds)
+        chain = BufferedChain(tried, request, (cloud.capacity, *(most,) * len(request.steps)), layout)
         start_kernels(chain, site)
         needed = max([int(chain.rows_needed(level)) for level in range(1, request.levels)])
         if needed <= most:
@@ -305,7 +303,7 @@ def _compile(request: ChainRequest, device: torch.device) -> None:
     bounds = key_bounds(request.dim, 1)
     cloud = CoordBuffer(coords, count, bounds, new_status(device))
     with compiling_launches():
-        chain = BufferedChain(cloud, request, (1, *(64,) * len(request.steps)))
+        chain = BufferedChain(cloud, request, (1, *(64,) * len(request.steps)), KeyLayout.of(request, bounds))
         start_kernels(chain, GridSpec((1,) * request.dim, None, 1, bounds))
 
 

@@ -11,11 +11,12 @@ from pumice.coords.lookup_kernels import _load_rows, _slot
 from pumice.coords.tile_kernels import _in_order, _or, _step
 
 DUPLICATE, RANGE, OVERFLOW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
-COUNTS, STRIDE = tl.constexpr(4), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
+CELLS = tl.constexpr(4)  # words[CELLS]: distinct cells of all coarser levels
+COUNTS, STRIDE = tl.constexpr(8), tl.constexpr(4)  # Level l has words[COUNTS + STRIDE * l] rows
 LEVELS = tl.constexpr(8)
-ENTRIES = tl.constexpr(4 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
+ENTRIES = tl.constexpr(8 + 4 * 8)  # words[ENTRIES + s]: tile entries of segment s
 SIDE = tl.constexpr(32)  # Entries of a row of `plan`, `layout` and `limits`, and of a map's pair counts
-PAIRS = tl.constexpr(4 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
+PAIRS = tl.constexpr(8 + 4 * 8 + 32)  # words[PAIRS + SIDE * m + k]: pairs of kernel offset k of map m
 GROUPS = tl.constexpr(64)  # Maximum groups of kernel offsets of a map
 BATCHES = tl.constexpr(1 << 10)
 FAR = tl.constexpr(1 << 30)  # Bias of the box in `words`; larger coordinates are refused
@@ -41,7 +42,7 @@ LIMIT, FIRST, TABLE, MASK, BEFORE = (
 )  # fmt: skip
 _NUMBERS = [
     "rows", "most", "room", "batch", "low0", "low1", "low2", "low3", "high0", "high1", "high2", "high3", "last",
-    "sampled", "segments", "few", "per", "width", "maps", "lists", "blocks",
+    "sampled", "segments", "few", "per", "width", "maps", "lists", "blocks", "filled", "half", "item_at", "level_at",
 ]  # fmt: skip
 
 
@@ -84,16 +85,18 @@ def _reached(low, moves, level, valid, a: tl.constexpr, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def insert_cells(
-    coords, moves, table, values, found, slots, words, status, count, limits, rows: "i64", most: "i64", last: "i64",
+    coords, moves, table, values, found, slots, digits, words, status, count, rows: "i64", room: "i64", last: "i64",
+    half: "i64", item_at: "i64", level_at: "i64",
     batch: "i64", low0: "i64", low1: "i64", low2: "i64", low3: "i64", high0: "i64", high1: "i64", high2: "i64",
     high3: "i64",
     D: tl.constexpr, AXIS: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-    BUFFERED: tl.constexpr,
+    BUFFERED: tl.constexpr, BINS: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Insert the cells that rows reach on one level into the hash table. Finest level: a row is its own cell, `values`
-    receives its number, duplicates set DUPLICATE. Coarser levels: found, slots receive Morton keys and slots of the
-    distinct cells, unordered. `words` receives row counts, batch items and, if D > 1 and not BUFFERED, the box. Rows
-    outside the given box or the key range set RANGE. WIDE: maximum cells along an axis that a row reaches."""
+    receives its number, duplicates set DUPLICATE. Coarser levels: found, slots receive sort keys and slots of the
+    distinct cells, unordered; digits[q, d] += cells of the q-th SORTED whose lowest digit is d. `words` receives row
+    counts, batch items and, if D > 1 and not BUFFERED, the box. Rows outside the given box or the key range set RANGE.
+    WIDE: maximum cells along an axis that a row reaches. half, item_at, level_at: see chain.KeyLayout."""
     blocks = tl.cdiv(rows, BLOCK)
     level = (tl.program_id(0) // blocks).to(tl.int32)
     i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
@@ -105,17 +108,18 @@ def insert_cells(
     b, c0, c1, c2, c3 = _load_rows(coords, i, valid, D)
     item = b.to(tl.int64)
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
-    half = (item * 0 + 1) << (AXIS - 1)
+    bias = (item * 0 + 1) << (AXIS - 1)
     tag = level.to(tl.int64) - 4
     there = inside[:, None] & (lane < WIDE**D) & ((level > 0) | (lane == 0))
     linear = ((tag << TAG) + (item << (D * AXIS)))[:, None] + tl.zeros([1, LANES], tl.int64)
-    morton = linear
+    first_bits = ((level.to(tl.int64) - 1) << level_at) + (item << item_at)
+    sorted_by = first_bits[:, None] + tl.zeros([1, LANES], tl.int64)
     for a in tl.static_range(D):
         own = c0 if a == 0 else (c1 if a == 1 else (c2 if a == 2 else c3))
         c = own.to(tl.int64)
         low = low0 if a == 0 else (low1 if a == 1 else (low2 if a == 2 else low3))
         high = high0 if a == 0 else (high1 if a == 1 else (high2 if a == 2 else high3))
-        fits = (c >= low) & (c <= high) & (c > -half + 64) & (c < half - 64)
+        fits = (c >= low) & (c <= high) & (c > -bias + 64) & (c < bias - 64)
         if AXIS == 32:
             fits = (c >= low) & (c <= high)
         inside = inside & fits
@@ -127,16 +131,15 @@ def insert_cells(
         begin, end, any_ = _reached(own, moves, level, valid, a, D)
         value = begin.to(tl.int64)[:, None] + lane // WIDE ** (D - 1 - a) % WIDE
         there = there & fits[:, None] & any_[:, None] & (value <= end[:, None])
-        biased = value + half[:, None]
-        linear += biased << (AXIS * (D - 1 - a))
+        linear += (value + bias[:, None]) << (AXIS * (D - 1 - a))
         for bit in tl.static_range(AXIS):
-            morton += ((biased >> bit) & 1) << (D * bit + D - 1 - a)
+            sorted_by += (((value + half) >> bit) & 1) << (D * bit + D - 1 - a)
     if level == 0:
         tl.atomic_max(words + 1, tl.max(tl.where(valid, item, -1)).to(tl.int32) + 1)
     if tl.sum((valid & ~inside).to(tl.int32)) > 0:
         tl.atomic_or(status, RANGE)
     key = tl.reshape(linear, [BLOCK * LANES])
-    sorted_by = tl.reshape(morton, [BLOCK * LANES])
+    sorted_by = tl.reshape(sorted_by, [BLOCK * LANES])
     row = tl.reshape(i[:, None] + tl.zeros([1, LANES], tl.int64), [BLOCK * LANES])
     pending = tl.reshape(there.to(tl.int32), [BLOCK * LANES]) > 0
     slot, step = _slot(key, last)
@@ -159,20 +162,22 @@ def insert_cells(
             tl.atomic_or(status, DUPLICATE)
     else:
         mine = new.to(tl.int32)
-        first = tl.atomic_add(words + COUNTS + STRIDE * level, tl.sum(mine), sem="relaxed")
-        at = first + tl.cumsum(mine, axis=0) - mine
-        base, limit = _room_of(limits, level, most, BUFFERED)
-        tl.store(found + base + at, sorted_by, mask=new & (at < limit))
-        tl.store(slots + base + at, slot.to(tl.int32), mask=new & (at < limit))
+        many = tl.sum(mine)
+        tl.atomic_add(words + COUNTS + STRIDE * level, many, sem="relaxed")
+        at = (tl.atomic_add(words + CELLS, many, sem="relaxed") + tl.cumsum(mine, axis=0) - mine).to(tl.int64)
+        new = new & (at < room)
+        tl.store(found + at, sorted_by, mask=new)
+        tl.store(slots + at, slot.to(tl.int32), mask=new)
+        tl.atomic_add(digits + at // SORTED * BINS + (sorted_by & (BINS - 1)), 1, mask=new, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def place(
-    keys, order, slots, words, values, coarse, status, limits, counts, most: "i64", room: "i64",
+    slots, table, words, values, coarse, status, limits, counts, most: "i64", room: "i64",
     D: tl.constexpr, AXIS: tl.constexpr, BLOCK: tl.constexpr, BUFFERED: tl.constexpr,
 ):  # fmt: skip
-    """Write coordinates of coarser levels in the order of the sorted keys, and row numbers to `values`. room: number of
-    keys. BUFFERED: write rows of level l to counts[4 l]; set OVERFLOW if a level exceeds its capacity."""
+    """Write coordinates of coarser levels in the order of the sorted slots, and row numbers to `values`. room: capacity
+    of `slots`. BUFFERED: write rows of level l to counts[4 l]; set OVERFLOW if a level exceeds its capacity."""
     p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if BUFFERED:  # noqa: SIM102
         if tl.program_id(0) == 0:
@@ -182,23 +187,22 @@ def place(
             tl.store(counts + 4 * each, tl.minimum(needed, most_of))
             if tl.sum((needed > most_of).to(tl.int32)) > 0:
                 tl.atomic_or(status, OVERFLOW)
-    key = tl.load(keys + p, mask=p < room, other=FREE)
-    valid = key != FREE
+    valid = p < tl.minimum(tl.load(words + CELLS).to(tl.int64), room)
+    slot = tl.load(slots + p, mask=valid, other=0)
+    key = tl.load(table + slot, mask=valid, other=0)
     level = (key >> TAG).to(tl.int32) + 4
     row = p
     for n in tl.static_range(1, LEVELS):
-        _, limit = _room_of(limits, n, most, BUFFERED)
-        row -= tl.where(n < level, tl.minimum(tl.load(words + COUNTS + STRIDE * n), limit), 0)
-    begin, _ = _room_of(limits, level, most, BUFFERED)
-    slot = tl.load(slots + tl.load(order + p, mask=valid, other=0), mask=valid, other=0)
+        row -= tl.where(n < level, tl.load(words + COUNTS + STRIDE * n), 0)
+    begin, limit = _room_of(limits, level, most, BUFFERED)
+    valid = valid & (row < limit)
     tl.store(values + slot, row.to(tl.int32), mask=valid)
     to = coarse + (begin + row) * (D + 1)
     tl.store(to, ((key >> (D * AXIS)) & (BATCHES - 1)).to(tl.int32), mask=valid)
+    one = key * 0 + 1
     for a in tl.static_range(D):
-        value = key * 0
-        for bit in tl.static_range(AXIS):
-            value |= ((key >> (D * bit + D - 1 - a)) & 1) << bit
-        tl.store(to + 1 + a, (value - ((key * 0 + 1) << (AXIS - 1))).to(tl.int32), mask=valid)
+        biased = (key >> (AXIS * (D - 1 - a))) & ((one << AXIS) - 1)
+        tl.store(to + 1 + a, (biased - (one << (AXIS - 1))).to(tl.int32), mask=valid)
 
 
 @triton.jit
@@ -443,14 +447,31 @@ def end_tiles(layout, tile_masks, ends, words, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def fill_segments(
-    plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows: "i64", most: "i64",
-    segments: "i64", BLOCK: tl.constexpr, LANES: tl.constexpr,
+    plan, layout, words, slots, tile_masks, ends, tables, wanted, taps, turned, tiles, inputs, pieces, rows: "i64",
+    most: "i64", segments: "i64", filled: "i64", lists: "i64", blocks: "i64",
+    BLOCK: tl.constexpr, LANES: tl.constexpr, BINS: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The first `filled` programs write the entries of one tile each, the others lists of pieces (_cut_runs)."""
+    if tl.program_id(0) < filled:
+        _fill_tile(
+            plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows, most, segments,
+            tl.program_id(0), BLOCK, LANES,
+        )  # fmt: skip
+    else:
+        p = tl.program_id(0) - filled.to(tl.int32)
+        _cut_runs(layout, words, wanted, ends, pieces, p, lists, blocks, BINS, RUNS, CHUNK)
+
+
+@triton.jit
+def _fill_tile(
+    plan, layout, words, slots, tile_masks, ends, tables, taps, turned, tiles, inputs, rows, most, segments, program,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of one tile, as tile_kernels.fill_tiles; segments are concatenated. turned: K - 1 - taps."""
     lane = tl.arange(0, SIDE)
     before = tl.load(layout + TILES_BEFORE * SIDE + lane)
-    s = tl.sum(((lane < segments) & (before <= tl.program_id(0))).to(tl.int32)) - 1
-    t = tl.program_id(0) - tl.load(layout + TILES_BEFORE * SIDE + s)
+    s = tl.sum(((lane < segments) & (before <= program)).to(tl.int32)) - 1
+    t = program - tl.load(layout + TILES_BEFORE * SIDE + s)
     block = tl.load(layout + BLOCK_ROWS * SIDE + s)
     sizes = tl.where(lane < s, tl.load(words + ENTRIES + lane), 0).to(tl.int64)
     own = tl.sum(_aligned(sizes))
@@ -473,9 +494,9 @@ def fill_segments(
     tl.store(inputs + where, input_rows, mask=(b < block)[:, None] & (has == 1)[None, :])
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
-def cut_runs(
-    layout, words, wanted, ends, out, lists: "i64", blocks: "i64",
+@triton.jit
+def _cut_runs(
+    layout, words, wanted, ends, out, program, lists, blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write lists of pieces of segments' runs, as tile_kernels.order_counted, `blocks` programs per list. wanted: a row
@@ -484,7 +505,7 @@ def cut_runs(
     s, most = tl.load(wanted + lane), tl.load(wanted + GROUPS + lane)
     count, size = tl.load(layout + TILES * SIDE + s), tl.load(words + ENTRIES + s)
     places = count + size // most
-    q = (tl.program_id(0) // blocks).to(tl.int32)
+    q = (program // blocks).to(tl.int32)
     own = lane == q
     begin = tl.sum(tl.where(lane < q, 5 * _aligned(places), 0).to(tl.int64))
     count, size = tl.sum(tl.where(own, count, 0)), tl.sum(tl.where(own, size, 0))
@@ -493,6 +514,6 @@ def cut_runs(
     found, each = out + begin, _aligned(places)
     _in_order(
         ends + first, found, found + each, found + 2 * each, found + 3 * each, found + 4 * each,
-        (tl.program_id(0) % blocks).to(tl.int32), blocks.to(tl.int32), size, count, most, places,
+        (program % blocks).to(tl.int32), blocks.to(tl.int32), size, count, most, places,
         BINS, BLOCK, CHUNK,
     )  # fmt: skip

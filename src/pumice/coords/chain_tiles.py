@@ -38,7 +38,7 @@ from pumice.runtime.launch import (
 
 _KEYED = 512  # Rows per program of order_keys
 _SUMMED = 1024  # Tiles per step of the prefix sum of entries
-_RUNS = 64  # Runs per program of cut_runs
+_RUNS = 64  # Runs per program that cuts runs
 _TOTAL = 9  # Row of `layout` with the number of rows of all segments
 
 
@@ -252,13 +252,18 @@ def fill_tiles(chain: Chain, words: Sequence[int]) -> list[Tiled]:
     if not has_triton(chain.coords):
         fill_segments_torch(chain, found)
         return found
+    pieces, lists = _place_pieces(chain, found)
     plan, *_ = plan_of(request, chain.coords.device)
     tensors = (plan, chain.layout, chain.words, chain.tile_rows, chain.tile_masks, chain.ends, chain.tables)
-    constants = {"BLOCK": LARGE, "LANES": tiles.lanes_of(max(request.volumes))}
-    numbers = (chain.rows, chain.most, len(found))
-    programs = sum([count for count, *_ in shapes])
-    kernel("chain_kernels.fill_segments")(programs, (*tensors, taps, turned, own, inputs), numbers, constants)
-    _cut_runs(chain, found, shapes)
+    tensors += (_piece_lists(request, chain.coords.device), taps, turned, own, inputs, pieces)
+    counts = [count for count, *_ in shapes]
+    filled, blocks = sum(counts), max(1, -(-max(counts, default=0) // _RUNS))
+    volume = max(request.volumes)
+    cut = count_sort_constants(0, volume)
+    constants = {"BLOCK": LARGE, "LANES": tiles.lanes_of(volume)}
+    constants |= {"BINS": cut["BINS"], "RUNS": cut["BLOCK"], "CHUNK": cut["CHUNK"]}
+    numbers = (chain.rows, chain.most, len(found), filled, lists, blocks)
+    kernel("chain_kernels.fill_segments")(filled + lists * blocks, tensors, numbers, constants)
     return found
 
 
@@ -269,21 +274,15 @@ def _shape(chain: Chain, words: Sequence[int], place: int) -> tuple[int, int, in
     return -(-rows // block), block, words[ENTRIES + place]
 
 
-def _cut_runs(chain: Chain, found: Sequence[Tiled], shapes: Sequence[tuple[int, int, int]]) -> None:
-    """Launch cut_runs and set the pieces of `found`. shapes: see _shape."""
+def _place_pieces(chain: Chain, found: Sequence[Tiled]) -> tuple[Part, int]:
+    """(memory of all lists of pieces, their number); sets the pieces of `found`."""
     lists = chain.request.pieces
-    if not lists:
-        return
-    sizes = [shapes[place][0] + shapes[place][2] // most for place, most in lists]
+    sizes = [found[place].count + found[place].entries // most for place, most in lists]
     begins = itertools.accumulate([5 * aligned(size) for size in sizes], initial=0)
     (out,) = allocate(chain.coords.device, ((5 * sum(map(aligned, sizes)),),))
     for (place, most), begin, size in zip(lists, begins, sizes, strict=False):
         found[place].pieces[most] = PieceLists(out, begin, size)
-    count = max([count for count, *_ in shapes], default=0)
-    blocks = max(1, -(-count // _RUNS))
-    tensors = (chain.layout, chain.words, _piece_lists(chain.request, chain.coords.device), chain.ends, out)
-    constants = count_sort_constants(0, max(chain.request.volumes))
-    kernel("chain_kernels.cut_runs")(len(lists) * blocks, tensors, (len(lists), blocks), constants)
+    return out, len(lists)
 
 
 @cached_device_constant(256)

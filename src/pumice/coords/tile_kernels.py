@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 OVERFLOW = tl.constexpr(4)
-_NUMBERS = ["arrays", "first", "last", "shift", "capacity", "tiles_most", "blocks", "width", "sampled"]
+_NUMBERS = ["arrays", "first", "last", "shift", "then", "capacity", "tiles_most", "blocks", "width", "sampled"]
 
 
 @triton.jit
@@ -201,10 +201,10 @@ def _digits(keys, r, shift, capacity, BINS: tl.constexpr, FIRST: tl.constexpr):
 def scan_digits(
     counts, total, blocks: "i64", BINS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks. If BLOCK, `blocks` is replaced by the
+    """In-place exclusive prefix sum over p of counts[p, d], for p <= blocks. If BLOCK, `blocks` is at most the
     number of BLOCK-row blocks that `total` rows take."""
     if BLOCK:
-        blocks = ((tl.load(total) + BLOCK - 1) // BLOCK).to(tl.int64)
+        blocks = tl.minimum(blocks, (tl.load(total).to(tl.int64) + BLOCK - 1) // BLOCK)
     d = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     before = tl.zeros([1, COLUMNS], tl.int32)
     for start in range(0, blocks.to(tl.int32) + 1, ROWS):
@@ -234,6 +234,22 @@ def _place(
     keys, starts, later, found, shift, capacity, blocks,
     BINS: tl.constexpr, BLOCK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    digit, _ = _digits(keys, at, shift, capacity, BINS, FIRST)
+    r, place = _places(digit, starts, blocks, BINS, BLOCK)
+    _, entry = _digits(keys, r, shift, capacity, BINS, FIRST)
+    if LAST:
+        tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
+    else:
+        tl.store(found + place, entry, mask=r < capacity)
+        then = ((entry >> (32 + shift)) // BINS & (BINS - 1)).to(tl.int32)
+        tl.atomic_add(later + place // BLOCK * BINS + then, 1, mask=r < capacity, sem="relaxed")
+
+
+@triton.jit
+def _places(digit, starts, blocks, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """(positions of the program's entries in stable order by digit, their positions in the result). digit: of each
+    entry."""
     p = tl.program_id(0)
     bins = tl.arange(0, BINS)
     totals = tl.load(starts + blocks * BINS + bins)
@@ -241,18 +257,30 @@ def _place(
     own = tl.load(starts + (p + 1) * BINS + bins) - mine
     # By digit: first position of the program's entries in the result, less that within the program.
     begin = tl.cumsum(totals, axis=0) - totals + mine - (tl.cumsum(own, axis=0) - own)
-    first, at = p.to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
-    digit, _ = _digits(keys, first + at, shift, capacity, BINS, FIRST)
+    at = tl.arange(0, BLOCK)
     inner = tl.sort(digit * BLOCK + at)
-    digit, r = inner // BLOCK, first + inner % BLOCK
-    _, entry = _digits(keys, r, shift, capacity, BINS, FIRST)
-    place = tl.gather(begin, digit, 0) + at
-    if LAST:
-        tl.store(found + place, entry.to(tl.int32), mask=r < capacity)
-    else:
-        tl.store(found + place, entry, mask=r < capacity)
-        then = ((entry >> (32 + shift)) // BINS & (BINS - 1)).to(tl.int32)
-        tl.atomic_add(later + place // BLOCK * BINS + then, 1, mask=r < capacity, sem="relaxed")
+    return p.to(tl.int64) * BLOCK + inner % BLOCK, tl.gather(begin, inner // BLOCK, 0) + at
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def place_pairs(
+    keys, values, starts, later, found, payload, total, shift: "i64", then: "i64", capacity: "i64",
+    BINS: tl.constexpr, BLOCK: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """As place_digits, of int64 keys with int32 values: `found` receives the keys unless LAST, `payload` the values.
+    shift, then: lowest bits of this and the next digit. There are `total` pairs, at most `capacity`."""
+    capacity = tl.minimum(tl.load(total).to(tl.int64), capacity)
+    blocks = (capacity + BLOCK - 1) // BLOCK
+    if tl.program_id(0) < blocks:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        key = tl.load(keys + at, mask=at < capacity, other=-1)
+        r, place = _places(((key >> shift) & (BINS - 1)).to(tl.int32), starts, blocks, BINS, BLOCK)
+        valid = r < capacity
+        tl.store(payload + place, tl.load(values + r, mask=valid, other=0), mask=valid)
+        if not LAST:
+            key = tl.load(keys + r, mask=valid, other=-1)
+            tl.store(found + place, key, mask=valid)
+            tl.atomic_add(later + place // BLOCK * BINS + ((key >> then) & (BINS - 1)), 1, mask=valid, sem="relaxed")
 
 
 @triton.jit

@@ -486,6 +486,25 @@ def stable_argsort(
     return keys
 
 
+def sort_pairs(
+    digits: Digits, keys: Sequence[Array], values: Sequence[Array], starts: Sequence[Array], total: Array
+) -> Array:
+    """Sort int64 keys, with int32 values, by their lowest `digits`; stable. Returns the sorted values: one of `values`.
+    keys, values: two arrays each, of which the first are given. starts, total: as in stable_argsort, at most the length
+    of the arrays."""
+    capacity, bins = keys[0].shape[0], 1 << digits.width
+    blocks, columns = starts[0].shape[0] - 1, min(_COLUMNS, bins)
+    added = {"BINS": bins, "COLUMNS": columns, "ROWS": _ADDED, "BLOCK": digits.block}
+    for turn in range(digits.turns):
+        last, one, other = turn + 1 == digits.turns, turn % 2, 1 - turn % 2
+        kernel("tile_kernels.scan_digits")(bins // columns, (starts[turn], total), (blocks,), added)
+        later = starts[turn if last else turn + 1]
+        tensors = (keys[one], values[one], starts[turn], later, keys[other], values[other], total)
+        shift, constants = turn * digits.width, {"BINS": bins, "BLOCK": digits.block, "LAST": last}
+        kernel("tile_kernels.place_pairs")(blocks, tensors, (shift, shift + digits.width, capacity), constants, _WARPS)
+    return values[digits.turns % 2]
+
+
 def rank_rows(keys: Array, total: Array, order: Array) -> None:
     """As stable_argsort, in one launch that compares each row with all others, into `order`. total: number of keys."""
     rows, block = _COMPARED
@@ -494,6 +513,11 @@ def rank_rows(keys: Array, total: Array, order: Array) -> None:
 
 
 _COMPARED = 32, 256  # Rows per program of rank_rows, and rows that it compares them with at a time
+
+
+def sort_pairs_torch(keys: Tensor, values: Tensor) -> Tensor:
+    """The values in the order of their keys; stable."""
+    return values[torch.sort(keys, stable=True)[1]]
 
 
 def stable_argsort_torch(keys: Tensor) -> Tensor:

@@ -154,6 +154,7 @@ class KernelExecutor:
         self._summed = torch.promote_types(self.dtype, torch.float32) if self.adds else self.dtype
         self._launches: dict[Any, SizedLaunch] = {}
         self._tiles: dict[Any, Tile] = {}
+        self._problems: BoundedCache[tuple[Any, Problem]] = BoundedCache(16)
 
     @property
     def roles(self) -> ContractionRoles:
@@ -267,7 +268,11 @@ class KernelExecutor:
             return self.tile, splits
         if tuning_mode() == TIMING and not ledger().look(_key(self.bound, like, precision, key, device)):
             return None
-        return tile_of(self.bound, like, precision, key, device), splits
+        # All but the sizes is the same in every call for the same operands.
+        known = self._problems.get(id(like)) or self._problems.keep(
+            id(like), (like, _problem(self.bound, like, self._form, key))
+        )
+        return tile_of(self.bound, like, precision, key, device, known[1]), splits
 
     def _compute_all(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """Compute the whole result; outlier segments get a launch of their own."""
@@ -456,10 +461,11 @@ def tile_of(
     precision: str = "",
     key: SizeKey | None = None,
     device: torch.device | None = None,
+    problem: Problem | None = None,
 ) -> Tile:
     """The tile of `run`: the tuned one, or the default. Warns if the tuned one does not fit: its file may be shared.
 
-    key, device: sizes and device to use instead of the operands'.
+    key, device: sizes and device to use instead of the operands'; problem: of the same operands at other sizes.
     """
     found = None
     # Most users have no tuned tiles, and a key takes longer than all else here.
@@ -468,10 +474,13 @@ def tile_of(
     if found is not None:
         try:
             _check_fit(bound, operands, found)
-        except OptionError as problem:
-            _warn_unfit(str(bound.statement), found, str(problem))
+        except OptionError as reason:
+            _warn_unfit(str(bound.statement), found, str(reason))
             found = None
-    return found or tiles.default(_problem(bound, operands, _form(bound), key))
+    if found is not None:
+        return found
+    known = None if problem is None or key is None else _problem_at(problem, bound, key)
+    return tiles.default(known or _problem(bound, operands, _form(bound), key))
 
 
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
@@ -769,19 +778,22 @@ def _problem(
     bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles, key: SizeKey | None = None
 ) -> Problem:
     """Input of the tile heuristics. key: sizes, default: those of the operands."""
-    segments, mean, _ = key = key or _size_key(bound, operands, form)
     chained = _is_chained(bound, form)
     kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
     bits, stacks, mixed = _bits(kinds), _can_stack(bound, kinds), len(kinds) > 1
     packs, waits = _packed_form(bound), torch.version.hip is None
     longest = _longest(bound, operands, form)
-    mean = min(mean, longest) if mean < 2 * longest else mean
-    count = max(segments, 1)
     across = _runs_along(bound, operands, form.left, form.reduced)
     across &= _runs_along(bound, operands, form.right, form.columns)
-    return Problem(
-        form, _extents_at(bound, key), mean, bits, chained, stacks, count, packs, waits, longest, mixed, across
-    )
+    whole = Problem(form, bound.extents, 1.0, bits, chained, stacks, 1, packs, waits, longest, mixed, across)
+    return _problem_at(whole, bound, key or _size_key(bound, operands, form))
+
+
+def _problem_at(problem: Problem, bound: BoundStatement, key: SizeKey) -> Problem:
+    """The problem at the sizes of a key."""
+    (segments, mean, _), longest = key, problem.longest
+    mean = min(mean, longest) if mean < 2 * longest else mean
+    return problem._replace(extents=_extents_at(bound, key), mean=mean, segments=max(segments, 1))
 
 
 def _runs_along(

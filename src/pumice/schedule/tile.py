@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from pumice.errors import OptionError
 from pumice.language.contraction import ContractionRoles
@@ -147,8 +148,7 @@ def mean_class(entries: int, segments: int) -> float:
 LONGEST = 27  # entries assumed in the longest segment if unknown: the kernel offsets of 3 x 3 x 3
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Input of the tile heuristics.
 
     roles, extents: of the statement. mean, longest: mean and maximum entries per segment. bits: per value. chained:
@@ -268,7 +268,7 @@ def of_long_segments(roles: ContractionRoles, extents: Mapping[str, int], tile: 
 def candidates(problem: Problem) -> Iterator[Tile]:
     """Distinct tiles for autotuning, the default first."""
     seen: set[Tile] = set()
-    plain = default(replace(problem, packed=None))
+    plain = default(problem._replace(packed=None))
     others = (_product_tiles if problem.roles.product else _plain_tiles)(problem, plain)
     for tile in (default(problem), plain, *_packed_tiles(problem), *others):
         if tile not in seen:
@@ -459,18 +459,19 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
     wide, height, width = problem.bits > 16, _tile_side(rows, 128), _tile_side(columns, 128)
     # 32-bit operands go through registers, for which 4 warps have too few.
     warps = 8 if wide and height == width == 128 else 4
-    tile = Tile(height, width, depth, warps=warps, stages=3, prefetch_indices=True)
     if problem.longest <= _SHORT:
-        return replace(tile, epilogue_subtiles=4 if width == 128 and not wide else 1)
+        slices = 4 if width == 128 and not wide else 1
+        return Tile(height, width, depth, 1, warps, 3, prefetch_indices=True, epilogue_subtiles=slices)
     if height == 128 and columns >= 256 and not wide:
         # One program for 256 columns gathers each row once.
-        return replace(tile, columns=256, warps=8)
+        return Tile(height, 256, depth, warps=8, stages=3, prefetch_indices=True)
     # 96 to 128 channels on an H200: 112 us for 346,000 voxels of Waymo (122 without prefetch), 885 us for a million
     # of a shell (979).
     sliced = width == 128 and depth < min(_max_depth(problem), problem.volume(problem.roles.reduced))
     # Three parts of a weight leave no room for a fourth stage of two programs.
     stages = 4 if (height <= 64 and not problem.mixed) or (depth <= 32 and not wide) else 3
-    tile = replace(tile, stages=stages, epilogue_subtiles=4 if sliced else 1)
+    slices = 4 if sliced else 1
+    tile = Tile(height, width, depth, 1, warps, stages, prefetch_indices=True, epilogue_subtiles=slices)
     if height > 64 or not problem.waits:
         return tile
     programs = problem.segments * problem.volume(problem.roles.batch) * -(-columns // width)
@@ -623,7 +624,7 @@ def _packed_tile(problem: Problem) -> Tile:
     most, mean = (problem.longest, problem.longest / 2) if own else (math.ceil(problem.mean), problem.mean)
     depth = max(_min_depth(problem), min(_max_depth(problem), points * power_above(most)))
     turns = math.ceil(mean * points / depth)
-    found = _product_tile(replace(problem, roles=problem.packed, mean=turns, packed=None))
+    found = _product_tile(problem._replace(roles=problem.packed, mean=turns, packed=None))
     # For up to two iterations, more buffers would only lower occupancy. Small tiles prefetch indices in short loops
     # too. Packed segments are too short to be shared.
     stages, ahead = 3 if turns <= 2 else found.stages, found.prefetch_indices or found.rows <= 64
