@@ -27,6 +27,7 @@ from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
 from pumice.lower import (
+    block_rows,
     block_sums,
     chained,
     cpu,
@@ -755,6 +756,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
         "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
+        "block-rows": Lowering(_on_gpu(block_rows.refusal), block_rows.run, block_rows.work),
         "blocks": Lowering(_on_gpu(block_sums.refusal), block_sums.run, block_sums.work),
         "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
         "segments": Lowering(_on_gpu(segment_sums.refusal), segment_sums.run, segment_sums.work),
@@ -770,7 +772,12 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 """The lowerings of a step, by name."""
 
 _STEPS: Mapping[str, Callable[[BoundStatement, torch.dtype], Run]] = MappingProxyType(
-    {"blocks": block_sums.BlockStep, "entries": entry_sums.EntryStep, "segments": segment_sums.SegmentStep}
+    {
+        "block-rows": block_rows.BlockRowStep,
+        "blocks": block_sums.BlockStep,
+        "entries": entry_sums.EntryStep,
+        "segments": segment_sums.SegmentStep,
+    }
 )
 """The steps of lowerings that need nothing else, by name."""
 
