@@ -37,7 +37,11 @@ def check_products(sides: tuple[int, int], count: int, width: int, format: str =
     """Kernel and plain torch compute what dense torch does; sizes that cut blocks, too."""
     height, depth = sides
     a, b = blocked(5 * height - 3, 4 * depth - 5, sides), torch.randn(4 * depth - 5, width).half()
-    seen, run, costs = list[int](), block_rows.BlockRows.run, {rows: rows != count * height for rows in (16, 32, 64, 128)}
+    seen, run, costs = (
+        list[int](),
+        block_rows.BlockRows.run,
+        {rows: rows != count * height for rows in (16, 32, 64, 128)},
+    )
 
     def both(self: block_rows.BlockRows, *given: Tensor) -> Tensor:
         seen.append(self.lists.count)
@@ -65,7 +69,8 @@ def check_lists() -> None:
             words = found.words[start : start + length].tolist()
             assert not words or words[0] == first
             seen |= {(group * count + n, w[0], w[1 + n]) for w in words for n in range(count) if w[1 + n] >= 0}
-        want = {(r, 2 * c + half, 64 * p + half) for r, c, p in zip(*(x.tolist() for x in blocks)) for half in (0, 1)}
+        each = zip(*(x.tolist() for x in blocks), strict=True)
+        want = {(r, 2 * c + half, 64 * p + half) for r, c, p in each for half in (0, 1)}
         assert seen == want
         assert (found.heads[:, 1].diff() <= 0).all()
     twice = Blocks(*(x.repeat_interleave(2) for x in blocks))
@@ -111,7 +116,7 @@ def check_refusals() -> None:
     text = "T[16*S[p]+i,n] = V[p,i,j] * X[16*K[p]+j,n] ; S:sorted, T:[32,_]"
     cases = {
         "fewer than 16 columns": (SPMM, {"A": a, "B": b[:, :8]}),
-        "not both of float16": (SPMM, {"A": a, "B": b.float()}),
+        "not both of float16": (SPMM, {"A": pm.sparse(torch.ones(32, 32), FORMATS[0].format(16, 16)), "B": b.float()}),
         "sorted index array": (text.replace("S:sorted, ", ""), index),
         "blocks overlap": (text.replace("16*K[p]+j", "32*K[p]+j"), {**index, "K": torch.tensor([0, 0])}),
         "sides of 16": (SPMM, {"A": pm.sparse(torch.ones(32, 32).half(), FORMATS[0].format(8, 16)), "B": b}),
@@ -129,7 +134,13 @@ def check_refusals() -> None:
 def checks() -> Checks:
     found = {
         f"{sides}, {count} rows, {width} columns": partial(check_products, sides, count, width)
-        for sides, counts in {(16, 16): (1, 4), (32, 32): (1, 2, 4), (16, 64): (2,), (64, 16): (2,), (128, 128): (1,)}.items()
+        for sides, counts in {
+            (16, 16): (1, 4),
+            (32, 32): (1, 2, 4),
+            (16, 64): (2,),
+            (64, 16): (2,),
+            (128, 128): (1,),
+        }.items()
         for count in counts
         for width in ((48,) if sides[0] > 32 else (33, 72))
     }

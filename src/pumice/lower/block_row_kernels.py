@@ -15,10 +15,9 @@ def block_rows(
 
     A program computes COLUMNS columns of COUNT rows of blocks, STEP depths of a block of each in an iteration. words
     [iterations + 1, 1 + COUNT]: which STEP rows of x, and which part of the values of each row of blocks, -1: none.
-    heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself, so that no load
-    waits for another. TURNED: values[e,j,i]. SWAPPED: columns are the rows of
-    products. Programs of a slice of columns follow one another: it stays in the cache.
-    """
+    heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself, so that no
+    load waits for another. TURNED: values[e,j,i]. SWAPPED: columns are the rows of products. Programs of a slice of
+    columns follow one another, so that it stays in the cache."""
     if not FAR:
         width = width.to(tl.int32)
     head = heads + (tl.program_id(0) % groups.to(tl.int32)) * (4 + COUNT)
@@ -99,6 +98,4 @@ def _inside(n, width, VECTOR: tl.constexpr):
 
 @triton.jit
 def _addresses(offset, n, VECTOR: tl.constexpr, EVEN: tl.constexpr, COLUMNS: tl.constexpr):
-    return tl.max_contiguous(
-        tl.multiple_of(offset + n[None, :], [1, VECTOR]), [1, COLUMNS if EVEN else VECTOR]
-    )
+    return tl.max_contiguous(tl.multiple_of(offset + n[None, :], [1, VECTOR]), [1, COLUMNS if EVEN else VECTOR])

@@ -82,7 +82,7 @@ def form_of(statement: Statement) -> BlockForm | str:
 
 
 def _blocked(access: Access) -> tuple[int, str, tuple[Affine, ...]] | None:
-    """(size, index within a block, indices of the blocks) of the access A[size * a[e] + index, ...]; None for others."""
+    """(size, index within a block, indices of blocks) of the access A[size * a[e] + index, ...]; None for others."""
     first, *others = access.indices or (Affine(()),)
     if first.constant or len(first.terms) != 2:
         return None
@@ -155,7 +155,7 @@ class BlockTile(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The blocks that there are, by rows. rows, places: of blocks of the target and of x; parts: which of the values."""
+    """The blocks that there are, by rows. rows, places: of blocks of the target and of x; parts: of the values."""
 
     rows: Tensor
     places: Tensor
@@ -220,7 +220,7 @@ _COSTS = {16: 1.0, 32: 1.0, 64: 1.1, 128: 1.5}
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """The blocks of a pair of index arrays in lists. most: rows of the target and of x; launches: by dtypes and shape."""
+    """The blocks of two index arrays in lists. most: rows of the target and of x; launches: by dtypes and shape."""
 
     form: BlockForm
     lists: BlockLists
@@ -264,12 +264,10 @@ class BlockRows:
             "EVEN": width % tile.columns == 0,
             "WHOLE": x.shape[0] % form.step == 0,
             "FAR": max(x.numel(), values.numel(), y.numel()) >= _FAR,
-            "SWAPPED": form.height * lists.count < 64 and _hopper(x.device),
-            "STAGES": tile.stages,
+            "SWAPPED": form.height * lists.count < 64 and _takes_64_rows(x.device),
+            "STAGES": 2 if torch.version.hip else tile.stages,  # More do not fit
         }
-        made = kernel("block_row_kernels.block_rows", "lower").bound(
-            self._tensors(x, values, y), constants, tile.warps
-        )
+        made = kernel("block_row_kernels.block_rows", "lower").bound(self._tensors(x, values, y), constants, tile.warps)
         programs = len(lists.heads) * -(-width // tile.columns)
         return made, programs, [len(lists.heads), width, x.shape[0], y.shape[0]]
 
@@ -290,10 +288,9 @@ class BlockRows:
 
 
 @lru_cache(maxsize=16)
-def _hopper(device: torch.device) -> bool:
-    """True if tensor cores want at least 64 rows."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return not nvidia or torch.cuda.get_device_capability(device) >= (9, 0)
+def _takes_64_rows(device: torch.device) -> bool:
+    """True if tensor cores multiply at least 64 rows, as from Hopper on."""
+    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int]) -> BlockRows:

@@ -346,7 +346,15 @@ class SegmentSums:
         """The tensors of a launch."""
         none = self.order.firsts
         scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
-        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)  # see _WORKSPACE, SegmentStep.result_at
+        return (
+            x,
+            x if values is None else values,
+            places,
+            *self.order,
+            scratch,
+            waiting,
+            y,
+        )  # see _WORKSPACE, SegmentStep.result_at
 
     def _launch(
         self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
