@@ -43,11 +43,11 @@ def check_products(sides: tuple[int, int], count: int, width: int, format: str =
         {rows: rows != count * height for rows in (16, 32, 64, 128)},
     )
 
-    def both(self: block_rows.BlockRows, *given: Tensor) -> Tensor:
+    def both(self: block_rows.BlockRows, x: Tensor, values: Tensor, y: Tensor) -> Tensor:
         seen.append(self.lists.count)
-        twin = self.run_torch(*given[:-1], torch.empty_like(given[-1]))
-        near(run(self, *given), twin.double(), NEAR)
-        return given[-1]
+        twin = self.run_torch(x, values, torch.empty_like(y))
+        near(run(self, x, values, y), twin.double(), NEAR)
+        return y
 
     with patch.object(block_rows.BlockRows, "run", both), patch.object(block_rows, "_COSTS", costs):
         got = pm.einsum(SPMM, A=pm.sparse(a, format.format(*sides)), B=b, lowering="block-rows")
@@ -105,7 +105,8 @@ def check_prepared() -> None:
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(b)
-        near(call([other]), factor * a.double() @ other.double(), NEAR)
+        assert (got := call([other])) is not None
+        near(got, factor * a.double() @ other.double(), NEAR)
         values.mul_(3)
 
 
