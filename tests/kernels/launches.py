@@ -185,9 +185,8 @@ def variants() -> tuple[Variant, ...]:
             unrolled._sum_by_rows(torch.zeros(60, channels), torch.arange(60) % 9, target)
         for dtype, width in ((torch.float16, 128), (torch.bfloat16, 72), (torch.float32, 128), (torch.float32, 9)):
             _segments(torch.zeros(50, width, dtype=dtype))
-        for dtype, width, sides in ((torch.float16, 1024, (32, 32)), (torch.bfloat16, 200, (16, 64))):
-            _block_rows(torch.zeros(500, width, dtype=dtype), sides, (1, 2, 4))
-        _block_rows(torch.zeros(512, 4096, dtype=torch.float16), (128, 128), (1,))
+        for dtype, width, depth in ((torch.float16, 16384, 32), (torch.bfloat16, 200, 64)):
+            _block_rows(torch.zeros(500, width, dtype=dtype), depth)
         by_rows.sum_items(torch.ones(60, 1, dtype=torch.int64), torch.zeros(60, dtype=torch.int64), 2)
     return tuple(recorder.seen)
 
@@ -203,18 +202,17 @@ def _segments(x: Tensor) -> None:
             ready.run(x, values, places, x.new_empty(9, x.shape[1]))
 
 
-def _block_rows(x: Tensor, sides: tuple[int, int], counts: tuple[int, ...]) -> None:
-    """Products of so many rows of blocks of these sides in a program, and of turned blocks."""
-    none, within = segment_sums.Roles("", "", "", ""), ("i", "j")
-    most, rows = (9 * sides[0], len(x)), torch.arange(9)
+def _block_rows(x: Tensor, depth: int) -> None:
+    """Products of one and of two rows of blocks in a program, of turned blocks, too."""
+    none, sizes = segment_sums.Roles("", "", "", ""), (32 * 40, len(x))
     for turned in (False, True):
-        form = block_rows.BlockForm(none, *sides, within, turned)
-        blocks = block_rows.Blocks.of(rows, torch.zeros(9, 1, dtype=torch.int32), (9, 1))
-        for count in counts:
-            lists = block_rows.listed(blocks, (9, 1), form, count)
+        form = block_rows.BlockForm(none, depth, ("i", "j"), turned)
+        blocks = block_rows.Blocks.of(torch.arange(40), torch.zeros(40, 1, dtype=torch.int32), (40, 1))
+        for count in (1, 2):
+            lists = block_rows.listed(blocks, (40, 1), form, count)
             assert lists is not None
-            values = torch.zeros(9, *sides, dtype=x.dtype)
-            block_rows.BlockRows(form, lists, most).run(x, values, x.new_empty(most[0], x.shape[1]))
+            values = torch.zeros(40, 32, depth, dtype=x.dtype)
+            block_rows.BlockRows(form, lists, sizes).run(x, values, x.new_empty(sizes[0], x.shape[1]))
 
 
 def _norms(x: Tensor) -> None:

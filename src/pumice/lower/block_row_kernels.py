@@ -13,11 +13,11 @@ def block_rows(
 ):  # fmt: skip
     """y[HEIGHT * s + i, n] = sum over blocks e of row s, depths j of values[e,i,j] * x[DEPTH * place[e] + j, n]
 
-    A program computes COLUMNS columns of COUNT rows of blocks, STEP depths of a block of each in an iteration. words
-    [iterations + 1, 1 + COUNT]: which STEP rows of x, and which part of the values of each row of blocks, -1: none.
-    heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself, so that no
-    load waits for another. TURNED: values[e,j,i]. SWAPPED: columns are the rows of products. Programs of a slice of
-    columns follow one another, so that it stays in the cache."""
+    A program computes COLUMNS columns of COUNT (1 or 2) rows of blocks, STEP depths of a block of each in an iteration.
+    words [iterations + 1, 1 + COUNT]: which STEP rows of x, and which part of the values of each row of blocks, -1:
+    none. heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself: no load
+    waits for another. TURNED: values[e,j,i]. SWAPPED: columns are the rows of products. Programs of a slice of columns
+    follow one another, so that it stays in the cache."""
     if not FAR:
         width = width.to(tl.int32)
     head = heads + (tl.program_id(0) % groups.to(tl.int32)) * (4 + COUNT)
@@ -25,7 +25,7 @@ def block_rows(
     words += (tl.load(head) + 1) * (1 + COUNT)
     count = tl.load(head + 1)
     group = tl.load(head + 2)
-    place, first, second, third, fourth = _word(head + 3, COUNT)
+    place, first, second = _word(head + 3, COUNT)
     r = tl.arange(0, HEIGHT * COUNT)
     k = tl.arange(0, STEP)
     if TURNED:
@@ -38,7 +38,9 @@ def block_rows(
         total = tl.zeros([HEIGHT * COUNT, COLUMNS], tl.float32)
     for _ in tl.range(0, count, num_stages=STAGES):
         at = place * STEP + k
-        part = _of_rows(r // HEIGHT, first, second, third, fourth, COUNT)
+        part = first
+        if COUNT == 2:
+            part = tl.where(r < HEIGHT, first, second)
         if FAR:
             at = at.to(tl.int64)
             part = part.to(tl.int64)
@@ -56,7 +58,7 @@ def block_rows(
             total = tl.dot(tl.trans(right), tl.trans(left), total)
         else:
             total = tl.dot(left, right, total)
-        place, first, second, third, fourth = _word(words, COUNT)
+        place, first, second = _word(words, COUNT)
         words += 1 + COUNT
     r += group * (HEIGHT * COUNT)
     row = r.to(tl.int64) if FAR else r
@@ -68,26 +70,12 @@ def block_rows(
 
 @triton.jit
 def _word(words, COUNT: tl.constexpr):
-    """(place in x, parts of the values of up to four rows of blocks): those beyond COUNT are the first."""
+    """(place in x, parts of the values of one or two rows of blocks): of one, the second is the first."""
     first = tl.load(words + 1)
-    second, third, fourth = first, first, first
-    if COUNT > 1:
+    second = first
+    if COUNT == 2:
         second = tl.load(words + 2)
-    if COUNT > 2:
-        third = tl.load(words + 3)
-        fourth = tl.load(words + 4)
-    return tl.load(words), first, second, third, fourth
-
-
-@triton.jit
-def _of_rows(row, first, second, third, fourth, COUNT: tl.constexpr):
-    """The part of the values of each row of blocks; of COUNT 1 a scalar."""
-    part = first
-    if COUNT > 1:
-        part = tl.where(row == 0, first, second)
-    if COUNT > 2:
-        part = tl.where(row == 2, third, tl.where(row == 3, fourth, part))
-    return part
+    return tl.load(words), first, second
 
 
 @triton.jit

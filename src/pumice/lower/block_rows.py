@@ -1,11 +1,11 @@
 """Products of rows of blocks by a matrix on a GPU, on tensor cores: block-sparse times dense above all.
 
-    T[h*S[p] + i, n] = sum over p, q, j of V[p,q,i,j] * X[d*K[p,q] + j, n]      S sorted; its values name rows of blocks
+    T[32*S[p] + i, n] = sum over p, q, j of V[p,q,i,j] * X[d*K[p,q] + j, n]     S sorted; its values name rows of blocks
 
 The places of blocks are prepared once per pair of index arrays: of each row of blocks the list of those that there are,
-without padding. A program computes a slice of the columns of a row of blocks, or of several rows, which then read the
-rows of X that any of them has a block for once, and multiply by zeros where one has none: with many blocks, reading X
-through the second-level cache takes longer than multiplying. Rows with many blocks come first.
+without padding. A program computes a slice of the columns of a row of blocks. Where blocks are many it takes two rows,
+which read the rows of X that either has a block for once, and multiplies by zeros where one has none: reading X through
+the second-level cache takes longer than multiplying. Rows with many blocks come first.
 """
 
 from __future__ import annotations
@@ -29,33 +29,28 @@ from pumice.schedule.predict import Work
 from pumice.schedule.tile import PROCESSORS
 
 _FAR = 1 << 31
-_SIDES = (16, 32, 64, 128)
+_HEIGHT, _DEPTHS = 32, (32, 64, 128)
+"""Of blocks. The general kernel is as fast with higher ones, whose rows need no company, and with those of 16 rows."""
 _TYPES = (torch.float16, torch.bfloat16)
 _FEW = 16
 """Columns below which those of a tile would be padding."""
-_STEP = 64
-_ROWS = 128  # Rows of a program at most
+_NARROW, _WIDE, _LONG = 64, 256, 16  # Columns of a program at least and at most; blocks of a long row
+_STEP = 32  # Depths of an iteration; deeper blocks are read in several
 
 
 class BlockForm(NamedTuple):
-    """A statement over rows of blocks. roles: of the operands; height, depth: of a block, and the indices within it;
+    """A statement over rows of blocks. roles: of the operands; depth: of a block; within: the indices within it;
     turned: its values are [depth, height]."""
 
     roles: Roles
-    height: int
     depth: int
     within: tuple[str, str]
     turned: bool
 
     @property
-    def step(self) -> int:
-        """Depths of an iteration; deeper blocks are read in several."""
-        return min(self.depth, _STEP)
-
-    @property
     def units(self) -> int:
         """Of which an iteration's part of the values is numbered, in a block: see block_row_kernels.block_rows."""
-        return self.depth // self.step * (1 if self.turned else self.height)
+        return self.depth // _STEP * (1 if self.turned else _HEIGHT)
 
 
 @lru_cache(maxsize=1024)
@@ -72,13 +67,13 @@ def form_of(statement: Statement) -> BlockForm | str:
     inner = [e.bare for e in values.indices[-2:]]
     if len(values.indices) < 3 or inner not in ([i, j], [j, i]):
         return "no factor holds blocks, of [entry, row, depth]"
-    if height not in _SIDES or depth not in _SIDES:
-        return f"blocks have sides of {', '.join(map(str, _SIDES))}, found {height} x {depth}"
+    if height != _HEIGHT or depth not in _DEPTHS:
+        return f"blocks are of {_HEIGHT} x {' or '.join(map(str, _DEPTHS))}, found {height} x {depth}"
     bare = (Access(x.name, places), Access(values.name, values.indices[:-2]))
     ranges = tuple((name, size) for name, size in statement.ranges if name not in (i, j))
     terms = (replace(statement.terms[0], factors=bare),)
     roles = roles_of(replace(statement, target=Access(statement.target.name, rows), terms=terms, ranges=ranges))
-    return roles if isinstance(roles, str) else BlockForm(roles, height, depth, (i, j), inner == [j, i])
+    return roles if isinstance(roles, str) else BlockForm(roles, depth, (i, j), inner == [j, i])
 
 
 def _blocked(access: Access) -> tuple[int, str, tuple[Affine, ...]] | None:
@@ -100,12 +95,15 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     x, values = operands[form.roles.rows], operands[form.roles.values]
     if x.dtype not in _TYPES or values.dtype != x.dtype:
         return "the factors are not both of float16 or bfloat16"
-    if tuple(bound.extents[name] for name in form.within) != (form.height, form.depth):
+    if tuple(bound.extents[name] for name in form.within) != (_HEIGHT, form.depth):
         return "blocks overlap, or have gaps between them"
-    if math.prod(x.shape[1:]) < _FEW:
+    width, rows = math.prod(x.shape[1:]), -(-bound.shape[0] // _HEIGHT)
+    if width < _FEW:
         return f"there are fewer than {_FEW} columns"
     if 0 in bound.shape or 0 in bound.extents.values():
         return "it is empty"
+    if rows * -(-width // _NARROW) < PROCESSORS and values.numel() > _LONG * rows * _HEIGHT * form.depth:
+        return "rows of blocks are few and long: programs of the general kernel share them"
     return None
 
 
@@ -113,7 +111,7 @@ def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Ten
     """X is read for each row of blocks, through the second-level cache."""
     form, points = form_of(statement), bound.points(indices_of(statement))
     assert isinstance(form, BlockForm)
-    return Work(2 * points, cache=operands[form.roles.rows].element_size() * points / form.height, matrix=True)
+    return Work(2 * points, cache=operands[form.roles.rows].element_size() * points / _HEIGHT, matrix=True)
 
 
 class BlockRowStep(SegmentStep):
@@ -129,7 +127,7 @@ class BlockRowStep(SegmentStep):
 
     def _ready(self, operands: Mapping[str, Tensor]) -> tuple[BlockRows, tuple[Tensor, ...]]:
         roles, most = self._roles, (self.bound.shape[0], operands[self._roles.rows].shape[0])
-        ready = prepared(operands[roles.segments], operands[roles.places], self._form, most)
+        ready = prepared(operands[roles.segments], operands[roles.places], self._form, most, -(-self._width // _WIDE))
         return ready, (operands[roles.values].contiguous(),)
 
 
@@ -139,19 +137,19 @@ def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtyp
 
 
 class BlockTile(NamedTuple):
-    """columns: of a program; warps; stages: iterations whose loads are under way."""
+    """columns: of a program; stages: iterations whose loads are under way."""
 
     columns: int
-    warps: int
     stages: int
 
     @classmethod
-    def default(cls, rows: int, groups: int, width: int) -> BlockTile:
-        """The tile for programs of so many rows. groups: of rows."""
-        columns = max(16, min(256, 1 << (width - 1).bit_length()))
-        while columns > 64 and groups * -(-width // columns) < 2 * PROCESSORS:
+    def default(cls, count: int, groups: int, width: int) -> BlockTile:
+        """The tile for programs of `count` rows of blocks, the fastest of 40 on an H200 (4096 x 4096 by as much).
+        groups: of so many rows. Few programs should be small, with many loads under way, each of which takes long."""
+        columns = max(16, min(_WIDE, 1 << (width - 1).bit_length()))
+        while columns > _NARROW and groups * -(-width // columns) < 2 * PROCESSORS:
             columns //= 2
-        return cls(columns, 8 if rows * columns >= 128 * 256 else 4, 3)
+        return cls(columns, 5 if columns < _WIDE else 2 + count)
 
 
 class Blocks(NamedTuple):
@@ -193,7 +191,7 @@ def listed(blocks: Blocks, most: tuple[int, int], form: BlockForm, count: int) -
     key, at = key[other], other.cumsum(0) - 1
     parts = torch.full((len(key), count), -1, device=device)
     parts[at, within] = blocks.parts[order]
-    steps = form.depth // form.step
+    steps = form.depth // _STEP
     number = torch.arange(steps, device=device)[:, None]
     parts = torch.where(parts[:, None] < 0, -1, parts[:, None] * form.units + number)
     places = (key % most[1])[:, None, None] * steps + number
@@ -207,15 +205,21 @@ def listed(blocks: Blocks, most: tuple[int, int], form: BlockForm, count: int) -
     return BlockLists(count, torch.cat([heads, words[starts]], 1), words)
 
 
-def _best(blocks: Blocks, most: tuple[int, int], form: BlockForm) -> BlockLists:
-    """The lists with which programs read least."""
-    counts = [count for count in (1, 2, 4) if count * form.height <= _ROWS]
-    found = [lists for count in counts if (lists := listed(blocks, most, form, count)) is not None]
-    return min(found, key=lambda lists: len(lists.words) * _COSTS[lists.count * form.height])
+def _best(blocks: Blocks, most: tuple[int, int], form: BlockForm, slices: int) -> BlockLists:
+    """The lists with which programs take the least time. slices: of _WIDE columns."""
+    found = listed(blocks, most, form, 1)
+    assert found is not None
+    if -(-most[0] // 2) * slices < 2 * PROCESSORS:
+        return found
+    both = listed(blocks, most, form, 2)
+    return found if both is None or len(both.words) * _COST_OF_TWO > len(found.words) else both
 
 
-_COSTS = {16: 1.0, 32: 1.0, 64: 1.1, 128: 1.5}
-"""Times of an iteration, by rows of a program."""
+_COST_OF_TWO = 1.14
+"""Time of an iteration of two rows of blocks, over that of one row. On an H200 (fp16, 4096 x 4096 by as much), us:
+share of blocks     0.5   0.25   0.1   0.05
+one row             239    136    65     41
+two rows            208    133    68     45"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,37 +256,37 @@ class BlockRows:
 
     def _launch(self, x: Tensor, values: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
         form, lists, width = self.form, self.lists, x.shape[1]
-        tile = BlockTile.default(form.height * lists.count, len(lists.heads), width)
+        tile = BlockTile.default(lists.count, len(lists.heads), width)
         constants = {
-            "HEIGHT": form.height,
+            "HEIGHT": _HEIGHT,
             "DEPTH": form.depth,
-            "STEP": form.step,
+            "STEP": _STEP,
             "TURNED": form.turned,
             "COUNT": lists.count,
             "COLUMNS": tile.columns,
             "VECTOR": min(width & -width, 8),
             "EVEN": width % tile.columns == 0,
-            "WHOLE": x.shape[0] % form.step == 0,
+            "WHOLE": x.shape[0] % _STEP == 0,
             "FAR": max(x.numel(), values.numel(), y.numel()) >= _FAR,
-            "SWAPPED": form.height * lists.count < 64 and _takes_64_rows(x.device),
+            "SWAPPED": lists.count == 1 and _takes_64_rows(x.device),
             "STAGES": 2 if torch.version.hip else tile.stages,  # More do not fit
         }
-        made = kernel("block_row_kernels.block_rows", "lower").bound(self._tensors(x, values, y), constants, tile.warps)
+        made = kernel("block_row_kernels.block_rows", "lower").bound(self._tensors(x, values, y), constants)
         programs = len(lists.heads) * -(-width // tile.columns)
         return made, programs, [len(lists.heads), width, x.shape[0], y.shape[0]]
 
     def run_torch(self, x: Tensor, values: Tensor, y: Tensor) -> Tensor:
         """As run, in plain torch."""
         form, (count, heads, words), total = self.form, self.lists, y.float().zero_()
-        shape = (form.depth, form.height) if form.turned else (form.height, form.depth)
+        shape = (form.depth, _HEIGHT) if form.turned else (_HEIGHT, form.depth)
         stored = values.reshape(-1, *shape).float()
         stored = stored.mT if form.turned else stored
         for start, length, group in heads[:, :3].tolist():
             for place, *parts in words[start : start + length].tolist():
-                read = x[place * form.step : (place + 1) * form.step].float()
+                read = x[place * _STEP : (place + 1) * _STEP].float()
                 for row, part in enumerate(parts):
-                    block = stored[part // form.units, :, part % form.units * form.step :]
-                    mine = total[(group * count + row) * form.height :][: form.height]
+                    block = stored[part // form.units, :, part % form.units * _STEP :]
+                    mine = total[(group * count + row) * _HEIGHT :][:_HEIGHT]
                     mine += (block[:, : len(read)] @ read)[: len(mine)] if part >= 0 else 0
         return y.copy_(total)
 
@@ -293,12 +297,12 @@ def _takes_64_rows(device: torch.device) -> bool:
     return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int]) -> BlockRows:
-    """The products over the blocks of a pair of index arrays. most: rows of the target and of x."""
-    return keep_for_graph(_prepared(segments, places, form, most))
+def prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int], slices: int) -> BlockRows:
+    """The products over the blocks of two index arrays. most: rows of the target and of x; slices: of _WIDE columns."""
+    return keep_for_graph(_prepared(segments, places, form, most, min(slices, 2 * PROCESSORS)))
 
 
 @cached_per_tensor
-def _prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int]) -> BlockRows:
-    blocks = -(-most[0] // form.height), -(-most[1] // form.depth)
-    return BlockRows(form, _best(Blocks.of(segments, places, blocks), blocks, form), most)
+def _prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int], slices: int) -> BlockRows:
+    blocks = -(-most[0] // _HEIGHT), -(-most[1] // form.depth)
+    return BlockRows(form, _best(Blocks.of(segments, places, blocks), blocks, form, slices), most)
