@@ -15,8 +15,8 @@ def block_rows(
 
     A program computes COLUMNS columns of COUNT (1 or 2) rows of blocks, STEP depths of a block of each in an iteration.
     words [iterations + 1, 1 + COUNT]: which STEP rows of x, and which part of the values of each row of blocks, -1:
-    none. heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself: no load
-    waits for another. TURNED: values[e,j,i]. SWAPPED: columns are the rows of products. Programs of a slice of columns
+    none. heads [groups, 3 + 1 + COUNT]: first word, iterations, which rows of blocks, and the first word itself: no
+    load waits. TURNED: values[e,j,i]. SWAPPED: columns are the rows of products. Programs of a slice of columns
     follow one another, so that it stays in the cache."""
     if not FAR:
         width = width.to(tl.int32)
