@@ -134,6 +134,17 @@ def strange(net: nn.Module, seed: int = 0) -> nn.Module:
     return net.eval()
 
 
+def with_norms(net: nn.Module) -> nn.Module:
+    """With statistics and affine maps of norms that are not ones and zeros."""
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.3)
+            nn.init.normal_(module.running_mean, 0, 0.2)  # pyright: ignore[reportArgumentType]
+            nn.init.uniform_(module.running_var, 0.3, 1)  # pyright: ignore[reportArgumentType]
+    return net
+
+
 def smooth(net):
     """The network with an ELU for each ReLU. What half a precision rounds moves values over the kink of a ReLU and
     changes gradients there by all they are: by tens of percent behind forty layers; of smooth ones, by roundings."""

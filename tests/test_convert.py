@@ -159,7 +159,7 @@ def test_spconv_leaves_dense_weights_and_asks():
     ):
         pm.convert.spconv({"a.weight": torch.zeros(3, 3, 3, 3, 3)})
     assert pm.convert.spconv({"a.weight": torch.zeros(3, 3, 3, 3, 3)}, layout="RSCK")
-    with pytest.raises(OptionError, match="layout is one of KRSC, RSKC, RSCK, found 'SRCK'"):
+    with pytest.raises(OptionError, match="layout='SRCK' is unknown; there are KRSC, RSKC, RSCK"):
         pm.convert.spconv(state, layout="SRCK")
     two = {"sparse.weight": torch.arange(4.0 * 9 * 5).view(3, 3, 5, 4), "head.weight": torch.zeros(4, 5, 3, 3)}
     found = pm.convert.spconv(two, dim=2, only="^sparse", layout="RSCK")
@@ -292,7 +292,7 @@ def test_command_with_bad_input(pumice, tmp_path):
         assert ran.err.startswith("error: ") and ran.err.count("\n") == 1
         assert ran.err.count(name) == 1 and text in ran.err
     torch.save({"a.kernel": torch.zeros(8, 2, 2)}, tmp_path / "good.pth")
-    for arguments, text in ((("--from", "fvdb"), "one of spconv, torchsparse, minkowski, flexgemm, found 'fvdb'"),
+    for arguments, text in ((("--from", "fvdb"), "'fvdb' is unknown; there are spconv, torchsparse, minkowski"),
                             (("--from", "torchsparse", "--layout", "KRSC"), "--from torchsparse takes other options"),
                             (("--from", "torchsparse", "--kernel", "a=x"), "--kernel takes LAYER=3,3,1, found 'a=x'"),
                             ):  # fmt: skip

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 import pumice
 from pumice.cli.main import app
-from pumice.engine import tuning
+from pumice.engine import tuned_network
 from pumice.language.formats import NAMED
 from pumice.lower.dataflow import CONV
 from pumice.ops import DATAFLOWS
@@ -51,7 +51,7 @@ NOT_RUN = [(named(path), number, reason) for path in FILES for number, (reason, 
 def test_every_snippet_runs_as_it_stands(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plans = Plans(tmp_path / "plans.json")
-    monkeypatch.setattr(tuning, "plans", lambda: plans)
+    monkeypatch.setattr(tuned_network, "plans", lambda: plans)
     torch.manual_seed(0)
     space: dict[str, object] = {"__name__": "__main__"}
     for number, (reason, code) in enumerate(blocks(ROOT / page)):
@@ -98,8 +98,18 @@ def test_targets_of_make_that_the_pages_show_exist():
     assert made and shown and {*shown} <= {*made[1].split()}
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+def test_the_readme_is_short_and_counts_right():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120 and f"{len(DATAFLOWS)} named dataflows" in text
+
+
+def test_every_command_is_listed():
+    commands = {name for name, command in get_command(app).commands.items() if not command.hidden}  # pyright: ignore[reportAttributeAccessIssue]
+    for page in ("README.md", "docs/install.md"):
+        (told,) = re.findall(r"the command line: pumice ([a-z, ]+)", (ROOT / page).read_text(encoding="utf-8"))
+        assert {*told.split(", ")} == commands, page
+    text = (ROOT / "docs" / "guide" / "command-line.md").read_text(encoding="utf-8")
+    assert all(f"| `pumice {name}" in text for name in commands)
 
 
 def test_the_einsum_page_names_every_format():

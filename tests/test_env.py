@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pumice import errors
-from pumice.env import Launch, launch, settings
+from pumice.env import ProcessRank, launch, settings
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +34,14 @@ def test_reads_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_ranks_of_torchrun(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "first")
-    assert launch() == Launch()
+    assert launch() == ProcessRank()
     for size, rank in (("4", "1"), ("4", "4"), ("x", "0"), ("0", "0")):
         launch.cache_clear()
         monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", "1")
         if (size, rank) == ("4", "1"):
-            assert launch() == Launch(1, 4, 1)
+            assert launch() == ProcessRank(1, 4, 1)
             continue
         with pytest.raises(errors.OptionError, match="RANK below WORLD_SIZE"):
             launch()

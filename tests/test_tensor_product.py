@@ -269,7 +269,7 @@ def test_state_of_e3nn_is_loaded():
 
 
 REFUSED = {
-    "mode": ("2x0e", "1x0e", "2x0e", "uwu", "mode 'uwu' is unknown; there are uvw"),
+    "mode": ("2x0e", "1x0e", "2x0e", "uwu", "mode='uwu' is unknown; there are uvw"),
     "coupling": ("2x0e", "1x1o", "2x0e", [(0, 0, 0, "uvu", True)], "2x0e and 1x1o does not contain 2x0e"),
     "result": ("2x0e", "1x0e", "3x0e", [(0, 0, 0, "uvu", True)], "the result has 2 channels, 3x0e has 3"),
     "factors": ("2x0e", "1x0e", "2x0e", [(0, 0, 0, "uuu", True)], "takes as many of both"),
@@ -292,7 +292,7 @@ def test_refuses(case):
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"layout": "ir"}, "layout 'ir' is unknown"),
+        ({"layout": "ir"}, "layout='ir' is unknown"),
         ({"irrep_normalization": "unit"}, "'unit' is unknown; there are component"),
         ({"path_normalization": "unit"}, "'unit' is unknown; there are element"),
         ({"in2_var": [1.0, 2.0]}, "in2_var has one variance for each of 1x0e: expected 1, found 2"),

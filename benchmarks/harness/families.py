@@ -148,11 +148,7 @@ ALGORITHMS: Mapping[str, str] = {
 }
 """FlexGEMM's algorithms by our dataflows, in the order of its article."""
 _SHELLS = {name: Rivals((name,)) for name in ("spconv", "FlexGEMM", "torchsparse")}
-_POINTS = {
-    "torch_cluster": Rivals(("torch_cluster",)),
-    "SciPy": Rivals(("SciPy",)),
-    "all pairs": Rivals(("cdist",)),
-}
+_POINTS = {"torch_cluster": Rivals(("torch_cluster",)), "SciPy": Rivals(("SciPy",)), "all pairs": Rivals(("cdist",))}
 _TIMED: tuple[Family, ...] = (
     *(
         Family("stream", f"{told}{way} {name}", rf"{STREAM}/{mode}/{kind}{way}", _SPCONV, (), "p50")

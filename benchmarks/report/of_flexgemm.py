@@ -38,13 +38,7 @@ def lines() -> tuple[Line, ...]:
             )
             for place, way, name, before, published in (
                 ("implicit GEMM", "implicit-gemm-table", "explicit GEMM", "explicit-gemm", "significant"),
-                (
-                    "split-K",
-                    "implicit-gemm-table-split-k",
-                    "implicit GEMM",
-                    "implicit-gemm-table",
-                    "of few rows",
-                ),
+                ("split-K", "implicit-gemm-table-split-k", "implicit GEMM", "implicit-gemm-table", "of few rows"),
                 ("masked", _MASKED, "implicit GEMM", "implicit-gemm-table", "1.2 to 1.4"),
                 ("masked, split-K", _FINAL, "masked", _MASKED, "–"),
             )

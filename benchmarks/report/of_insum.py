@@ -101,6 +101,19 @@ def lines() -> tuple[Line, ...]:
             )
             for dtype, published in (("fp32", "1.2"), ("fp16", "1.18"))
         ),
+        *(
+            Line(
+                "",
+                f"{dtype}, the same over torch.sparse.mm: wall, GPU",
+                "–",
+                [
+                    einsum(graphs, clock=clock, peer="torch.sparse.mm", dtype=dtype, best=True)
+                    for clock in ("wall", "gpu")
+                ],
+                "x",
+            )
+            for dtype in ("fp32", "fp16")
+        ),
         Line("", "Sputnik, fp32", "1.09", "not at hand", "x"),
         Line(
             "figure 12",

@@ -82,9 +82,7 @@ def graph(setup: Setup, nodes: int, channels: int) -> Messages:
 
 def _one(setup: Setup, case: str, given: Messages, order: int) -> Iterator[Row]:
     ours = [Way("module", lambda: derived(_module(given), given, order))]
-    peers = [
-        *equivariant.segmented_ways(setup, given, lambda run: derived(run, given, order)),
-    ]
+    peers = [*equivariant.segmented_ways(setup, given, lambda run: derived(run, given, order))]
     if given.edges.shape[1] <= MATERIALIZED:
         peers.append(Way("plain PyTorch", lambda: derived(_plain(given), given, order)))
         peers.append(_e3nn_way(setup, given, order))

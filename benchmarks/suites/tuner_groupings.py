@@ -122,10 +122,7 @@ def grouping(setup: Setup) -> Iterator[Row]:
 
 def _groupings(setup: Setup, subject: Subjected) -> Iterator[Row]:
     layers, found = fed(setup, subject), searched(setup, subject)
-    chosen = {
-        **{kind: [Grouping(kind)] * len(layers) for kind in UNTUNED},
-        "adaptive-tuned": found.groupings(layers),
-    }
+    chosen = {**{kind: [Grouping(kind)] * len(layers) for kind in UNTUNED}, "adaptive-tuned": found.groupings(layers)}
     truths, runs = [one.exact()[0] for one in layers], {name: whole(layers, how) for name, how in chosen.items()}
     if not checked(setup, subject.case("grouping", "all"), subject.dtype, truths, runs):
         return

@@ -141,11 +141,7 @@ def tiles_of(layers: Sequence[Met], splits: int) -> tuple[float, float]:
 
 BEFORE, BETWEEN = "00 before the first layer", "99 between layers"
 DEFAULT = "default"
-LAYERED: Mapping[str, Flow] = {
-    DEFAULT: None,
-    "unsorted": split_dataflow(0).name,
-    "sorted": split_dataflow(1).name,
-}
+LAYERED: Mapping[str, Flow] = {DEFAULT: None, "unsorted": split_dataflow(0).name, "sorted": split_dataflow(1).name}
 """By way, the dataflow of all layers in `layers`."""
 _ATTEMPTS = 3
 

@@ -1,13 +1,10 @@
 """The suite `einsum` runs in tiny on the CPU: whole rows, nothing timed that is wrong, one line for a missing peer."""
 
-import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness import rows as ledger
 from benchmarks.harness import study
@@ -17,9 +14,8 @@ from benchmarks.suites import einsum_figures
 from benchmarks.suites import spmm as bench_spmm
 from benchmarks.suites import tensor_product as bench_tensor_product
 from pumice.env import Settings
-from pumice.errors import OptionError, PumiceError
+from pumice.errors import OptionError
 
-LEDGER = Path(__file__).parents[2] / "bench" / "results.jsonl"
 CPU = torch.device("cpu")
 FAST = ("structured", "conv", "tensor-product", "messages", "figure7", "ablation")
 # What must be among the ends of the cases of each study.
@@ -37,26 +33,10 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 @pytest.fixture
-def measure(command, tmp_path):
-    """`measure("conv", ...)`: the command on the CPU, what it said, and its rows."""
-
-    def measure(case, *more):
-        out = tmp_path / "rows.jsonl"
-        out.unlink(missing_ok=True)
-        kept = LEDGER.read_bytes()
-        ran = command("einsum", "--case", case, "--quick", "--device", "cpu", "--out", out, *more)
-        assert LEDGER.read_bytes() == kept
-        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return ran, rows
-
-    return measure
+def measure(measured):
+    """`measure("conv", ...)`: how a study ran, and its rows."""
+    return lambda case, *more: measured("einsum", "--case", case, *more)
 
 
 @pytest.mark.parametrize("case", [*FAST, *(pytest.param(c, marks=pytest.mark.wide) for c in EXPECTED if c not in FAST)])
@@ -106,18 +86,6 @@ def test_a_peer_that_is_not_installed_is_one_line(measure, monkeypatch):
     ran, rows = measure("tensor-product")
     assert ran.code == 0 and {row["peer"] for row in rows} == {"dense einsum"}
     assert ran.out.count("e3nn is left out") == 1 and ran.out.count("cuequivariance-torch is left out") == 1
-
-
-def test_what_fails_in_one_study_does_not_end_the_others(monkeypatch):
-    def broken(setup):
-        raise ValueError("a file that cannot be read")
-        yield
-
-    suite = study.Suite("einsum", {"broken": broken, "table": lambda setup: iter(["a row"])})
-    rows = suite(print, bench.Options(device="cpu"))
-    assert next(rows) == "a row"
-    with pytest.raises(PumiceError, match="1 failed: broken: ValueError: a file"):
-        next(rows)
 
 
 def test_a_data_folder_without_scenes_is_one_line(monkeypatch, tmp_path):

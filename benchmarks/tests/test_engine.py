@@ -1,7 +1,6 @@
 """The suite `engine` in tiny on the CPU: what is captured is checked, timed and told; scans and geometries by hand."""
 
 import importlib
-import json
 import math
 import re
 from dataclasses import replace
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness.families import FAMILIES
 from benchmarks.harness.rows import Row
@@ -46,12 +44,10 @@ def quick(case, only="", **more):
     return "\n".join(map(str, said)), rows
 
 
-def test_the_command(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-    out = tmp_path / "rows.jsonl"
-    ran = command("engine", "--case", "equal", "--quick", "--device", "cpu", "--count", 2, "--out", out)
+def test_the_command(measured):
+    ran, rows = measured("engine", "--case", "equal", "--count", 2)
     assert ran.code == 0, ran.out + ran.err
-    rows = {row["metric"]: row for row in map(json.loads, out.read_text().splitlines())}
+    rows = {row["metric"]: row for row in rows}
     # Two, and those that are always there: empty, one and two voxels, three about each of two capacities.
     assert rows["wrong"]["value"] == 0 and rows["wrong"]["unit"] == "of 11"
     assert rows["by graphs"]["value"] == 10 and 0 <= rows["largest error"]["value"] < 1e-4

@@ -1,6 +1,5 @@
 """The studies of conv-forward and conv-train in tiny on the CPU: what they say, what they keep, what they refuse."""
 
-import json
 import sys
 import time
 from dataclasses import replace
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness.study import Setup, error, goals_told
 from benchmarks.harness.timing import Times
@@ -34,20 +32,13 @@ from pumice.schedule.predict import DEVICES
 CELL = "surface_300/k3/C8"
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-
-
 @pytest.fixture
-def study(command, tmp_path):
+def study(measured):
     """`study("roofline")`: what it says, and its rows."""
 
     def study(name, suite="conv-forward", only=CELL):
-        out = tmp_path / "rows.jsonl"
-        ran = command(suite, "--case", name, "--quick", "--device", "cpu", "--only", only, "--out", out)
+        ran, rows = measured(suite, "--case", name, "--only", only)
         assert ran.code == 0, ran.out + ran.err
-        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         assert all(r["suite"] == suite and r["value"] >= 0 for r in rows)
         return ran.out, rows
 

@@ -1,11 +1,8 @@
 """The suites of single layers run in tiny on the CPU: checked, timed, told."""
 
-import json
-
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.scenes import layers as layer_cells
 from benchmarks.scenes.clouds import KNOWN
@@ -14,20 +11,13 @@ from benchmarks.suites import layers as bench_layers
 from pumice.errors import OptionError, PumiceError
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-
-
 @pytest.mark.parametrize("suite", ["conv-forward", "conv-train"])
-def test_rows_say_what_was_timed(suite, command, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    ran = command(suite, "--quick", "--device", "cpu", "--only", "surface_300/k3/C8/", "--out", out)
+def test_rows_say_what_was_timed(suite, measured):
+    ran, rows = measured(suite, "--only", "surface_300/k3/C8/")
     assert ran.code == 0, ran.out + ran.err
     assert "surface_300/k3/C8/" in ran.out and "shell_16" not in ran.out
     for way in ("default", "tuned"):
         assert f"{way} " in ran.out and "error" in ran.out
-    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     assert all(r["suite"] == suite and r["case"].startswith("surface_300/k3/C8/") and r["value"] > 0 for r in rows)
 
 

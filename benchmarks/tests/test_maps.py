@@ -1,14 +1,11 @@
 """The suite `maps` runs in tiny on the CPU: whole rows, nothing timed that is wrong, goals and recorded peers."""
 
-import json
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness import rows as ledger
 from benchmarks.harness import study
@@ -21,7 +18,6 @@ from benchmarks.suites.map_steps import STEPS, made, truths_of
 from pumice.env import Settings
 from pumice.errors import OptionError, PumiceError
 
-LEDGER = Path(__file__).parents[2] / "bench" / "results.jsonl"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # What must be among the ends of the cases of each study.
 EXPECTED = {
@@ -36,26 +32,10 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-    monkeypatch.setenv("COLUMNS", "400")
-
-
 @pytest.fixture
-def measure(command, tmp_path):
-    """`measure("map", ...)`: the command on the CPU, what it said, and its rows."""
-
-    def measure(case, *more):
-        out = tmp_path / "rows.jsonl"
-        out.unlink(missing_ok=True)
-        kept = LEDGER.read_bytes()
-        ran = command("maps", "--case", case, "--quick", "--device", "cpu", "--out", out, *more)
-        assert LEDGER.read_bytes() == kept
-        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        return ran, rows
-
-    return measure
+def measure(measured):
+    """`measure("map", ...)`: how a study ran, and its rows."""
+    return lambda case, *more: measured("maps", "--case", case, *more)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """What is multiplied by zero: counted again entry by entry, and what the study says and keeps."""
 
-import json
-
 import pytest
 import torch
 
@@ -50,12 +48,9 @@ def test_a_voxel_alone_needs_one_tap_of_a_tile():
     assert ratios == {ALL_TAPS: 27 * 64, **dict.fromkeys(SPLITS, 64.0)}
 
 
-def test_the_study_keeps_a_row_for_each_way_and_tile(command, tmp_path):
-    out = tmp_path / "rows.jsonl"
-    given = ("--case", "redundancy", "--quick", "--device", "cpu", "--only", "surface_300", "--out", out)
-    ran = command("conv-forward", *given)
+def test_the_study_keeps_a_row_for_each_way_and_tile(measured):
+    ran, rows = measured("conv-forward", "--case", "redundancy", "--only", "surface_300")
     assert ran.code == 0, ran.out + ran.err
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
     ways = [f"redundancy/surface_300/k3/b{block}/{name}" for block in (64, 128) for name in (ALL_TAPS, *SPLITS)]
     assert [row["case"] for row in rows] == ways
     kinds = {(row["metric"], row["unit"], row["clock"], row["device"], row["peer_source"]) for row in rows}

@@ -33,7 +33,7 @@ from benchmarks.suites.tuner_cases import TRAINING, Subjected, Writer, subjects
 from benchmarks.suites.tuner_networks import Network, Ran, checked
 from benchmarks.suites.tuner_passes import CONVOLUTIONS, Taken, rows_of, tiles_of
 from benchmarks.suites.tuner_ways import Gains, _say_apart
-from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning, grouping_tuning
+from pumice.engine import DataflowChoice, PassTiming, Trial, Tuning, tuned_network
 from pumice.engine.measure import Event
 from pumice.errors import OptionError, PumiceError
 from pumice.lower import dataflow, reference
@@ -333,7 +333,7 @@ def test_pairs_of_every_map_by_offset(setup):
 def test_strategies_are_searched_on_other_scans_and_kept(setup, monkeypatch, tmp_path):
     """And those of another device are found among the plans that are kept."""
     (made, said), kept = setup, Plans(tmp_path / "plans.json")
-    for module in (bench_tuner_groupings, grouping_tuning):
+    for module in (bench_tuner_groupings, tuned_network):
         monkeypatch.setattr(module, "plans", lambda: kept)
     monkeypatch.setattr(bench_tuner_groupings, "_limit", lambda _: 30.0)
     subject = tuner_cases.subject_of(made, "minkunet-kitti-0.5x")

@@ -1,13 +1,11 @@
 """The suite `workloads` in tiny on the CPU: whole networks and shells are checked, timed, told, and kept as rows."""
 
-import json
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import __main__ as cli
 from benchmarks import run as bench
 from benchmarks.harness import timing
 from benchmarks.harness import whole as whole_calls
@@ -26,21 +24,13 @@ from pumice.schedule.dataflow import DATAFLOWS
 ONE = "minkunet-nuscenes-1f"
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-    monkeypatch.setattr(cli.console, "width", 400)
-
-
 @pytest.fixture
-def suite(command, tmp_path):
+def suite(measured):
     """`suite("networks", only="...")`: what it says, and its rows."""
 
     def suite(case, *more):
-        out = tmp_path / "rows.jsonl"
-        out.unlink(missing_ok=True)
-        ran = command("workloads", "--case", case, "--quick", "--device", "cpu", "--out", out, *more)
+        ran, rows = measured("workloads", "--case", case, *more)
         assert ran.code == 0, ran.out + ran.err
-        rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
         assert all(row["suite"] == "workloads" and row["value"] > 0 for row in rows)
         return ran.out, rows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pumice.errors import OptionError
 
-__all__ = ["Launch", "Settings", "launch", "settings"]
+__all__ = ["ProcessRank", "Settings", "launch", "settings"]
 
 
 @dataclass(frozen=True)
@@ -30,17 +30,14 @@ def settings() -> Settings:
 
     Raises OptionError if PUMICE_DATA is not a folder, PUMICE_CACHE is a file, or a layout is unknown.
     """
-    data = os.environ.get("PUMICE_DATA")
-    cache = os.environ.get("PUMICE_CACHE")
-    return Settings(
-        data=_existing_folder("PUMICE_DATA", data) if data else None,
-        cache=_folder_or_new("PUMICE_CACHE", cache) if cache else Path("~/.cache/pumice").expanduser(),
-        spconv_layout=_one_of("SPCONV_SAVED_WEIGHT_LAYOUT", ("", "KRSC", "RSKC", "RSCK")),
-    )
+    layout = os.environ.get("SPCONV_SAVED_WEIGHT_LAYOUT", "")
+    OptionError.check("SPCONV_SAVED_WEIGHT_LAYOUT", layout, ("KRSC", "RSKC", "RSCK", ""))
+    cache = _folder("PUMICE_CACHE", True) or Path("~/.cache/pumice").expanduser()
+    return Settings(data=_folder("PUMICE_DATA", False), cache=cache, spconv_layout=layout)
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProcessRank:
     """What torchrun tells a process. rank: among `ranks` processes; local_rank: among those of its host."""
 
     rank: int = 0
@@ -49,35 +46,25 @@ class Launch:
 
 
 @lru_cache(maxsize=1)
-def launch() -> Launch:
+def launch() -> ProcessRank:
     """What torchrun told this process (RANK, WORLD_SIZE, LOCAL_RANK); without a WORLD_SIZE it is the only one.
 
     Raises OptionError for other values than numbers, and ranks beyond WORLD_SIZE."""
     if "WORLD_SIZE" not in os.environ:
-        return Launch()
+        return ProcessRank()
     found = {name: os.environ.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     rank, ranks, local = (int(value) if value.isdecimal() else -1 for value in found.values())
     if not (0 <= rank < ranks and local >= 0):
         raise OptionError(f"RANK and LOCAL_RANK are numbers from 0, RANK below WORLD_SIZE; found {found}")
-    return Launch(rank, ranks, local)
+    return ProcessRank(rank, ranks, local)
 
 
-def _existing_folder(name: str, value: str) -> Path:
-    path = Path(value).expanduser()
-    if not path.is_dir():
-        raise OptionError(f"{name} should name an existing folder, found {value!r}")
+def _folder(name: str, new: bool) -> Path | None:
+    """The folder that a variable names, None if it names none. new: it need not exist yet."""
+    value = os.environ.get(name)
+    path = Path(value).expanduser() if value else None
+    if path is not None and not path.is_dir() and not (new and not path.exists()):
+        raise OptionError(
+            f"{name} should name {'a' if new else 'an existing'} folder, found {'the file ' * new}{value!r}"
+        )
     return path
-
-
-def _folder_or_new(name: str, value: str) -> Path:
-    path = Path(value).expanduser()
-    if path.exists() and not path.is_dir():
-        raise OptionError(f"{name} should name a folder, found the file {value!r}")
-    return path
-
-
-def _one_of(name: str, values: tuple[str, ...]) -> str:
-    value = os.environ.get(name, values[0])
-    if value not in values:
-        raise OptionError(f"{name} takes one of {', '.join(values[1:])}, found {value!r}")
-    return value

@@ -1,5 +1,7 @@
 """Exceptions raised by pumice. Each also derives from the matching builtin exception."""
 
+from collections.abc import Collection, Hashable
+
 __all__ = [
     "CaptureError",
     "CoordinateError",
@@ -41,6 +43,12 @@ class GeometryError(PumiceError, ValueError):
 
 class OptionError(PumiceError, ValueError):
     """Invalid argument value; the message lists the valid ones."""
+
+    @classmethod
+    def check(cls, name: str, value: object, known: Collection[object]) -> None:
+        """Raise it unless the value of an option is one of the known ones."""
+        if not isinstance(value, Hashable) or value not in known:
+            raise cls(f"{name}={value!r} is unknown; there are {', '.join(map(str, known))}")
 
 
 class MissingAttributeError(PumiceError, AttributeError):

@@ -323,7 +323,7 @@ def test_mistakes_are_told():
     with pytest.raises(Exception, match="weight takes 4 channels .* x has 3"):
         compiled(conv(3))[0](cloud(0, channels=3))
     wrong = Applied(lambda x, a: a(pm.SparseTensor(x.feats, x.coords.long())), conv(3))
-    with pytest.raises(Exception, match=r"coordinates are torch.int32, found torch.int64"):
+    with pytest.raises(Exception, match=r"must be a tensor of torch.int32, found torch.int64"):
         compiled(wrong)[0](cloud(0))
 
 

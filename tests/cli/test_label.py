@@ -252,6 +252,15 @@ def test_a_folder_is_of_one_checkpoint(pumice, trained, tmp_path):
     assert refused(run(pumice, trained, "scans"), "labels.json", "damaged")
 
 
+def test_a_folder_without_labels_takes_other_options(pumice, trained):
+    Path("scans").mkdir()
+    Path("scans/0.bin").write_bytes(np.ones((40, 3), np.float32).tobytes())
+    failed = run(pumice, trained, "scans", more=("--readers", 0, "--columns", 3))
+    assert failed.code == 3 and "give --features constant" in failed.err
+    assert run(pumice, trained, "scans", more=("--readers", 0, "--columns", 3, "--features", "constant")).code == 0
+    assert "columns is at least 3" in run(pumice, trained, "scans", more=("--columns", 0)).err
+
+
 def test_a_killed_run_loses_nothing(pumice, trained):
     paths = fleet(40)
     line = [sys.executable, "-c", PUMICE, "label", "scans", "--checkpoint", trained, "--out", "out", "--device", "cpu"]

@@ -99,9 +99,9 @@ def test_trivial_scores_are_those_of_a_loop(scenes):
     got = trivial_scores(train_on, held, len(STREET))
     labels = held[0].labels
     want = naive_confusion(labels, [commonest] * len(labels), len(STREET))
-    assert got["commonest class"].confusion.tolist() == want
+    assert got["majority class"].confusion.tolist() == want
     guess = [by_height.get(h, commonest) for h in bin_of(held[0])]
-    assert got["commonest at its height"].confusion.tolist() == naive_confusion(labels, guess, len(STREET))
+    assert got["majority class at each height"].confusion.tolist() == naive_confusion(labels, guess, len(STREET))
 
 
 def test_class_weights(scenes):
@@ -152,7 +152,7 @@ def test_a_whole_run(scenes, job, tmp_path):
     assert result.steps[-1].loss < result.steps[0].loss
     assert all(0 <= s.accuracy <= 1 and s.speed > 0 and math.isfinite(s.loss) for s in result.steps)
     assert int(result.scores.counts.sum()) == len(judge_on[0]) and result.where == "1 held-out scan"
-    assert set(result.trivial) == {"commonest class", "commonest at its height"}
+    assert set(result.trivial) == {"majority class", "majority class at each height"}
     assert result.timing.p20 <= result.timing.median <= result.timing.p80 and result.timing.runs == 2
     out = tmp_path / "out"
     assert sorted(p.name for p in out.iterdir()) == [

@@ -48,7 +48,7 @@ def test_channels_are_those_of_the_first_layer():
     assert kept.channels_of(torch.nn.Sequential(pm.nn.ReLU(), pm.nn.Conv3d(5, 8, 3))) == 5
     with pytest.raises(OptionError, match="no layer with a weight"):
         kept.channels_of(torch.nn.ReLU())
-    with pytest.raises(OptionError, match="precision 'int8' is unknown"):
+    with pytest.raises(OptionError, match="precision='int8' is unknown"):
         kept.warm(pm.nn.Conv3d(4, 8, 3), 4, CPU, "int8", print)
 
 

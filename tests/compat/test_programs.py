@@ -20,6 +20,7 @@ from pumice.engine.trace import Product
 from pumice.errors import DtypeError, OptionError
 
 sys.path.insert(0, str(Path(__file__).parent))
+import levels
 import networks
 from spellings import Spelled
 
@@ -350,6 +351,7 @@ def _passed(net, run, training, tensor=lambda x: x):
     with torch.set_grad_enabled(training):
         for seed in (0, 1):
             results = run(tensor(_scene(seed)))
+            results = results if isinstance(results, list) else [results.F]
             found += [y.detach() for y in results]
             if training and any(y.requires_grad for y in results):
                 sum(y.square().sum() for y in results).backward()
@@ -370,41 +372,12 @@ def test_random_spellings(first, training, tmp_path):
                 assert float((a - b).abs().max()) <= 1e-3 * (1 + float(b.abs().max()))
 
 
-class OfTorchsparse(nn.Module):
-    def __init__(self):
-        super().__init__()
-        own = torchsparse.nn
-        self.stem = nn.Sequential(own.Conv3d(4, 16, 3), own.BatchNorm(16), own.ReLU(True))
-        self.down = nn.Sequential(own.Conv3d(16, 32, 2, stride=2), own.BatchNorm(32), own.ReLU(True))
-        self.up = nn.Sequential(own.Conv3d(32, 16, 2, stride=2, transposed=True), own.BatchNorm(16), own.ReLU(True))
-        self.last = own.Conv3d(32, 8, 1, bias=True)
-
-    def forward(self, x):
-        y = self.stem(x)
-        return [self.last(torchsparse.cat([self.up(self.down(y)), y])).F]
-
-
-class OfMinkowski(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = ME.MinkowskiConvolution(4, 16, kernel_size=3, dimension=3)
-        self.norm = ME.MinkowskiBatchNorm(16)
-        self.down = ME.MinkowskiConvolution(16, 32, kernel_size=2, stride=2, dimension=3)
-        self.up = ME.MinkowskiConvolutionTranspose(32, 16, kernel_size=2, stride=2, dimension=3)
-        self.act = ME.MinkowskiReLU(inplace=True)
-        self.last = ME.MinkowskiConvolution(32, 8, kernel_size=1, bias=True, dimension=3)
-
-    def forward(self, x):
-        y = self.act(self.norm(self.conv(x)))
-        return [self.last(ME.cat(self.act(self.up(self.act(self.down(y)))), y)).F]
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
     ("kind", "tensor"),
     [
-        (OfTorchsparse, lambda x: torchsparse.SparseTensor(x.feats, x.coords)),
-        (OfMinkowski, lambda x: ME.SparseTensor(x.feats, coordinates=x.coords)),
+        (levels.OfTorchsparse, lambda x: torchsparse.SparseTensor(x.feats, x.coords)),
+        (levels.OfMinkowski, lambda x: ME.SparseTensor(x.feats, coordinates=x.coords)),
     ],
 )
 def test_weights_that_layers_compute_on_a_gpu(kind, tensor, training, tmp_path):

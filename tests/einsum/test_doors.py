@@ -320,7 +320,7 @@ def test_good_calls_before_do_not_open_the_door():
 def test_unknown_lowerings(door):
     with pytest.raises(OptionError) as raised:
         door(lowering="cuda")
-    assert "lowering 'cuda' is unknown" in str(raised.value)
+    assert "lowering='cuda' is unknown" in str(raised.value)
     assert all(name in str(raised.value) for name in plan.LOWERINGS)
     for lowering in (None, 3, A):
         with pytest.raises(OptionError, match=f"lowering is text, found {type(lowering).__name__}"):

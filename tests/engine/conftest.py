@@ -3,7 +3,7 @@
 import pytest
 from cases import device, one_thread  # noqa: F401
 
-from pumice.engine import grouping_tuning, tuning
+from pumice.engine import tuned_network
 from pumice.schedule.tuned_plans import Plans
 
 
@@ -11,6 +11,5 @@ from pumice.schedule.tuned_plans import Plans
 def own(tmp_path, monkeypatch):
     """The user's plans, none at first."""
     found = Plans(tmp_path / "own" / "plans.json")
-    for module in (tuning, grouping_tuning):
-        monkeypatch.setattr(module, "plans", lambda: found)
+    monkeypatch.setattr(tuned_network, "plans", lambda: found)
     return found

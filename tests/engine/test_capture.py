@@ -620,7 +620,12 @@ def test_what_cannot_be_captured_is_refused(name):
     ("options", "error", "match"),
     [
         ({"max_voxels": 39}, ShapeError, "39.*40"),
+        ({"max_voxels": 100.5}, OptionError, "max_voxels takes an integer, found 100.5"),
+        ({"max_voxels": "100"}, OptionError, "max_voxels takes an integer, found '100'"),
         ({"batch": 0}, OptionError, "batch"),
+        ({"batch": "2"}, OptionError, "batch takes an integer"),
+        ({"level_capacity": "half"}, OptionError, "level_capacity takes a share, .* found 'half'"),
+        ({"dtype": "half"}, DtypeError, "cast to a torch.dtype.* found 'half'"),
         ({"buckets": 1.0}, OptionError, "buckets"),
         ({"buckets": [50]}, None, ""),
         ({"buckets": [100]}, OptionError, "buckets"),

@@ -984,6 +984,8 @@ def test_arguments():
         pm.capture_step(nn.Sequential(pm.nn.SyncBatchNorm(4), net), by_class, sgd, x, labels)
     with pytest.raises(OptionError, match="clip"):
         pm.capture_step(net, by_class, sgd, x, labels, clip=0.0)
+    with pytest.raises(OptionError, match="scaler takes a torch.amp.GradScaler, found float"):
+        pm.capture_step(net, by_class, sgd, x, labels, scaler=1024.0)
     with pytest.raises(OptionError, match="margin"):
         pm.capture_step(net, by_class, sgd, x, labels, margin=0.5)
     with pytest.raises(DtypeError, match="SparseTensor"):

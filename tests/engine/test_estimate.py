@@ -125,6 +125,20 @@ def test_what_cannot_be_followed_is_told(rates):
     assert pm.estimate(Branch(), scene()).unknown[0].startswith("Branch: ")
 
 
+class Thinned(nn.Module):
+    """The mean of a column, a number, chooses the voxels that stay."""
+
+    def forward(self, x):
+        return x.prune(x.feats[:, 0] >= x.feats.mean())
+
+
+def test_numbers_and_masks_are_steps(rates):
+    found = pm.estimate(Thinned(), scene(channels=4))
+    assert found.unknown == ("prune: its result depends on the values of features",)
+    steps = {one.name: (one.voxels, one.channels) for one in found.inference.steps}
+    assert steps["ge"] == (len(scene()), 1) and steps["mean"] == (0, 0)
+
+
 def test_a_table_tells_passes_and_steps(rates):
     lines = str(pm.estimate(unit(4, 8), scene())).splitlines()
     assert lines[0] == "on CPU" and [line.split()[0] for line in lines[2:4]] == ["inference", "training"]
@@ -138,6 +152,8 @@ def test_wrong_arguments():
         pm.estimate(3, x)
     with pytest.raises(DtypeError, match=r"takes a SparseTensor, found Tensor"):
         pm.estimate(net, x.feats)
+    with pytest.raises(OptionError, match=r"loss takes a function .* found int"):
+        pm.estimate(net, x, loss=3)
     with pytest.raises(DeviceError, match=r"x is on cpu, the network on meta"):
         pm.estimate(unit(4, 8).to("meta"), x)
     with pytest.raises(ShapeError, match=r"takes 3 channels .*, x has 4"):

@@ -10,7 +10,7 @@ from nets import OneLevel
 
 import pumice as pm
 from pumice import nn
-from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
+from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
 
 RUNNER = """
 import sys
@@ -107,15 +107,18 @@ def test_mistakes():
     with pytest.raises(OptionError, match="takes a torch.nn.Module, found function"):
         pm.exportable(lambda x: x)  # pyright: ignore[reportArgumentType]
     coords, feats = scan(0)
-    with pytest.raises(DtypeError, match="coordinates are torch.int32, found torch.int64"):
+    with pytest.raises(DtypeError, match="must be a tensor of torch.int32, found torch.int64"):
         exported(nn.Conv3d(4, 4, 3), (coords.long(), feats))
+    with pytest.raises(GeometryError, match=r"needs a target, layer\(x, finer\).*torch.export"):
+        net = nn.Sequential(nn.Conv3d(4, 4, 2, stride=2), nn.InverseConv3d(4, 4, 2, stride=2))
+        exported(net, (coords, feats))
     with pytest.raises(ShapeError, match="x has 3"):
         exported(nn.Conv3d(4, 4, 3), (coords, feats[:, :3]))
     with pytest.raises(OptionError, match="set layer.dataflow = None"):
         exported(nn.Conv3d(4, 4, 3, dataflow="implicit-gemm-unsorted"), (coords, feats))
     net, program = exported(nn.Conv3d(4, 4, 3), (coords, feats))
     for run in (net, program.module()):
-        with pytest.raises(DtypeError, match="coordinates are torch.int32, found torch.int64"):
+        with pytest.raises(DtypeError, match="must be a tensor of torch.int32, found torch.int64"):
             run(coords.long(), feats)
         with pytest.raises(CoordinateError, match="40 of 80 coordinates are duplicates"):
             run(torch.cat([coords, coords]), torch.cat([feats, feats]))

@@ -11,7 +11,7 @@ from engine import tuners
 from torch import nn
 
 import pumice as pm
-from pumice.engine import grouping_tuning
+from pumice.engine import grouping_tuning, tuned_network
 from pumice.engine.grouping_tuning import ADAPTIVE, DEFAULT, GroupingRun, grouping_flows, layer_kinds
 from pumice.engine.groups import observe_calls
 from pumice.engine.subject import subject
@@ -179,7 +179,7 @@ def test_kept_and_found_again(fake, x, own, monkeypatch):
     first = pm.tune(network(), [x], "grouping", progress=False)
     count, net = fake.count, network()
     theirs = Plans(own.path)
-    monkeypatch.setattr(grouping_tuning, "plans", lambda: theirs)
+    monkeypatch.setattr(tuned_network, "plans", lambda: theirs)
     again = pm.tune(net, [random_tensor(390, 4, seed=3)], "grouping", progress=False)
     assert again.reused and fake.count == count and flows(net) == dict(first.flows) and again.before == first.before
     assert "note: tuned on" in str(again)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import pumice as pm
-from pumice.engine.measure import Event, Meter, PassTiming, measure, median_parts, on_device, part_of, passes, profiled
+from pumice.engine.measure import Event, PassTiming, measure, median_parts, on_device, part_of, passes, profiled
 from pumice.engine.subject import subject, sum_of_squares_loss, undisturbed
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.testing import random_tensor
@@ -171,7 +171,7 @@ ONE = [
 
 
 def meter():
-    return Meter(torch.device("cuda"), 3)
+    return measuring.PassTimer(torch.device("cuda"), 3)
 
 
 def test_on_a_gpu_kernels_count(monkeypatch):
@@ -291,7 +291,7 @@ def test_losses():
 
 REFUSED = [
     (DtypeError, "torch.nn.Module, found int", lambda x: (3, [x])),
-    (OptionError, "mode 'fast' is unknown; there are inference, training", lambda x: (Net(), [x], "fast")),
+    (OptionError, "mode='fast' is unknown; there are inference, training", lambda x: (Net(), [x], "fast")),
     (DtypeError, "list of SparseTensors, found SparseTensor", lambda x: (Net(), x)),
     (DtypeError, "list of SparseTensors, found Tensor", lambda x: (Net(), x.feats)),
     (DtypeError, "list of SparseTensors, found generator", lambda x: (Net(), (y for y in [x]))),

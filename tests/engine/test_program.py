@@ -670,6 +670,29 @@ def test_nothing_is_kept_of_a_scene():
         gc.enable()
 
 
+class Looking(pm.nn.Conv3d):
+    """Cannot be traced: it branches on values."""
+
+    def forward(self, x):
+        return super().forward(x) if x.feats.sum() < 1e9 else x
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: UNet([width // 8 for width in UNET]), lambda: Looking(4, 4, 3)], ids=["whole", "not traced"]
+)
+def test_nothing_is_kept_of_a_network(make, trains):
+    net = strange(make()).train(trains)
+    program, held = pm.compile(net), [weakref.ref(one) for one in (net, *net.parameters())]
+    gc.disable()
+    try:
+        program(cloud(0, 300))
+        del net, program
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
 def test_checkpoints_within():
     class Checkpointed(nn.Module):
         def __init__(self):

@@ -179,6 +179,8 @@ def test_errors():
     net, x = OneLevel().eval(), cloud(20)
     with pytest.raises(DtypeError, match="takes a SparseTensor, found Tensor"):
         pm.tiled(net, x.feats, 8)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DtypeError, match=r"a torch.nn.Module, found str"):
+        pm.tiled("net", x, 8, halo=2)  # pyright: ignore[reportArgumentType]
     with pytest.raises(OptionError, match="tile takes integers of at least 1, found 0"):
         pm.tiled(net, x, 0)
     with pytest.raises(OptionError, match="halo is 'exact' or a number of voxels, found 'all'"):

@@ -15,7 +15,7 @@ from nets import OneLevel
 from torch import nn
 
 import pumice as pm
-from pumice.engine import tuning
+from pumice.engine import tuned_network, tuning
 from pumice.engine.measure import PassTiming
 from pumice.engine.tuning import progress_text, watching
 from pumice.errors import DeviceError, DtypeError, OptionError
@@ -302,7 +302,7 @@ def test_the_same_network_is_tuned_once(fake, x, own, monkeypatch):
     assert len(own.all()) == 1
     # Another sample of the same kind, other weights, and another process's view of the file.
     theirs = Plans(own.path)
-    monkeypatch.setattr(tuning, "plans", lambda: theirs)
+    monkeypatch.setattr(tuned_network, "plans", lambda: theirs)
     with torch.no_grad():
         net.stem[0][0].weight.mul_(2)
     again = pm.tune(net, [random_tensor(280, 4, seed=3)], candidates=TRIED, progress=False)
@@ -453,7 +453,7 @@ def test_a_candidate_that_cannot_run(monkeypatch, x):
 
     fake = Fake(monkeypatch, cost)
     monkeypatch.undo()
-    meter = tuning.Meter
+    meter = tuning.PassTimer
     monkeypatch.setattr(meter, "measure", lambda self, calls: fake.spent(net))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     net = network()
@@ -541,7 +541,7 @@ def test_progress(capsys, monkeypatch):
 
 # Refusals
 REFUSED = [
-    (OptionError, "mode 'fast' is unknown; there are inference, training, grouping", {"mode": "fast"}),
+    (OptionError, "mode='fast' is unknown; there are inference, training, grouping", {"mode": "fast"}),
     (OptionError, "budget is a number of seconds above 0, found 0", {"budget": 0}),
     (OptionError, "found nan", {"budget": math.nan}),
     (OptionError, "found '10'", {"budget": "10"}),

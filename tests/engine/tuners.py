@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import pumice as pm
-from pumice.engine import grouping_tuning, tuning
+from pumice.engine import tuned_network
 from pumice.schedule.tuned_plans import Plans
 
 
@@ -15,7 +15,7 @@ def tune(path: Path, mode: str, start) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error", RuntimeWarning)
     own = Plans(path)
-    tuning.plans = lambda: own
+    tuned_network.plans = lambda: own
     coords = torch.nn.functional.pad(torch.cartesian_prod(*[torch.arange(4)] * 3), (1, 0)).int()
     net = torch.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2))
     start.wait()
@@ -29,7 +29,7 @@ def tune_groupings(path: Path, told) -> None:
     """Tune the groupings of a network, and tell whether they were found, and which."""
     torch.set_num_threads(1)
     own = Plans(path)
-    grouping_tuning.plans = lambda: own
+    tuned_network.plans = lambda: own
     coords = torch.nn.functional.pad(torch.cartesian_prod(*[torch.arange(4)] * 3), (1, 0)).int()
     net = torch.nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.Conv3d(4, 4, 2, stride=2))
     found = pm.tune(net, [(coords, torch.ones(64, 4))], "grouping", budget=30, progress=False)

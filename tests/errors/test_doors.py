@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -465,6 +466,12 @@ GIVEN = [
         ("[2]", "[3]"),
         lambda: pm.devoxelize(voxels(), points([0, 0, 0], [1, 1, 1]), batch=torch.zeros(3, dtype=torch.int64)),
     ),
+    Door(
+        "devoxelize-without-batch",
+        OptionError,
+        ("batch", "2 items", "None"),
+        lambda: pm.devoxelize(pm.collate([voxels(), voxels()]), points([0, 0, 0])),
+    ),
     Door("kernel-fraction", OptionError, ("kernel_size", "2.5"), lambda: pm.nn.Conv3d(2, 4, 2.5)),
     Door("padding-text", OptionError, ("padding", "'same'"), lambda: pm.nn.Conv3d(2, 4, 3, padding="same")),
     Door("padding-of-same", OptionError, ("(2, 2, 2)", "(1, 1, 1)"), lambda: pm.nn.Conv3d(2, 4, 5, padding=1)),
@@ -496,6 +503,81 @@ GIVEN = [
     Door("plus-rows", ShapeError, ("[3, 4]", "[2, 4]"), lambda: sparse() + torch.ones(2, 4)),
     Door("minus-channels", ShapeError, ("[3, 1]", "[3, 4]"), lambda: sparse(channels=1) - torch.ones(3, 4)),
     Door("times-cube", ShapeError, ("[1, 3, 4]",), lambda: sparse() * torch.ones(1, 3, 4)),
+]
+
+
+BARE = {
+    "to_dense": lambda x: pm.to_dense(x),
+    "devoxelize": lambda x: pm.devoxelize(x),
+    "interpolate": lambda x: pm.interpolate(x, torch.zeros(1, 3)),
+    "max_pool": lambda x: pm.ops.max_pool(x, 2),
+    "sum_pool": lambda x: pm.ops.sum_pool(x, 2),
+    "avg_pool": lambda x: pm.ops.avg_pool(x, 2),
+    "unpool": lambda x: pm.ops.unpool(x, 2),
+    "global_sum_pool": lambda x: pm.ops.global_sum_pool(x),
+    "broadcast": lambda x: pm.ops.broadcast(x, torch.ones(1, 4)),
+    "row_sum": lambda x: pm.ops.row_sum(x, torch.ones(3, 4)),
+    "group_norm": lambda x: pm.ops.group_norm(x, 1),
+    "space_to_channel": lambda x: pm.ops.space_to_channel(x),
+    "channel_to_space": lambda x: pm.ops.channel_to_space(x),
+    "upsample_nearest": lambda x: pm.ops.upsample_nearest(x),
+    "to_bev": lambda x: pm.ops.to_bev(x),
+    "split": lambda x: pm.ops.split(x),
+    "prune": lambda x: pm.ops.prune(x, torch.ones(3, dtype=torch.bool)),
+    "linear": lambda x: pm.ops.linear(x, torch.ones(2, 4)),
+    "conv": lambda x: pm.ops.conv(x, weight(2, 3, 3, 4)),
+}
+"""Functions of a SparseTensor, given something else."""
+
+PLAIN = [
+    *[
+        Door(f"{name}-of-{type(x).__name__}", DtypeError, (name, "SparseTensor", type(x).__name__), partial(door, x))
+        for name, door in BARE.items()
+        for x in (torch.ones(3, 4), None)
+    ],
+    Door(
+        "prepare-features", DtypeError, ("prepare", "Tensor"), lambda: pm.prepare(torch.nn.Identity(), torch.ones(3, 4))
+    ),
+    Door("cat-of-one", DtypeError, ("cat", "list", "SparseTensor"), lambda: pm.cat(sparse())),
+    Door("collate-of-one", DtypeError, ("collate", "list", "SparseTensor"), lambda: pm.collate(sparse())),
+    Door("cat-of-a-number", DtypeError, ("cat", "list", "int"), lambda: pm.cat(3)),
+    Door("replace-by-an-array", DtypeError, ("dense torch", "ndarray"), lambda: sparse().replace(np.ones((3, 4)))),
+    Door("replace-by-itself", DtypeError, ("dense torch", "SparseTensor"), lambda: sparse().replace(sparse())),
+    Door("feats-of-coo", DtypeError, ("sparse_coo",), lambda: tensor(torch.ones(3, 1).to_sparse(), grid())),
+    Door("mask-of-a-list", DtypeError, ("bool", "list"), lambda: sparse().prune([True, False, True])),
+    Door("dense-of-a-list", DtypeError, ("dense", "list"), lambda: pm.from_dense([1.0])),
+    Door("positions-of-a-list", DtypeError, ("positions", "list"), lambda: pm.interpolate(sparse(), [[0.0, 0.0, 0.0]])),
+    Door("coords-of-a-list", DtypeError, ("int32", "list"), lambda: pm.coalesce(torch.ones(1, 1), [[0, 0, 0, 0]])),
+    Door("int64-coords-hint", DtypeError, ("coords.int()",), lambda: tensor(torch.ones(3, 1), grid().long())),
+    Door("codes-of-nothing", DtypeError, ("int32", "NoneType"), lambda: pm.serialize(None)),
+    Door("codes-of-a-list", DtypeError, ("int64", "list"), lambda: pm.deserialize([1], 3)),
+    Door("map-of-a-number", OptionError, ("Relation", "int"), lambda: pm.kernel_map(sparse().geometry, 3)),
+    Door("bev-axis", OptionError, ("0 to 1", "'z'"), lambda: pm.ops.to_bev(sparse(), "z")),
+    Door("batch-size-text", OptionError, ("batch_size", "'2'"), lambda: sparse(batch_size="2")),
+    Door("batch-size-fraction", OptionError, ("batch_size", "2.5"), lambda: sparse(batch_size=2.5)),
+    Door("batch-size-of-points", OptionError, ("-1",), lambda: pm.voxelize(points([0, 0, 0]), size=1.0, batch_size=-1)),
+    Door("policy-of-a-layer", OptionError, ("support", "'bogus'"), lambda: pm.nn.Conv3d(3, 3, 3, out="bogus")),
+    Door(
+        "policy-of-offsets", OptionError, ("'bogus'",), lambda: pm.nn.Conv2d(3, 3, None, offsets=[(0, 1)], out="bogus")
+    ),
+    Door("policy-of-a-pool", OptionError, ("support", "'bogus'"), lambda: pm.nn.MaxPool3d(2, out="bogus")),
+    Door("no-offsets", OptionError, ("offsets", "none"), lambda: pm.nn.Conv3d(3, 3, None, offsets=[])),
+    Door("channels-fraction", OptionError, ("in_channels", "3.0"), lambda: pm.nn.Conv3d(3.0, 3, 3)),
+    Door("channels-text", OptionError, ("out_channels", "'3'"), lambda: pm.nn.Conv3d(3, "3", 3)),
+    Door("groups-of-a-norm", ShapeError, ("num_groups=0",), lambda: pm.nn.GroupNorm(0, 4)),
+    Door("channels-of-a-norm", ShapeError, ("3 channels", "4"), lambda: pm.nn.LayerNorm(3)(sparse())),
+]
+
+
+RELATIONAL = pm.nn.RelationalConv
+GRAPHS = [
+    Door("graph-of-nothing", DtypeError, ("edge_index", "NoneType"), lambda: pm.Graph(None)),
+    Door("graph-channels", OptionError, ("in_channels", "-8"), lambda: RELATIONAL(-8, 4, 2)),
+    Door("graph-channels-text", OptionError, ("out_channels", "'4'"), lambda: RELATIONAL(8, "4", 2)),
+    Door("graph-no-channels", OptionError, ("in_channels", "None"), lambda: RELATIONAL(None, 4, 2)),
+    Door("graph-no-relations", OptionError, ("num_relations", "0"), lambda: RELATIONAL(8, 4, 0)),
+    Door("graph-no-bases", OptionError, ("num_bases", "0"), lambda: RELATIONAL(8, 4, 2, num_bases=0)),
+    Door("graph-no-blocks", OptionError, ("num_blocks", "0"), lambda: RELATIONAL(8, 4, 2, num_blocks=0)),
 ]
 
 
@@ -538,7 +620,7 @@ COLUMNS = [
 ]
 
 
-ALL = [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN, *COLUMNS]
+ALL = [*TENSOR, *CONV, *SETS, *POINTS, *CODES, *COALESCE, *MAPS, *GIVEN, *PLAIN, *GRAPHS, *COLUMNS]
 
 
 @pytest.mark.parametrize("door", ALL, ids=str)

@@ -387,7 +387,8 @@ def test_memory_comes_back(gpu):
             y = net(x)
             y.feats.sum().backward()
             del x, y
-            assert torch.cuda.memory_allocated(gpu) == before
+            # Less where a bounded cache lets go of what earlier tests left in it.
+            assert torch.cuda.memory_allocated(gpu) <= before
     finally:
         gc.enable()
 

@@ -25,7 +25,7 @@ from pumice.coords import (
 from pumice.coords.buffer import DUPLICATE, OVERFLOW, new_status
 from pumice.coords.lookup import (
     STRUCTURES,
-    HashTable,
+    CoordHashTable,
     Neighbours,
     SortedKeys,
     Table,
@@ -277,7 +277,7 @@ def test_duplicates_and_strays_are_raised_when_a_count_is_read(gpu, policy):
 ROOM = 1 << 21
 
 
-def pipeline(cloud, relation, level, structure=HashTable):
+def pipeline(cloud, relation, level, structure=CoordHashTable):
     """From coordinates to tiles and lists of a level and its outputs, all in buffers of a given size."""
     site = site_of(around(cloud), level)
     made = (BrickOutputs if cloud.device.type == "cuda" else SortedOutputs)(cloud, level, site)

@@ -21,8 +21,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
 ]
-measuring, tuning, groupings = (
-    importlib.import_module(f"pumice.engine.{name}") for name in ("measure", "tuning", "grouping_tuning")
+measuring, tuning, networks = (
+    importlib.import_module(f"pumice.engine.{name}") for name in ("measure", "tuning", "tuned_network")
 )
 ENOUGH = 120
 """A budget that is never spent: what ends early is interrupted."""
@@ -32,8 +32,7 @@ ENOUGH = 120
 def own(tmp_path, monkeypatch):
     """The user's plans and tiles, none at first."""
     plans, tiles = Plans(tmp_path / "plans.json"), Ledger(tmp_path / "tiles.json")
-    for module in (tuning, groupings):
-        monkeypatch.setattr(module, "plans", lambda: plans)
+    monkeypatch.setattr(networks, "plans", lambda: plans)
     for module in (tuning, kernels):
         monkeypatch.setattr(module, "ledger", lambda: tiles)
     return plans

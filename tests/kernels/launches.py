@@ -44,7 +44,7 @@ from pumice.coords import buffer as packing
 from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
-from pumice.coords.lookup import Bitmap, DenseGrid, HashTable, Table, mask_words, prefix_counts
+from pumice.coords.lookup import Bitmap, CoordHashTable, DenseGrid, Table, mask_words, prefix_counts
 from pumice.lower import block_rows, movement, norm, parts, segment_sums, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
@@ -272,7 +272,7 @@ def _lookups(dim: int) -> None:
     cloud = _cloud(dim)
     every = lookups(dim)
     asked = [every["k3"]] + ([every["k2 s2"], every["k5"]] if dim == 3 else [])
-    tables: list[Table] = [HashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
+    tables: list[Table] = [CoordHashTable(cloud, MapSchedule()), Table(cloud, MapSchedule(), "wide")]
     tables += [DenseGrid(cloud, MapSchedule("grid")), Bitmap(cloud, MapSchedule("bitmap"))] if dim == 3 else []
     other = _cloud(dim)
     for relation in asked:

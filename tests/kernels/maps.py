@@ -67,8 +67,8 @@ from pumice.coords.buffer import DUPLICATE, OVERFLOW, RANGE, put_first, put_firs
 from pumice.coords.lookup import (
     STRUCTURES,
     Bitmap,
+    CoordHashTable,
     DenseGrid,
-    HashTable,
     Neighbours,
     SortedKeys,
     Table,
@@ -173,7 +173,7 @@ def looked_up(cloud: CoordBuffer, outputs: CoordBuffer, relation: Relation) -> N
 
 def structures(cloud: CoordBuffer, wide: bool = True) -> Iterator[tuple[str, Any, CoordBuffer]]:
     """Every structure of kernels that can be had; hash tables in both layouts."""
-    for name, made in (("hash", HashTable), ("grid", DenseGrid), ("bitmap", Bitmap)):
+    for name, made in (("hash", CoordHashTable), ("grid", DenseGrid), ("bitmap", Bitmap)):
         if made.refusal(cloud, MapSchedule(name)) is None:
             own = fresh(cloud)
             yield name, made(own, MapSchedule(name)), own
@@ -311,9 +311,9 @@ def check_refusals() -> None:
     wide, small = scene("wide", 3).cloud(), scene("plain", 3).cloud()
     assert "cells, a grid at most" in (DenseGrid.refusal(wide, MapSchedule("grid")) or "")
     assert DenseGrid.refusal(small, MapSchedule("grid", cells=10)) is not None
-    assert HashTable.refusal(wide, MapSchedule()) is None
+    assert CoordHashTable.refusal(wide, MapSchedule()) is None
     assert default(wide).structure == "hash"
-    assert HashTable(wide, MapSchedule())._kind == "wide" and HashTable(small, MapSchedule())._kind == "hash"
+    assert CoordHashTable(wide, MapSchedule())._kind == "wide" and CoordHashTable(small, MapSchedule())._kind == "hash"
     for cloud in (wide, small):
         name = default(cloud).structure
         assert STRUCTURES[name].refusal(cloud, MapSchedule(name)) is None

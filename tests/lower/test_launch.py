@@ -190,7 +190,7 @@ def test_a_tile_that_was_asked_for_is_not(made, monkeypatch):
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": a.shape, "B": b.shape})
     monkeypatch.setattr(Kernel, "room", 2)
     with pytest.raises(OutOfResources):
-        kernels.run(bound, {"A": a, "B": b}, a.dtype, Tile(64, 32, 32, stages=3))
+        kernels.runner(bound, a.dtype, Tile(64, 32, 32, stages=3))({"A": a, "B": b})
 
 
 def test_the_smallest_tile():
@@ -535,7 +535,7 @@ def test_a_packed_tile_of_what_has_no_packs_is_refused(made):
     a, b = operands()
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": tuple(a.shape), "B": tuple(b.shape)})
     with pytest.raises(OptionError, match="cannot be packed"):
-        kernels.run(bound, {"A": a, "B": b}, torch.float16, Tile(16, 16, 16, packed=True))
+        kernels.runner(bound, torch.float16, Tile(16, 16, 16, packed=True))({"A": a, "B": b})
 
 
 def test_a_packed_tile_of_fewer_channels_has_room_for_one_entry(as_on_gpu, monkeypatch):
@@ -1688,3 +1688,22 @@ def test_maps_take_tiles_whose_kernels_are_there(monkeypatch):
     # Of two heights neither is there.
     heights.compile(64, fails), heights.compile(128, fails)
     assert heights.rule() == usual
+
+
+def test_a_kernel_compiled_ahead_is_loaded_onto_its_device(current, monkeypatch):
+    """Triton loads it onto the device that is current when its launcher is taken."""
+    there, loaded = [None], []
+
+    @contextmanager
+    def entered(device):
+        there.append(device)
+        yield
+        there.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(launch, "CompiledKernel", lambda made: loaded.append((made, there[-1])))
+    kernel = SimpleNamespace(warmup=lambda *values, grid, **options: "made")
+    start, gpu = launch.BoundKernel(kernel, ()), torch.device("cuda", 1)
+    start.compile(gpu, [torch.int32], ())
+    assert loaded == [("made", gpu)]
+    assert start.known and start.compiled(0, [0]) is None

@@ -330,7 +330,7 @@ def test_windows_far_outside_an_operand_take_no_memory():
         parse("y[p] = x[p+K[e]-1] * v[e] ; p:6"), {name: t.shape for name, t in operands.items()}, strict=False
     )
     assert nest.refusal(bound.statement, bound, operands) is None
-    got = nest.run(bound, operands, torch.float32)
+    got = nest.NestStep(bound, torch.float32)(operands)
     wanted = sum(v[e] * functional.pad(x, (1, 2))[int(k) : int(k) + 6] for e, k in ((0, 0), (1, 1), (4, 2)))
     torch.testing.assert_close(got, wanted)
 
@@ -699,7 +699,8 @@ def test_maxima_minima_and_means(text, reduction, kinds):
 def test_what_exists_of_nested_sums_is_found_once(kinds, monkeypatch):
     runs, run = [], graph.run
     lowerings = dict(plan.LOWERINGS)
-    lowerings["graph"] = replace(lowerings["graph"], run=lambda *given: runs.append(1) or run(*given))
+    counted = plan._function_of(lambda *given: runs.append(1) or run(*given))
+    lowerings["graph"] = replace(lowerings["graph"], step=counted)
     monkeypatch.setattr(plan, "LOWERINGS", lowerings)
     x, s, d = torch.randn(3, 30, 32), torch.randint(-1, 30, (9000,)), torch.randint(-1, 19, (9000,))
     text = "C[D[e],c] max= sum(b, X[b,S[e],c]) ; C:[21,_]"

@@ -5,6 +5,7 @@ import masked
 import pytest
 import torch
 from masked import Grid, State
+from nets import with_norms
 
 import pumice as pm
 from pumice.errors import OptionError
@@ -56,13 +57,7 @@ def sample(form, dtype=torch.float64, device="cpu", batches=2, bounded=True):
 def network(form, dtype=torch.float64, device="cpu"):
     torch.manual_seed(0)
     net = CenterPointBackbone(form=form).double()
-    for module in net.modules():
-        if isinstance(module, torch.nn.BatchNorm1d):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-            torch.nn.init.normal_(module.bias, 0, 0.3)
-            torch.nn.init.normal_(module.running_mean, 0, 0.2)
-            torch.nn.init.uniform_(module.running_var, 0.3, 1)
-    return net.to(device, dtype)
+    return with_norms(net).to(device, dtype)
 
 
 def oracle(form: str, state: State, x: Grid, training: bool) -> list[Grid]:

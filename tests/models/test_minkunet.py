@@ -7,6 +7,7 @@ import masked
 import pytest
 import torch
 from masked import Grid, State
+from nets import with_norms
 from torch.nn.functional import cosine_similarity
 
 import pumice as pm
@@ -47,16 +48,9 @@ def sample(channels=4, dtype=torch.float64, device="cpu", batches=2):
 
 
 def network(width=0.125, classes=5, dtype=torch.float64, device="cpu"):
-    """A network whose norms have statistics and affine maps of their own, not ones and zeros."""
     torch.manual_seed(0)
     net = MinkUNet(4, classes, width).double()
-    for module in net.modules():
-        if isinstance(module, torch.nn.BatchNorm1d):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
-            torch.nn.init.normal_(module.bias, 0, 0.3)
-            torch.nn.init.normal_(module.running_mean, 0, 0.2)
-            torch.nn.init.uniform_(module.running_var, 0.3, 1)
-    return net.to(device, dtype)
+    return with_norms(net).to(device, dtype)
 
 
 def oracle(state: State, x: Grid, training: bool) -> Grid:

@@ -46,7 +46,7 @@ def test_nothing_is_quantized_too(kind):
     ("call", "error", "said"),
     [
         (lambda x: quantize(x, torch.uint8), DtypeError, "to torch.int8 or torch.float8_e4m3fn, found torch.uint8"),
-        (lambda x: quantize(x.int()), DtypeError, "x is floating point, found torch.int32"),
+        (lambda x: quantize(x.int()), DtypeError, "x must be a tensor of floating point, found torch.int32"),
         (lambda x: quantize(x, dim=2), OptionError, "axis of x, which has 2; found 2"),
     ],
 )

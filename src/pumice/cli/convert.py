@@ -19,8 +19,7 @@ def convert_file(source: Path, target: Path, library: str, options: Mapping[str,
     """Convert a checkpoint; returns the report. options: of pumice.convert's function; None: its default.
 
     Raises OptionError for an unknown library or option, FileError for an unusable file."""
-    if library not in convert.LIBRARIES:
-        raise OptionError(f"--from takes one of {', '.join(convert.LIBRARIES)}, found {library!r}")
+    OptionError.check("--from", library, convert.LIBRARIES)
     given = {name: value for name, value in options.items() if value}
     loaded = _loaded(source)
     try:

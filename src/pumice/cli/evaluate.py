@@ -154,11 +154,13 @@ def trivial_scores(train: Sequence[Scan], held_out: Sequence[Scan], classes: int
         np.add.at(votes, (_height_bin(scan)[counted], scan.labels[counted]), 1)
     commonest = int(votes.sum(axis=0).argmax())
     by_height = np.where(votes.sum(axis=1) > 0, votes.argmax(axis=1), commonest)
-    sums = {name: np.zeros((classes, classes), np.int64) for name in ("commonest class", "commonest at its height")}
+    sums = {
+        name: np.zeros((classes, classes), np.int64) for name in ("majority class", "majority class at each height")
+    }
     for scan in held_out:
         assert scan.labels is not None
-        sums["commonest class"] += confusion(scan.labels, np.full(len(scan.labels), commonest), classes)
-        sums["commonest at its height"] += confusion(scan.labels, by_height[_height_bin(scan)], classes)
+        sums["majority class"] += confusion(scan.labels, np.full(len(scan.labels), commonest), classes)
+        sums["majority class at each height"] += confusion(scan.labels, by_height[_height_bin(scan)], classes)
     return {name: Scores(total) for name, total in sums.items()}
 
 

@@ -201,8 +201,7 @@ def warm(
 
     watch: called with the number of pending tasks. Returns (voxels of the largest street, seconds).
     """
-    if precision not in DTYPES:
-        raise OptionError(f"precision {precision!r} is unknown; there are {', '.join(DTYPES)}")
+    OptionError.check("precision", precision, DTYPES)
     begin, most = time.perf_counter(), 0
     program = compiled(net.to(device, DTYPES[precision]).eval())
     xyz = torch.from_numpy(street_scene(0).xyz)

@@ -423,5 +423,5 @@ def _score_table(result: Result) -> Table:
     table.add_row(f"[bold]mIoU[/] {over}", f"[bold]{scores.miou:.3f}[/]", str(int(scores.counts.sum())))
     table.add_row("[bold]point accuracy[/]", f"[bold]{scores.accuracy:.3f}[/]", "")
     for name, trivial in result.trivial.items():
-        table.add_row(f"[dim]mIoU of the {name}[/]", f"[dim]{trivial.miou:.3f}[/]", "")
+        table.add_row(f"[dim]baseline mIoU, {name}[/]", f"[dim]{trivial.miou:.3f}[/]", "")
     return table

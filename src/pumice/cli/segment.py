@@ -103,7 +103,7 @@ def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
     """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes. Raises OptionError
     if they have none and `scored` is set."""
     if job.checkpoint is None:
-        raise OptionError("scans without labels need a --checkpoint to run")
+        raise OptionError("scans without labels, and 0 epochs, need a --checkpoint")
     net, task = checkpoint.load(job.checkpoint, job.device)
     scans = fit_to_task(scans, task, job.features)
     if scored and not any(map(labelled, scans)):
@@ -197,7 +197,7 @@ def _report(
 
 
 def _extra(result: Result) -> dict[str, str]:
-    rows = {f"mIoU of the {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
+    rows = {f"baseline mIoU, {name}": f"{scores.miou:.3f}" for name, scores in result.trivial.items()}
     return {"network": f"MinkUNet, width {result.task.width}", "scored on": result.where, **rows}
 
 
@@ -209,7 +209,7 @@ def _metrics(result: Result) -> dict[str, object]:
         iou = {name: None if np.isnan(v) else float(v) for name, v in zip(result.task.names, scores.iou, strict=True)}
         figures |= {"point_accuracy": scores.accuracy, "miou": scores.miou, "iou": iou}
         figures |= {"classes_scored": scores.present, "judged_on_training": result.judged_on_training}
-    figures |= {f"miou of the {name}": trivial.miou for name, trivial in result.trivial.items()}
+    figures |= {f"baseline miou, {name}": trivial.miou for name, trivial in result.trivial.items()}
     if timing is not None:
         figures["inference_ms"] = {"median": timing.median, "p20": timing.p20, "p80": timing.p80}
     return figures
@@ -251,15 +251,12 @@ class Job:
     ranks: Ranks = field(default_factory=Ranks)
 
     def __post_init__(self) -> None:
-        if self.recipe.precision not in PRECISIONS:
-            raise OptionError(f"precision={self.recipe.precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+        OptionError.check("precision", self.recipe.precision, PRECISIONS)
         if self.recipe.epochs < 0 or self.recipe.seed < 0 or self.save_every < 0:
             found = f"{self.recipe.epochs}, {self.recipe.seed} and {self.save_every}"
             raise OptionError(f"epochs, seed and save_every are at least 0, found {found}")
-        if self.features not in (None, *FEATURES):
-            raise OptionError(f"features={self.features!r} is unknown; there are {', '.join(FEATURES)}")
-        if self.predictions_as not in FORMATS:
-            raise OptionError(f"predictions_as={self.predictions_as!r} is unknown; there are {', '.join(FORMATS)}")
+        OptionError.check("features", self.features, (None, *FEATURES))
+        OptionError.check("predictions_as", self.predictions_as, FORMATS)
         if not (0 < self.voxel < math.inf and 0 < self.width < math.inf):
             raise OptionError(f"voxel and width are positive and finite, found {self.voxel} and {self.width}")
 

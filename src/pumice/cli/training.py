@@ -42,12 +42,7 @@ ALONE = Ranks()
 
 
 def train(
-    net: nn.Module,
-    scans: Sequence[Scan],
-    task: Task,
-    recipe: Recipe,
-    device: torch.device,
-    ranks: Ranks = ALONE,
+    net: nn.Module, scans: Sequence[Scan], task: Task, recipe: Recipe, device: torch.device, ranks: Ranks = ALONE
 ) -> Iterator[TrainingProgress]:
     """Train `net` in place, one scan a step on each process, and yield each step: `recipe.epochs` times as many as
     there are scans for a process. Cross entropy over labelled voxels, weighted by one over the square root of the class

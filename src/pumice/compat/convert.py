@@ -45,12 +45,7 @@ class Converted(dict[str, Tensor]):
 
 
 def spconv(
-    state_dict: Mapping[str, Any],
-    *,
-    layout: str | None = None,
-    dim: int = 3,
-    only: str = "",
-    strided: str = "(?!)",
+    state_dict: Mapping[str, Any], *, layout: str | None = None, dim: int = 3, only: str = "", strided: str = "(?!)"
 ) -> Converted:
     """From spconv, or mmcv.ops (RSCK). layout: KRSC, RSKC or RSCK; None: the one that all weights of dim + 2 axes fit,
     with kernel sizes up to 11 and the C_out of their bias or of the norm that follows. only: a regular expression that
@@ -187,8 +182,7 @@ def _layout_of(state: Mapping[str, Tensor], keys: Sequence[str]) -> str:
 
 def _fits(state: Mapping[str, Tensor], key: str, layout: str) -> bool:
     """True if a weight's kernel sizes, and its C_out as far as it is known, are those of the layout."""
-    if layout not in LAYOUTS:
-        raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
+    OptionError.check("layout", layout, LAYOUTS)
     weight = state[key]
     kernel = weight.shape[1:-1] if layout == "KRSC" else weight.shape[:-2]
     names = [*state]

@@ -35,8 +35,7 @@ class Algorithm:
 def set_algorithm(algorithm: str) -> None:
     """No effect. Raises OptionError for an unknown name."""
     known = [value for name, value in vars(Algorithm).items() if name.isupper()]
-    if algorithm not in known:
-        raise OptionError(f"algorithm is one of {', '.join(known)}, found {algorithm!r}")
+    OptionError.check("algorithm", algorithm, known)
 
 
 def set_hashmap_ratio(ratio: float) -> None:
@@ -155,8 +154,7 @@ def _bits(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def _curve(mode: str) -> str:
-    if mode not in CURVES:
-        raise OptionError(f"mode is one of {', '.join(CURVES)}, found {mode!r}")
+    OptionError.check("mode", mode, CURVES)
     return CURVES[mode]
 
 

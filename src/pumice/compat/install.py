@@ -37,8 +37,7 @@ def install(*libraries: str, mode: str | None = None) -> None:
     modes that a library does not have.
     """
     for name in libraries or LIBRARIES:
-        if name not in LIBRARIES:
-            raise OptionError(f"install takes names of {', '.join(LIBRARIES)}; found {name!r}")
+        OptionError.check("library", name, LIBRARIES)
         stand_in = importlib.import_module(LIBRARIES[name])
         versions = getattr(stand_in, "modules_of", None)
         if versions is None and mode is not None:

@@ -26,13 +26,6 @@ def from_taps(kernel: Tensor, size: Sequence[int], first_fastest: bool) -> Tenso
     return spread.permute(-1, *(axis - 1 for axis in order), -2)
 
 
-def to_taps(weight: Tensor, first_fastest: bool) -> Tensor:
-    """The inverse of `from_taps`: [K, C_in, C_out] of a weight [C_out, *size, C_in]."""
-    dim = weight.ndim - 2
-    axes = range(dim, 0, -1) if first_fastest else range(1, dim + 1)
-    return weight.permute(*axes, -1, 0).reshape(-1, weight.shape[-1], weight.shape[0])
-
-
 LAYOUTS: Mapping[str, int] = {"KRSC": 0, "RSKC": -2, "RSCK": -1}
 """spconv's layouts, by the letters for C_out, kernel axes, C_in; and the place of C_out in each."""
 
@@ -42,8 +35,7 @@ def from_layout(weight: Tensor, layout: str, strided: bool = False) -> Tensor:
 
     spconv 2 (KRSC, RSKC) multiplies by weights of kernel size 1, unless strided, as if their memory were [C_in, C_out]
     (spconv 2.3.8, pytorch/conv.py): these are transposed. Raises OptionError for another layout."""
-    if layout not in LAYOUTS:
-        raise OptionError(f"layout is one of {', '.join(LAYOUTS)}, found {layout!r}")
+    OptionError.check("layout", layout, LAYOUTS)
     moved = weight.movedim(LAYOUTS[layout], 0)
     if layout == "RSCK" or strided or math.prod(moved.shape[1:-1]) > 1:
         return moved.contiguous()

@@ -311,13 +311,7 @@ class IndiceData:
     ksize, stride, padding, dilation: lists, of the layer. Pair lists are made from the kernel map when they are read.
     """
 
-    def __init__(
-        self,
-        inputs: Any,
-        outputs: Any,
-        relation: Relation,
-        algo: ConvAlgo | None,
-    ) -> None:
+    def __init__(self, inputs: Any, outputs: Any, relation: Relation, algo: ConvAlgo | None) -> None:
         self.inputs, self.outputs, self.relation, self.algo = inputs, outputs, relation, algo
         self.is_subm, self.voxel_num = relation.policy == "same", None
 
@@ -764,11 +758,7 @@ SparseBatchNorm, SparseSyncBatchNorm = _on_features(nn.BatchNorm1d, "BatchNorm")
 SparseReLU, SparseIdentity = _on_features(nn.ReLU), _on_features(nn.Identity)
 
 
-class Identity(nn.Identity):
-    """Returns its input."""
-
-    def input_spatial_size(self, out_size: Any) -> Any:
-        return out_size
+Identity = _class("Identity", (nn.Identity,), input_spatial_size=lambda self, out_size: out_size)
 
 
 class ConcatTable(SparseModule):

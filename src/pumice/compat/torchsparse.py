@@ -56,6 +56,8 @@ def fapply(input: SparseTensor, fn: Callable[..., Tensor], *args: Any, **kwargs:
 class _OnTensors:
     """Mixin: a layer of pumice on torchsparse's tensors."""
 
+    keeps_rows: bool
+
     def forward(self, x: Any) -> Any:
         layer: Any = super()
         if not isinstance(x, SparseTensor):
@@ -63,39 +65,16 @@ class _OnTensors:
         y = call_layer(self, layer.forward, x.sparse)
         return x.like(y) if self.keeps_rows else y
 
-    keeps_rows = True
+
+def _on_tensors(base: type, keeps_rows: bool = True) -> Any:
+    """The class of torchsparse.nn with the name of a layer of pumice."""
+    own = {"__module__": __name__, "__doc__": base.__doc__, "keeps_rows": keeps_rows}
+    return type(base.__name__, (_OnTensors, base), own)
 
 
-class BatchNorm(_OnTensors, pnn.BatchNorm):
-    """torchsparse.nn.BatchNorm."""
-
-
-class GroupNorm(_OnTensors, pnn.GroupNorm):
-    """torchsparse.nn.GroupNorm: over the voxels of each batch item."""
-
-
-class ReLU(_OnTensors, pnn.ReLU):
-    """torchsparse.nn.ReLU."""
-
-
-class LeakyReLU(_OnTensors, pnn.LeakyReLU):
-    """torchsparse.nn.LeakyReLU."""
-
-
-class SiLU(_OnTensors, pnn.SiLU):
-    """torchsparse.nn.SiLU."""
-
-
-class GlobalAvgPool(_OnTensors, pnn.GlobalAvgPool):
-    """torchsparse.nn.GlobalAvgPool: [B, C]."""
-
-    keeps_rows = False
-
-
-class GlobalMaxPool(_OnTensors, pnn.GlobalMaxPool):
-    """torchsparse.nn.GlobalMaxPool: [B, C]."""
-
-    keeps_rows = False
+BatchNorm, GroupNorm = _on_tensors(pnn.BatchNorm), _on_tensors(pnn.GroupNorm)
+ReLU, LeakyReLU, SiLU = _on_tensors(pnn.ReLU), _on_tensors(pnn.LeakyReLU), _on_tensors(pnn.SiLU)
+GlobalAvgPool, GlobalMaxPool = _on_tensors(pnn.GlobalAvgPool, False), _on_tensors(pnn.GlobalMaxPool, False)
 
 
 # Functions
@@ -311,8 +290,7 @@ def modules_of(mode: str | None) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _named(mode: str) -> dict[str, dict[str, Any]]:
-    if mode not in VERSIONS:
-        raise OptionError(f"mode is one of {', '.join(VERSIONS)}, found {mode!r}")
+    OptionError.check("mode", mode, VERSIONS)
     return VERSIONS[mode]
 
 

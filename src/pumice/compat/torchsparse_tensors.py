@@ -51,7 +51,7 @@ def make_ntuple(x: Any, ndim: int) -> tuple[Any, ...]:
 
 
 @dataclass(eq=False)
-class Level:
+class CoordSet:
     """One set of coordinates. coords: as the library lays them out, and their version; None until asked for."""
 
     geometry: Geometry
@@ -59,7 +59,7 @@ class Level:
     coords: Tensor | None = None
     version: int = 0
 
-    def of(self, coords: Any) -> Level:
+    def of(self, coords: Any) -> CoordSet:
         """This level, laid out as `coords`."""
         self.coords, self.version = coords, getattr(coords, "_version", 0)
         return self
@@ -73,8 +73,8 @@ class Level:
 class Strided:
     """A strided convolution that was run: its coordinates, and the relation that inverts it."""
 
-    fine: Level
-    coarse: Level
+    fine: CoordSet
+    coarse: CoordSet
     inverse: Relation
 
 
@@ -83,7 +83,7 @@ class CoordMaps(dict[Any, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.levels: dict[Axes, Level] = {}
+        self.levels: dict[Axes, CoordSet] = {}
 
 
 class TensorCache:
@@ -149,7 +149,7 @@ class SparseTensor(Wrapped):
         self._feats: Any = feats
         self._coords: Any = coords
         self._sparse: PumiceTensor | None = None
-        self._level: Level | None = None
+        self._level: CoordSet | None = None
         self._stride = make_ntuple(stride, 3)
         self.spatial_range = None if spatial_range is None else tuple(spatial_range)
         self._caches = TensorCache()
@@ -165,7 +165,7 @@ class SparseTensor(Wrapped):
         return self._sparse
 
     @property
-    def level(self) -> Level:
+    def level(self) -> CoordSet:
         """The coordinates."""
         if self._level is None:
             _ = self.sparse
@@ -180,10 +180,10 @@ class SparseTensor(Wrapped):
             return tensor_at(self._feats, known.geometry)
         box = () if self.allow_negative and self.spatial_range is None else self.spatial_range
         made = made_tensor(self._feats, self._coords, self._stride, box, self.version)
-        self._level = levels[self._stride] = Level(made.geometry, self.spatial_range).of(self._coords)
+        self._level = levels[self._stride] = CoordSet(made.geometry, self.spatial_range).of(self._coords)
         return made
 
-    def like(self, sparse: PumiceTensor, level: Level | None = None, stride: Axes | None = None) -> SparseTensor:
+    def like(self, sparse: PumiceTensor, level: CoordSet | None = None, stride: Axes | None = None) -> SparseTensor:
         """A tensor of this version with other features, or at another level, and with these caches."""
         made = object.__new__(SparseTensor14 if self.version == V14 else SparseTensor)
         made._feats, made._coords, made._sparse, made._caches = None, None, sparse, self._caches
@@ -271,7 +271,7 @@ class SparseTensor(Wrapped):
         SparseTensor.__init__(made, tensors[0], None if built else tensors[1], stride, spatial_range)
         if built:
             made._feats, made._sparse = None, tensors[0]
-            made._level = Level(tensors[0].geometry, spatial_range)
+            made._level = CoordSet(tensors[0].geometry, spatial_range)
             made._caches.cmaps.levels[stride] = made._level
         return made
 
@@ -412,7 +412,7 @@ def convolved(x: SparseTensor, window: ConvWindow, call: Call) -> SparseTensor:
     stride = tuple(a * b for a, b in zip(x.stride, window.stride, strict=True))
     kept, inverse = caches.kmaps.get(window.key(x.stride)), replace(relation, policy="cached_inverse").shared()
     if kept is None or kept.fine is not fine or kept.inverse is not inverse:
-        kept = Strided(fine, Level(y.geometry, _range_after(fine.spatial_range, window)), inverse)
+        kept = Strided(fine, CoordSet(y.geometry, _range_after(fine.spatial_range, window)), inverse)
         caches.kmaps.setdefault(window.key(x.stride), kept)
         caches.cmaps.levels.setdefault(stride, kept.coarse)
     return x.like(y, kept.coarse, stride)

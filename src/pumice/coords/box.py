@@ -76,8 +76,10 @@ UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: 
 
 def check_form(coords: Tensor, dim: int | None = None) -> None:
     """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
-    if coords.dtype != torch.int32:
-        raise DtypeError(f"coordinates are torch.int32, found {coords.dtype}; voxelize() turns points into them")
+    if not isinstance(coords, Tensor) or coords.dtype != torch.int32:
+        found = coords.dtype if isinstance(coords, Tensor) else type(coords).__name__
+        hint = "coords.int() converts them" if found == torch.int64 else "voxelize() turns points into them"
+        raise DtypeError(f"coordinates must be a tensor of torch.int32, found {found}; {hint}")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
         raise ShapeError(
             f"coordinates are [N, 1+D] = (batch, axes...) with D from 1 to 4, found shape {list(coords.shape)}"

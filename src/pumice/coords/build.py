@@ -18,7 +18,7 @@ from pumice.coords.geometry import Geometry, alike, described
 from pumice.coords.kernel_map import KernelMap
 from pumice.coords.lookup import MapSchedule, Neighbours
 from pumice.coords.outputs import Outputs, TorchOutputs, level_key, make_outputs, max_outputs, read_counts, site_of
-from pumice.coords.relation import POLICIES, Relation
+from pumice.coords.relation import Relation
 from pumice.errors import DeviceError, GeometryError, OptionError, ShapeError
 from pumice.runtime.launch import has_triton, outside_inference_mode
 from pumice.runtime.streams import MAP_STREAM_PRIORITY, record_event
@@ -56,6 +56,8 @@ def kernel_map(
     other axes or device, GeometryError for a `geometry` of another type."""
     if not isinstance(geometry, Geometry):
         raise GeometryError(f"kernel_map takes a Geometry, found {type(geometry).__name__}; a tensor's is x.geometry")
+    if not isinstance(relation, Relation):
+        raise OptionError(f"kernel_map takes a Relation, found {type(relation).__name__}")
     if schedule is not None and not isinstance(schedule, MapSchedule):
         raise OptionError(f"schedule takes a MapSchedule, found {schedule!r}")
     if relation.policy in ("cached_inverse", "given_inverse"):
@@ -152,8 +154,6 @@ def _levels_below(geometry: Geometry) -> Iterator[Geometry]:
 
 def _checked(geometry: Geometry, relation: Relation, target: Geometry | None) -> tuple[Relation, Geometry | None]:
     """Checked (relation, target); target is None unless the policy is `given`."""
-    if relation.policy not in POLICIES:
-        raise OptionError(f"out takes one of {', '.join(POLICIES)}, found {relation.policy!r}")
     if relation.dim != geometry.dim:
         raise ShapeError(f"the relation has {relation.dim} axes, the coordinates have {geometry.dim}")
     return relation.checked(), _checked_target(geometry, target) if relation.policy == "given" else None
@@ -284,8 +284,11 @@ def _inverse_map(geometry: Geometry, relation: Relation, target: Geometry | None
     parent = None if tracing or relation.policy == "given_inverse" else geometry.parent
     target = parent if target is None else target
     if target is None:
+        traced = torch.compiler.is_compiling()
+        reason = "not known under torch.compile and torch.export" if traced else "unknown or freed"
         raise GeometryError(
-            f"{relation.policy} needs a target: the geometry that x's coordinates were made from is unknown or freed"
+            f"{relation.policy} needs a target, layer(x, finer): the geometry that x's coordinates were made from is "
+            f"{reason}"
         )
     for forward in _candidate_forwards(relation) if tracing else _cached_forwards(relation):
         kept = tracing_module.cached_map(target, forward) if tracing else target.maps.get((forward, None))

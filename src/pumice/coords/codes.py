@@ -338,7 +338,7 @@ def serialize(
     Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
 
     Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1."""
-    matrix = coords if isinstance(coords, Tensor) else coords.coords
+    matrix = getattr(coords, "coords", coords)
     curve = _curve_of(order)
     check_form(matrix)
     form = _CurveForm.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
@@ -362,8 +362,9 @@ def deserialize(
 
     Raises CoordinateError (codes with more bits than the layout has), OptionError, ShapeError, DtypeError."""
     curve = _curve_of(order)
-    if codes.dtype != torch.int64:
-        raise DtypeError(f"codes are torch.int64, found {codes.dtype}")
+    if not isinstance(codes, Tensor) or codes.dtype != torch.int64:
+        found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise DtypeError(f"codes must be a tensor of torch.int64, found {found}")
     if codes.ndim != 1 and (codes.ndim != 2 or codes.shape[1] != 2):
         raise ShapeError(f"codes are [N], or [N, 2] if wide, found shape {list(codes.shape)}")
     if not 1 <= dim <= 4:
@@ -377,8 +378,7 @@ def deserialize(
 
 
 def _curve_of(order: str) -> Curve:
-    if order not in CURVES:
-        raise OptionError(f"order={order!r} is unknown; there are {', '.join(CURVES)}")
+    OptionError.check("order", order, CURVES)
     return CURVES[order]
 
 

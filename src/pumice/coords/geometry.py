@@ -110,7 +110,7 @@ class Geometry:
         # Copy: later writes to the caller's tensor must not invalidate cached maps.
         with outside_inference_mode():
             coords = coords.clone(memory_format=torch.contiguous_format)
-        items = -1 if batch_size is None else int(batch_size)
+        items = -1 if batch_size is None else as_axes(batch_size, 1, "batch_size", 0)[0]
         waits = coords.is_cuda and len(coords) > 0 and coords.shape[1] > 2 and (shape is None or batch_size is None)
         bounds = UNKNOWN if waits else bounds_of(coords, shape, batch_size)
         geometry = Geometry(coords, GridSpec(strides, shape, items, UNKNOWN), settled=False)

@@ -33,8 +33,7 @@ class VoxelFrame:
             raise OptionError(f"size takes positive, finite lengths, found {self.size}")
         if not all(map(math.isfinite, self.origin)):
             raise OptionError(f"origin takes finite numbers, found {self.origin}")
-        if self.rounding not in ROUNDINGS:
-            raise OptionError(f"rounding={self.rounding!r} is unknown; there are {', '.join(ROUNDINGS)}")
+        OptionError.check("rounding", self.rounding, ROUNDINGS)
 
     def positions(self, points: Tensor) -> Tensor:
         """Points [P, D] in units of the finest voxels, so that voxel c covers [c, c + 1); float64."""

@@ -107,7 +107,7 @@ class KernelMap:
 
     def pairs(self) -> Pairs:
         """Pair lists per kernel offset, each in the order of the untransposed map's outputs."""
-        inputs, outputs, sizes = self._found.cached("pairs", _pairs)
+        inputs, outputs, sizes = self._found.cached("pairs", lambda m: m._make_pairs())
         return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
 
     def counts(self) -> Tensor:
@@ -120,7 +120,7 @@ class KernelMap:
 
     def listed(self) -> PairList:
         """`pairs()` and `taps()` as int32."""
-        inputs, outputs, taps = self._found.cached("listed", _listed)
+        inputs, outputs, taps = self._found.cached("listed", lambda m: m._make_list())
         return PairList(outputs, inputs, taps) if self.flipped else PairList(inputs, outputs, taps)
 
     def compacted(self, block: int, splits: int = 1, superblock: int = 0) -> TileList:
@@ -145,7 +145,7 @@ class KernelMap:
 
     def grouped(self, group: int) -> PairGroups:
         """The pairs of each kernel offset in groups of `group`; see PairGroups."""
-        taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: _grouped(m, group))
+        taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: m._make_groups(group))
         return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
     def pair_counts(self) -> Tensor:
@@ -241,6 +241,39 @@ class KernelMap:
         """The untransposed map."""
         return self.transpose() if self.flipped else self
 
+    def _make_pairs(self) -> Pairs:
+        """Pairs, if the map is not transposed."""
+        if torch.compiler.is_compiling():
+            *lists, taps = torch.ops.pumice.pairs(self.table)
+            self.keep("taps", taps)
+            return Pairs(*lists)
+        if self.device.type == "cpu":
+            met = self.table.t().contiguous()
+            hits = met >= 0
+            return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
+        inputs, outputs, _ = self.listed()
+        return Pairs(inputs.long(), outputs.long(), torch.tensor(_totals(self)))
+
+    def _make_list(self) -> PairList:
+        """PairList, if the map is not transposed."""
+        if self.device.type == "cpu" or torch.compiler.is_compiling():
+            inputs, outputs, _ = self.pairs()
+            return PairList(inputs.int(), outputs.int(), self.taps().int())
+        if self.buffered is not None:
+            raise OptionError("pairs() has a data-dependent length and is not available in a captured network")
+        return tiles.list_pairs(self.rows(), self.valid_count(), self.pair_counts(), sum(_totals(self)))
+
+    def _make_groups(self, group: int) -> PairGroups:
+        """Pair groups, if the map is not transposed."""
+        buffered = self.buffered
+        if buffered is None:
+            groups = sum(-(-total // group) for total in _totals(self))
+            return tiles.group_pairs(self.rows(), self.valid_count(), self.pair_counts(), (groups, group))
+        groups = _group_capacity(self, buffered, group)
+        made = tiles.group_pairs(self.rows(), self.valid_count(), self.pair_counts(), (groups, group), buffered.status)
+        buffered.pending_events.register_status_writer()
+        return made
+
     def __repr__(self) -> str:
         if self.buffered is not None:
             return f"KernelMap({self.num_inputs} -> {self.num_outputs} rows of buffers, K={self.volume})"
@@ -291,30 +324,6 @@ def _rows(found: KernelMap) -> Tensor:
     if found.symmetric:
         return whole.rows().flip(1)
     return tiles.transpose_table(whole.rows(), whole.valid_count(), found.num_outputs)
-
-
-def _pairs(found: KernelMap) -> Pairs:
-    """Pairs of an untransposed map."""
-    if torch.compiler.is_compiling():
-        *lists, taps = torch.ops.pumice.pairs(found.table)
-        found.keep("taps", taps)
-        return Pairs(*lists)
-    if found.device.type == "cpu":
-        met = found.table.t().contiguous()
-        hits = met >= 0
-        return Pairs(met[hits].long(), hits.nonzero()[:, 1], hits.sum(1))
-    inputs, outputs, _ = found.listed()
-    return Pairs(inputs.long(), outputs.long(), torch.tensor(_totals(found)))
-
-
-def _listed(found: KernelMap) -> PairList:
-    """PairList of an untransposed map."""
-    if found.device.type == "cpu" or torch.compiler.is_compiling():
-        inputs, outputs, _ = found.pairs()
-        return PairList(inputs.int(), outputs.int(), found.taps().int())
-    if found.buffered is not None:
-        raise OptionError("pairs() has a data-dependent length and is not available in a captured network")
-    return tiles.list_pairs(found.rows(), found.valid_count(), found.pair_counts(), sum(_totals(found)))
 
 
 def _taps(found: KernelMap) -> Tensor:
@@ -383,15 +392,3 @@ def _group_capacity(found: KernelMap, buffered: BufferedMapState, group: int) ->
     """Planned capacity in groups of pairs; the last group of each kernel offset may be partial."""
     pairs = pair_capacity(found, buffered)
     return min(pairs // group + found.volume, found.volume * -(-found.num_outputs // group))
-
-
-def _grouped(found: KernelMap, group: int) -> PairGroups:
-    """Pair groups of an untransposed map."""
-    buffered = found.buffered
-    if buffered is None:
-        groups = sum(-(-total // group) for total in _totals(found))
-        return tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group))
-    groups = _group_capacity(found, buffered, group)
-    made = tiles.group_pairs(found.rows(), found.valid_count(), found.pair_counts(), (groups, group), buffered.status)
-    buffered.pending_events.register_status_writer()
-    return made

@@ -143,8 +143,7 @@ class MapSchedule:
     fused: bool = True
 
     def __post_init__(self) -> None:
-        if self.structure not in STRUCTURES:
-            raise OptionError(f"structure={self.structure!r} is unknown; there are {', '.join(STRUCTURES)}")
+        OptionError.check("structure", self.structure, STRUCTURES)
         if not 0 < self.load <= 0.9:
             raise OptionError(f"load must be above 0 and at most 0.9, found {self.load}")
         if self.cells < 1:
@@ -266,7 +265,7 @@ class Table:
         return most if 2 * most <= self._margin else None
 
 
-class HashTable(Table):
+class CoordHashTable(Table):
     """Open addressing with double hashing: a slot holds the int64 `key << bits | row` if this fits into 63 bits, else
     only the row, and lookups compare coordinates ("wide"). Keys 4n to 4n + 3 start in one group of four slots."""
 
@@ -502,10 +501,10 @@ Lookup = Table | SortedKeys | NativeTable
 `stride * out + offset` for every output and kernel offset; nbytes: device memory in use."""
 
 
-STRUCTURES: Mapping[str, type[SortedKeys | NativeTable | HashTable | DenseGrid | Bitmap]] = {
+STRUCTURES: Mapping[str, type[SortedKeys | NativeTable | CoordHashTable | DenseGrid | Bitmap]] = {
     "sorted": SortedKeys,
     "bricks": NativeTable,
-    "hash": HashTable,
+    "hash": CoordHashTable,
     "grid": DenseGrid,
     "bitmap": Bitmap,
 }

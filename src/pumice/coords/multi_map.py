@@ -83,24 +83,9 @@ class MultiMap(KernelMap):
         sizes = {"num_inputs": self.num_outputs, "num_outputs": self.num_inputs}
         return replace(self, flipped=not self.flipped, **sizes, **calls)
 
-    def pairs(self) -> Pairs:
-        """Pair lists per kernel offset, each in the order of the untransposed map's outputs, then inputs."""
-        inputs, outputs, sizes = self._found.cached("pairs", _pairs)
-        return Pairs(outputs, inputs, sizes) if self.flipped else Pairs(inputs, outputs, sizes)
-
-    def listed(self) -> PairList:
-        """`pairs()` and `taps()` as int32."""
-        inputs, outputs, taps = self._found.cached("listed", lambda m: m.table.t().contiguous())
-        return PairList(outputs, inputs, taps) if self.flipped else PairList(inputs, outputs, taps)
-
     def counts(self) -> Tensor:
         """int64 [num_outputs]: number of pairs of each output."""
         return self.cached("counts", lambda m: torch.bincount(m.pairs().outputs, minlength=m.num_outputs))
-
-    def grouped(self, group: int) -> PairGroups:
-        """The pairs of each kernel offset in groups of `group`; see PairGroups."""
-        taps, inputs, outputs = self._found.cached(("grouped", group), lambda m: _grouped(m, group))
-        return PairGroups(taps, outputs, inputs) if self.flipped else PairGroups(taps, inputs, outputs)
 
     def segments(self) -> PairSegments:
         """The pairs of each (output, kernel offset); see PairSegments."""
@@ -141,6 +126,26 @@ class MultiMap(KernelMap):
             "and segments: use a dataflow over these"
         )
 
+    def _make_pairs(self) -> Pairs:
+        inputs, outputs, _ = self.table.long().t().contiguous()
+        return Pairs(inputs, outputs, torch.tensor(self._storages["totals", False], dtype=torch.int64))
+
+    def _make_groups(self, group: int) -> PairGroups:
+        """Groups in the order of kernel offsets."""
+        sizes = torch.tensor(self._storages["totals", False], dtype=torch.int64)
+        whole = -(-sizes // group)
+        device, count = self.device, int(whole.sum())
+        taps = torch.repeat_interleave(torch.arange(len(sizes)), whole).int().to(device)
+        # The first slot of each offset less its first pair.
+        shift = ((whole.cumsum(0) - whole) * group - (sizes.cumsum(0) - sizes)).to(device)
+        at = torch.arange(len(self.table), device=device) + shift[self.table[:, 2].long()]
+        inputs, outputs = (torch.full((count * group,), -1, dtype=torch.int32, device=device) for _ in range(2))
+        inputs[at], outputs[at] = self.table[:, 0], self.table[:, 1]
+        return PairGroups(taps, inputs.view(count, group), outputs.view(count, group))
+
+    def _make_list(self) -> PairList:
+        return PairList(*self.table.t().contiguous())
+
     def __repr__(self) -> str:
         found = f"{self.num_inputs} -> {self.num_outputs} rows, K={self.volume}, {len(self.table)} pairs"
         return f"MultiMap({found})"
@@ -149,25 +154,6 @@ class MultiMap(KernelMap):
 def _restored(table: Tensor, sizes: tuple[int, int, int], flipped: bool) -> MultiMap:
     found = MultiMap._sorted(table, sizes)
     return found.transpose() if flipped else found
-
-
-def _pairs(found: KernelMap) -> Pairs:
-    inputs, outputs, _ = found.table.long().t().contiguous()
-    return Pairs(inputs, outputs, torch.tensor(found._storages["totals", False], dtype=torch.int64))
-
-
-def _grouped(found: KernelMap, group: int) -> PairGroups:
-    """Groups in the order of kernel offsets."""
-    sizes = torch.tensor(found._storages["totals", False], dtype=torch.int64)
-    whole = -(-sizes // group)
-    device, count = found.device, int(whole.sum())
-    taps = torch.repeat_interleave(torch.arange(len(sizes)), whole).int().to(device)
-    # The first slot of each offset less its first pair.
-    shift = ((whole.cumsum(0) - whole) * group - (sizes.cumsum(0) - sizes)).to(device)
-    at = torch.arange(len(found.table), device=device) + shift[found.table[:, 2].long()]
-    inputs, outputs = (torch.full((count * group,), -1, dtype=torch.int32, device=device) for _ in range(2))
-    inputs[at], outputs[at] = found.table[:, 0], found.table[:, 1]
-    return PairGroups(taps, inputs.view(count, group), outputs.view(count, group))
 
 
 def _segments(found: Any) -> PairSegments:

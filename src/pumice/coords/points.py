@@ -51,7 +51,7 @@ class PointLeaves:
     item: Tensor
 
 
-class Blocks(NamedTuple):
+class SegmentBlocks(NamedTuple):
     """Runs of `size` within segments. begins, counts int64 [blocks]; of [segments + 1]: where a segment's blocks begin;
     segment int64 [blocks]."""
 
@@ -61,14 +61,14 @@ class Blocks(NamedTuple):
     segment: Tensor
 
 
-def blocks_of(ends: Tensor, size: int) -> Blocks:
+def blocks_of(ends: Tensor, size: int) -> SegmentBlocks:
     """ends: int64 [segments + 1], where each begins, then the end of the last."""
     each = (ends[1:] - ends[:-1] + size - 1) // size
     number = int(each.sum())
     of = torch.cat([each.new_zeros(1), each.cumsum(0)])
     segment = torch.repeat_interleave(torch.arange(len(each), device=each.device), each, output_size=number)
     begins = ends[segment] + (torch.arange(len(segment), device=each.device) - of[segment]) * size
-    return Blocks(begins, (ends[1:][segment] - begins).clamp_(max=size), of, segment)
+    return SegmentBlocks(begins, (ends[1:][segment] - begins).clamp_(max=size), of, segment)
 
 
 def item_ends(points: PointSet) -> Tensor:

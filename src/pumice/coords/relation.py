@@ -23,7 +23,7 @@ def as_axes(value: Any, dim: int, name: str, least: int, kinds: Any = int) -> tu
         return (value,) * dim
     found: Any = value if isinstance(value, int | tuple | list) else _integer(value)
     if isinstance(found, str) or not isinstance(found, int | Iterable | kinds):
-        raise OptionError(f"{name} takes an integer or one per axis, found {value!r}")
+        raise OptionError(f"{name} takes an integer{' or one per axis' * (dim > 1)}, found {value!r}")
     values: tuple[Any, ...] = tuple(map(_integer, found)) if isinstance(found, Iterable) else (found,) * dim
     if len(values) != dim:
         raise ShapeError(f"{name} has {len(values)} entries, the tensor has {dim} spatial axes")
@@ -78,7 +78,10 @@ class Relation:
         return hash((*numbers, self.custom or (), self.output_padding or (), self.bounded))
 
     def checked(self) -> Relation:
-        """The relation itself. Raises OptionError for policy `same` with a stride above 1 or padding not centred."""
+        """The relation itself. Raises OptionError for an unknown policy, and for `same` with a stride above 1 or with
+        padding that is not centred."""
+        if self.policy not in POLICIES:
+            raise OptionError(f"out takes one of {', '.join(POLICIES)}, found {self.policy!r}")
         if self.policy == "same" and self.custom is None:
             if any(s != 1 for s in self.stride):
                 raise OptionError(f"out='same' keeps the coordinates and needs stride 1, found stride {self.stride}")
@@ -186,7 +189,7 @@ class Relation:
             raise OptionError(f"offsets must be distinct, found {len(custom)} with {len(set(custom))} distinct")
         strides, ones = as_axes(stride, dim, "stride", 1), (1,) * dim
         policy = policy or _default_policy(strides, None)
-        return Relation(ones, strides, (0,) * dim, ones, policy, custom)
+        return Relation(ones, strides, (0,) * dim, ones, policy, custom).checked()
 
     @staticmethod
     def of_transposed(

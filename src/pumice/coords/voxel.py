@@ -45,7 +45,7 @@ def quantize(
         kept = ((cells >= 0) & (cells < extent)).all(dim=1)
         coords = coords[kept]
     bounds = Bounds.of(coords)
-    size = bounds.batch if batch_size is None else batch_size
+    size = bounds.batch if batch_size is None else as_axes(batch_size, 1, "batch_size", 0)[0]
     if bounds.batch > size:
         raise CoordinateError(f"batch indices reach {bounds.batch - 1}, batch_size is {size}")
     distinct, place = morton_unique(coords, bounds)
@@ -113,8 +113,9 @@ def as_tensor(value: Any, name: str) -> Tensor:
 def check_points(points: Tensor, batch: Tensor | None, dim: int | None = None) -> None:
     """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P].
     dim: D; None: any."""
-    if not points.is_floating_point():
-        raise DtypeError(f"points are floating point, found {points.dtype}")
+    if not isinstance(points, Tensor) or not points.is_floating_point():
+        found = points.dtype if isinstance(points, Tensor) else type(points).__name__
+        raise DtypeError(f"points must be a tensor of floating point, found {found}")
     columns = points.shape[1] if points.ndim == 2 else 0
     if dim is not None and columns > dim:
         raise ShapeError(

@@ -24,7 +24,7 @@ _LAYERS = {10: 9, 11: 1, 12: 2, 13: 1}
 
 def read_las(path: Path, columns: int | None = None) -> PointFile:
     """Points of a LAS or LAZ file: position, intensity, colours, and classes if points are classified."""
-    laspy = optional_package(path, "laspy")
+    laspy = optional_package("laspy", path=path)
     data = path.read_bytes()
     _check_counts(path, data)
     # Read from memory: a read beyond the end is short instead of allocating the announced length.
@@ -63,7 +63,7 @@ def _check_counts(path: Path, data: bytes) -> None:
 
 def _check_chunks(path: Path, data: bytes, header: Any) -> None:
     """Raise FileError unless chunks and layers of a LAZ file lie within it: lazrs allocates the announced sizes."""
-    lazrs = optional_package(path, "lazrs")
+    lazrs = optional_package("lazrs", path=path)
     start, record = header.offset_to_point_data, header.vlrs.get("LasZipVlr")[0].record_data
     _check_table(path, data, start)
     compressor, chunk = struct.unpack_from("<H10xI", record)

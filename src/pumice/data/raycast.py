@@ -146,7 +146,7 @@ def facade(centre: Sequence[float], size: Sequence[float], yaw: float, pitch: tu
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class Primitive:
     """A shape in the scene, with its class and reflectance (0 to 1)."""
 
     shape: Shape
@@ -201,7 +201,7 @@ class Echo:
     reflectance: np.ndarray
 
 
-def cast(rays: Rays, ground: Echo, items: Sequence[Item], rng: np.random.Generator) -> Echo:
+def cast(rays: Rays, ground: Echo, items: Sequence[Primitive], rng: np.random.Generator) -> Echo:
     """The nearest echo of every ray, of the ground or an item."""
     t, cosine, label, reflectance = (v.copy() for v in (ground.t, ground.cosine, ground.label, ground.reflectance))
     for item in items:

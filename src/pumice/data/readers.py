@@ -308,7 +308,7 @@ def arrow_holds_points(path: Path) -> bool:
 
 
 def _dataset(path: Path) -> Any:
-    dataset = optional_package(path, "pyarrow.dataset")
+    dataset = optional_package("pyarrow.dataset", path=path)
     return dataset.dataset(path, format=path.suffix[1:].lower())
 
 

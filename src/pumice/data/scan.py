@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -224,14 +224,16 @@ def bad_file(path: Path, expected: str, found: str) -> FileError:
     return FileError(f"{path}: expected {expected}, found {found}")
 
 
-def optional_package(path: Path, module: str) -> ModuleType:
-    """The module that reads a format of the extra `io`. Raises FileError if it is not installed."""
+def optional_package(module: str, extra: str = "io", path: Path | None = None) -> Any:
+    """A module of an extra of pumice. Raises an error that names the extra if it is not installed: FileError for `path`
+    if it is needed to read that file, else OptionError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
-        expected = f"the package {package} to read it (`pip install .[io]` in a clone of pumice)"
-        raise bad_file(path, expected, f"no such package ({error})") from error
+        package, install = module.partition(".")[0], f"(`pip install .[{extra}]` in a clone of pumice)"
+        if path is not None:
+            raise bad_file(path, f"the package {package} to read it {install}", f"no such package ({error})") from error
+        raise OptionError(f"expected the package {package} {install}, found none ({error})") from error
 
 
 def unit_scale(values: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pumice.data.labels import STREET
-from pumice.data.raycast import Cylinder, Echo, Ellipsoid, Item, Rays, Shape, box, cast, facade, terrain_hit
+from pumice.data.raycast import Cylinder, Echo, Ellipsoid, Primitive, Rays, Shape, box, cast, facade, terrain_hit
 from pumice.data.scan import Scan
 from pumice.errors import OptionError
 
@@ -61,7 +61,7 @@ class Plot:
 
     street: Street
     rng: np.random.Generator
-    items: list[Item] = field(default_factory=list)
+    items: list[Primitive] = field(default_factory=list)
     taken: list[tuple[float, float, float]] = field(default_factory=list)
 
     def free(self, u: float, v: float, radius: float) -> bool:
@@ -72,7 +72,7 @@ class Plot:
         self.taken.append((u, v, radius))
 
     def add(self, label: int, reflectance: float, *shapes: Shape) -> None:
-        self.items += [Item(s, label, float(reflectance)) for s in shapes]
+        self.items += [Primitive(s, label, float(reflectance)) for s in shapes]
 
 
 def _ground_plan(rng: np.random.Generator) -> Street:

@@ -10,7 +10,7 @@ from pumice.engine.program import Program, compile
 from pumice.engine.ranks import first_on_each_host
 from pumice.engine.receptive import ReceptiveField, receptive_field
 from pumice.engine.result import DataflowChoice, Tiles, Trial, Tuning
-from pumice.engine.tiled import Tile, TilePlan, plan_tiles, tiled
+from pumice.engine.tiled import SceneTile, TilePlan, plan_tiles, tiled
 from pumice.engine.train_program import PerItemTarget
 from pumice.engine.train_step import CapturedStep, capture_step
 from pumice.engine.tuning import BINDINGS, tune
@@ -32,7 +32,7 @@ __all__ = [
     "Program",
     "ReceptiveField",
     "StepEstimate",
-    "Tile",
+    "SceneTile",
     "TilePlan",
     "Tiles",
     "Trial",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pumice.coords import as_axes
 from pumice.coords.buffer import DUPLICATE, RANGE
 from pumice.coords.capacity import CapacityPlanner, FixedCapacities, Shares
 from pumice.engine.buffers import Buffers, ModelInput, per_point
@@ -41,7 +42,7 @@ _POLLS_PER_QUERY = 1000  # Polls of the status words between two checks that the
 
 
 @dataclass(frozen=True)
-class Limits:
+class Buckets:
     """Limits of input. capacities: ascending, in `what` ("voxels" or "points"). batch: largest number of items."""
 
     what: str
@@ -51,15 +52,15 @@ class Limits:
     @staticmethod
     def of(
         what: str, counts: tuple[int, int | None], items: tuple[int, int | None], buckets: float | Sequence[int]
-    ) -> Limits:
+    ) -> Buckets:
         """counts, items: (the example's, requested limit or None)."""
-        most = 2 * counts[0] if counts[1] is None else counts[1]
+        most = 2 * counts[0] if counts[1] is None else as_axes(counts[1], 1, f"max_{what}", 0)[0]
         if most < counts[0]:
             raise ShapeError(f"max_{what}={most}, but the example has {counts[0]} {what}")
-        batch = max(items[0], 1) if items[1] is None else items[1]
+        batch = max(items[0], 1) if items[1] is None else as_axes(items[1], 1, "batch", 0)[0]
         if batch < items[0]:
             raise OptionError(f"batch={batch} allows {batch} items, but the example has {items[0]}")
-        return Limits(what, _capacities(most, what, buckets), batch)
+        return Buckets(what, _capacities(most, what, buckets), batch)
 
     def capacity(self, count: int) -> int | None:
         """Smallest capacity that holds `count`, or None."""
@@ -133,6 +134,8 @@ class CapacityMargins:
     def __post_init__(self) -> None:
         if not 1 <= self.margin < math.inf:
             raise OptionError(f"margin must be at least 1, found {self.margin}")
+        if not isinstance(self.shares, Mapping | int | float | None):
+            raise OptionError(f"level_capacity takes a share, or shares by stride, found {self.shares!r}")
 
 
 class GraphRunner:
@@ -143,11 +146,11 @@ class GraphRunner:
     """True if graphs write their status words to the host before they finish."""
     program: Any
     example: ModelInput
-    limits: Limits
+    limits: Buckets
     replays: int
 
     def __init__(
-        self, program: Any, buffers: Buffers, example: ModelInput, limits: Limits, margins: CapacityMargins
+        self, program: Any, buffers: Buffers, example: ModelInput, limits: Buckets, margins: CapacityMargins
     ) -> None:
         self.program, self.example, self.limits = program, example, limits
         self._buffers, self._margins = buffers, margins

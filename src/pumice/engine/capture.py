@@ -14,7 +14,7 @@ from pumice.coords import Bounds, GridSpec, check_points, frame_of
 from pumice.coords.capacity import Shares
 from pumice.coords.chain_build import key_bounds
 from pumice.engine.around import around, sparse_in
-from pumice.engine.buckets import CapacityMargins, CapturedModule, GraphRunner, Limits
+from pumice.engine.buckets import Buckets, CapacityMargins, CapturedModule, GraphRunner
 from pumice.engine.buffers import PointBuffers, PointScene, VoxelBuffers, VoxelGrid, VoxelScene
 from pumice.engine.graph_capture import CapturedGraphNet, check_evaluation, check_options, takes_graph
 from pumice.engine.program import compile  # noqa: A004
@@ -106,7 +106,7 @@ def capture(
         return CapturedGraphNet(model, example)
     model, example = around(model, example)
     example = check_example(example)
-    limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
+    limits = Buckets.of("voxels", (len(example), max_voxels), (example.batch_size, batch), buckets)
     margins = CapacityMargins(margin, level_capacity)
     own = model if dtype is None else cast(model, dtype)
     x = example if dtype is None else example.to(dtype)
@@ -173,13 +173,13 @@ def _program_of(model: nn.Module, site: GridSpec, kind: str) -> PaddedProgram:
 
 def _options_of_points(
     points: Tensor, batch: Tensor | None, most: int | None, items: int | None, options: dict[str, Any]
-) -> tuple[Limits, CapacityMargins]:
+) -> tuple[Buckets, CapacityMargins]:
     known = {"level_capacity": None, "buckets": 1.5, "margin": 1.5}
     if wrong := options.keys() - known:
         raise TypeError(f"capture_points has no option {', '.join(sorted(wrong))}; expected {', '.join(known)}")
     known |= options
     held = 1 if batch is None else int(batch.max()) + 1
-    limits = Limits.of("points", (len(points), most), (held, items), known["buckets"])
+    limits = Buckets.of("points", (len(points), most), (held, items), known["buckets"])
     return limits, CapacityMargins(known["margin"], known["level_capacity"])
 
 
@@ -254,8 +254,8 @@ class CapturedPoints(_Base):
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Copy the model with parameters and buffers cast to `dtype`; batch norms are not cast to half precision."""
-    if not dtype.is_floating_point or dtype.itemsize == 1:
-        raise DtypeError(f"a network can be cast to a float of at least 16 bits, found {dtype}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        raise DtypeError(f"a network can be cast to a torch.dtype, a float of at least 16 bits, found {dtype!r}")
     found = copy.deepcopy(model)
     for module in found.modules():
         if isinstance(module, _BatchNorm) and dtype.itemsize < 4:

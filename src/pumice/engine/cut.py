@@ -40,7 +40,7 @@ class Grid:
         return tuple((start + low, start + high) for start, (low, high) in zip(starts, around, strict=True))
 
 
-class Table(NamedTuple):
+class TileTable(NamedTuple):
     """Non-empty tiles, int64: (item, tile per axis) [M, 1+D], first and last coordinates [M, D], rows [M]."""
 
     tiles: Tensor
@@ -73,7 +73,7 @@ class Cut:
     grid: Grid
     order: Tensor = field(init=False)
     coords: Tensor = field(init=False)
-    table: Table = field(init=False)
+    table: TileTable = field(init=False)
     ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Cut:
         empty = ranked.new_zeros(len(counts), ranked.shape[1] - 1)
         sides = [empty.scatter_reduce(0, places, ranked[:, 1:], how, include_self=False) for how in ("amin", "amax")]
         found = (tiles[order[ends - counts]], *sides, counts)
-        values = {"order": order, "coords": ranked, "table": Table(*(part.long().cpu() for part in found))}
+        values = {"order": order, "coords": ranked, "table": TileTable(*(part.long().cpu() for part in found))}
         for name, value in (values | {"ends": ends.tolist()}).items():
             object.__setattr__(self, name, value)
 

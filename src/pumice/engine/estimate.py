@@ -95,10 +95,12 @@ def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Es
     as it is, cannot be followed: they and the steps behind them are left out, and told in `unknown`.
 
     Raises DtypeError if net is no Module or x no SparseTensor, DeviceError if they are on different devices,
-    OptionError for a module wrapped by torch.compile and for buffers of a captured network, and the ShapeError and
-    DtypeError of net(x); other errors of net for such an x are told in `unknown`.
+    OptionError for a module wrapped by torch.compile, for buffers of a captured network and for a loss that is no
+    function, and the ShapeError and DtypeError of net(x); other errors of net for such an x are told in `unknown`.
     """
     net = _checked(net, x)
+    if loss is not None and not callable(loss):
+        raise OptionError(f"loss takes a function of the network's result, found {type(loss).__name__}")
     x.geometry.settle()
     trains = any(p.requires_grad for p in net.parameters())
     inference = _DryRun(net, x, False).run(None)
@@ -204,7 +206,8 @@ class _DryRun:
         feats = [raw_feats(y) if isinstance(y, SparseTensor) else y for y in made]
         self.meter.mark([y for y in feats if isinstance(y, Tensor)])
         if len(feats) == 1 and isinstance(feats[0], Tensor) and not isinstance(item.part, Stretch | TrainStretch):
-            self.meter.spent.rows, self.meter.spent.channels = len(feats[0]), feats[0].shape[-1]
+            shape = feats[0].shape
+            self.meter.spent.rows, self.meter.spent.channels = (*shape, 1)[:2] if shape else (0, 0)
         return []
 
     def _run_part(self, item: Item, env: dict[Any, Any]) -> None:
@@ -274,6 +277,8 @@ def _name(part: Step | Stretch | TrainStretch) -> str:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, NotImplementedError):  # of torch, for tensors without contents
+        return "its result depends on the values of features"
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from pumice.engine.graph_capture import takes_graph
-from pumice.engine.measure import Meter
+from pumice.engine.measure import PassTimer
 from pumice.engine.subject import MODES, Loss, sum_of_squares_loss, undisturbed
+from pumice.engine.tuned_network import plan_key
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.nn import RelationalConv
 from pumice.ops import Graph
@@ -83,7 +82,7 @@ def tune_graph_network(
     with undisturbed(model, mode == "training"):
         calls = [_pass(model, sample, mode, loss or sum_of_squares_loss) for sample in samples]
         able = _able(layers, calls)
-        key, device = _key(layers, samples, mode)
+        key = _key(layers, samples, mode)
         known = None if fresh else orders().seek(key)
         if known is None:
             found = _search(layers, able, calls, clock)
@@ -95,7 +94,7 @@ def tune_graph_network(
         else:
             finished, reused = True, True
     chosen = {name: known.orders.get(name) for name in able}
-    tuning = GraphTuning(mode, device, chosen, known.before, known.after, finished, reused)
+    tuning = GraphTuning(mode, key.device, chosen, known.before, known.after, finished, reused)
     tuning.apply(model)
     return tuning
 
@@ -104,8 +103,7 @@ def _checked(model: Any, samples: Any, mode: str) -> dict[str, RelationalConv]:
     """The layers of the model by name."""
     if not isinstance(model, nn.Module):
         raise DtypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    if mode not in MODES:
-        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RelationalConv)}
     if not layers:
         raise OptionError(f"{type(model).__name__} has no pumice.nn.RelationalConv")
@@ -161,7 +159,7 @@ def _search(
     layers: Mapping[str, RelationalConv], able: Mapping[str, tuple[str, ...]], calls: Sequence[Any], clock: Clock
 ) -> SearchResult:
     meter, before = (
-        Meter(layers[next(iter(layers))].weight.device),
+        PassTimer(layers[next(iter(layers))].weight.device),
         {name: layer.order for name, layer in layers.items()},
     )
 
@@ -177,20 +175,10 @@ def _search(
             layers[name].order = order
 
 
-def _key(layers: Mapping[str, RelationalConv], samples: Sequence[tuple[Any, ...]], mode: str) -> tuple[PlanKey, str]:
-    """(key of the tuned orders, name of the device)."""
-    weight = next(iter(layers.values())).weight
-    kind = weight.device.type
-    device = (
-        torch.cuda.get_device_name(weight.device) if kind == "cuda" else f"{kind}, {torch.get_num_threads()} threads"
-    )
-    dtypes = sorted({str(layer.weight.dtype) for layer in layers.values()})
-    if torch.is_autocast_enabled(kind):
-        dtypes.append(f"autocast to {torch.get_autocast_dtype(kind)}")
-    told = [[name, repr(layer), list(layer.weight.shape)] for name, layer in layers.items()]
-    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
-    work = [_work(_graph(sample)) for sample in samples]
-    return PlanKey.of(device, " ".join(dtypes), mode, digest, tuple(pair for own in work for pair in own)), device
+def _key(layers: Mapping[str, RelationalConv], samples: Sequence[tuple[Any, ...]], mode: str) -> PlanKey:
+    told = [[name, repr(layer), [*layer.weight.shape]] for name, layer in layers.items()]
+    workload = tuple(pair for sample in samples for pair in _work(_graph(sample)))
+    return plan_key([layer.weight for layer in layers.values()], mode, told, workload)
 
 
 def _work(graph: Graph) -> tuple[tuple[float, float], ...]:

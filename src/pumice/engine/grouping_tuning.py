@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.engine.groups import LayerCall, LayerGroup, Observed, observe_calls
+from pumice.engine.groups import LayerCall, LayerGroup, observe_calls
 from pumice.engine.measure import EVENTS, WALL, IsolatedLayer, PassTiming, isolated_layer, latency
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Trial, Tuning
 from pumice.engine.subject import TuningSubject
-from pumice.engine.tuned_network import identity
+from pumice.engine.tuned_network import TuningRun, date_of
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops import conv_features
 from pumice.schedule.dataflow import DATAFLOWS, FORWARD, Dataflow, chosen
 from pumice.schedule.grouping_search import UNTUNED, GroupingSearch, Seconds, search_grouping, search_space
 from pumice.schedule.predict import total_seconds
-from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
+from pumice.schedule.tuned_plans import TunedPlan
 from pumice.schedule.tuner import Clock, SearchProgress
 
 GROUPING = "grouping"
@@ -170,47 +170,35 @@ def find_grouping(calls: Sequence[LayerCall], flows: Sequence[Dataflow]) -> Foun
     return FoundGrouping(tuned, seconds, untuned, bench.total(None) / len(calls), searches)
 
 
-@dataclass
-class GroupingRun:
+class GroupingRun(TuningRun):
     """Tuning of a network in these dataflows; the first one with the default grouping is the default. excluded: names
     of layers that are left as they are. found: what was found for each kind of layers."""
 
-    tuned_model: TuningSubject
-    flows: tuple[Dataflow, ...]
-    clock: Clock
-    excluded: Sequence[str] = ()
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.began: float = self.clock.now()
-        observed, scenes = observe_calls(self.tuned_model, self.excluded)
-        self.observed: Observed = observed
-        if not self.observed.groups:
-            raise OptionError(f"nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
-        self.kinds: list[LayerKind] = layer_kinds(self.observed.groups, scenes)
-        self.workload: Workload = tuple(group.workload for group in self.observed.groups)
-        details = f"{GROUPING} of {' or '.join(flow.name for flow in self.flows)}"
-        self.key: PlanKey = PlanKey.of(*identity(self.tuned_model, self.observed, details), self.workload)
+    def __init__(
+        self, tuned_model: TuningSubject, flows: tuple[Dataflow, ...], clock: Clock, excluded: Sequence[str] = ()
+    ) -> None:
+        began, (observed, scenes) = clock.now(), observe_calls(tuned_model, excluded)
+        details = f"{GROUPING} of {' or '.join(flow.name for flow in flows)}"
+        super().__init__(tuned_model, observed, clock, GROUPING, details)
+        self.began: float = began
+        self.flows: tuple[Dataflow, ...] = flows
+        self.kinds: list[LayerKind] = layer_kinds(observed.groups, scenes)
         self.found: dict[str, FoundGrouping] = {}
 
     def result(self, fresh: bool, save: bool) -> Tuning:
         """Search, or read what an earlier search found."""
-        near = None if fresh else plans().near(self.key, self.workload)
-        plan = near and near[1]
+        plan = None if fresh else self.near()
         if plan is not None and plan.finished:
-            return self._from_saved_plan(plan)
+            self.notes.append(f"tuned on {date_of(plan)}, for {plan.about}")
+            return self.known(plan, [self._choice(kind, plan.flows, plan.tuned_groups) for kind in self.kinds])
         flows = {} if plan is None else dict(plan.flows)
         done = () if plan is None else plan.tuned_groups
         finished = self.search(done)
         flows |= {name: found.flow for name, found in self.found.items()}
         before, after = self._timings(plan)
         if save:
-            about = f"{type(self.tuned_model.model).__name__}, {len(self.kinds)} kinds of layers"
-            was, now = ({**asdict(each), "parts": {}} for each in (before, after))
-            if near is not None and near[0] != self.key:
-                plans().forget([near[0]])
-            tuned = (*done, *self.found)
-            plans().keep(self.key, TunedPlan(flows, self.workload, was, now, tuned, finished, about))
+            about = f"{len(self.kinds)} kinds of layers"
+            self.save(flows, (before, after), (*done, *self.found), finished, about)
         choices = tuple(self._choice(kind, flows, done) for kind in self.kinds)
         notes, spent = (*self.notes, *self.observed.notes, before.note), self.clock.now() - self.began
         return Tuning(GROUPING, self.key.device, choices, before, after, (), notes, finished, False, spent)
@@ -235,11 +223,10 @@ class GroupingRun:
         kinds = [kind for kind in self.kinds if kind.name not in done]
         try:
             for number, kind in enumerate(kinds):
-                left = self.clock.budget - (self.clock.now() - self.began)
-                if left <= 0:
+                if self.left <= 0:
                     self.notes.append("the budget was spent")
                     return False
-                self.clock.watch(SearchProgress(kind.name, None, number, len(kinds), left, best, before))
+                self.clock.watch(SearchProgress(kind.name, None, number, len(kinds), self.left, best, before))
                 found = self.found[kind.name] = find_grouping(kind.calls, self.flows)
                 best, before = best + found.seconds, before + found.untuned
         except KeyboardInterrupt:
@@ -248,14 +235,6 @@ class GroupingRun:
             self.notes.append("it was interrupted")
             return False
         return True
-
-    def _from_saved_plan(self, plan: TunedPlan) -> Tuning:
-        when = plan.date.astimezone().strftime("%Y-%m-%d %H:%M")
-        self.notes.append(f"tuned on {when}, for {plan.about}")
-        choices = tuple(self._choice(kind, plan.flows, plan.tuned_groups) for kind in self.kinds)
-        before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
-        notes = (*self.notes, *self.observed.notes)
-        return Tuning(GROUPING, self.key.device, choices, before, after, (), notes, plan.finished, True)
 
     def _choice(self, kind: LayerKind, flows: Mapping[str, Dataflow], done: Sequence[str]) -> DataflowChoice:
         flow, found, group = flows.get(kind.name, self.flows[0]), self.found.get(kind.name), kind.group

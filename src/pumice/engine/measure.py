@@ -88,7 +88,7 @@ def measure(
         raise OptionError(f"repeats must be an integer of at least 1, found {repeats!r}")
     tuned_model = subject(model, samples, mode, loss)
     with undisturbed(tuned_model.model, tuned_model.training):
-        return Meter(tuned_model.device, repeats).measure(tuned_model.calls())
+        return PassTimer(tuned_model.device, repeats).measure(tuned_model.calls())
 
 
 @lru_cache(maxsize=4)
@@ -167,7 +167,7 @@ def median_parts(found: Sequence[Mapping[str, float]], scenes: int) -> Mapping[s
 
 
 @dataclass
-class Meter:
+class PassTimer:
     """Measures passes on a device with one clock, chosen by the first measurement."""
 
     device: torch.device

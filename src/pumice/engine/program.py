@@ -430,7 +430,7 @@ def _caller(step: CallStep, root: Mapping[str, Any]) -> Callable[[Env], None]:
             value = target(*args, **kwargs)
         if value is None or value is True or value is False:
             told = f"{step.names[0]} gave {value}, on which control flow may depend"
-            raise _Unseen(told, node.meta["within"])
+            raise _Unseen(told, node.meta["within"]())
         env[node] = value
 
     return run

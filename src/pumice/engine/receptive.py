@@ -180,6 +180,8 @@ def hull(*boxes: Box) -> Box:
 
 def reads_of_network(net: nn.Module, x: SparseTensor) -> Reads:
     """The rules of a network on tensors like x. Raises as receptive_field()."""
+    if not isinstance(net, nn.Module):
+        raise DtypeError(f"a receptive field is that of a torch.nn.Module, found {type(net).__name__}")
     if not isinstance(x, SparseTensor):
         raise DtypeError(f"a receptive field is one on a SparseTensor, found {type(x).__name__}")
     net = uncompiled(net)

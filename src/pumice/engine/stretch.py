@@ -356,8 +356,7 @@ class Stretch:
     def _by_modules(self, env: Env) -> None:
         """Run the modules, which have their own rules for mixed dtypes and tensor subclasses."""
         for step in self.steps:
-            own = isinstance(step, Product)
-            env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
+            run_by_modules(step, env)
 
     def _launches(self, tensors: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Launch | None] | None:
         """Launches by product, None for a product that is not one kernel; None instead of the list to call the modules.
@@ -752,6 +751,18 @@ def _readers(graph: TracedModule) -> dict[Node, list[Step]]:
     return readers
 
 
+def run_by_modules(step: Step, env: Env) -> None:
+    """Run a product or a concatenation by its module or function."""
+    own = isinstance(step, Product)
+    env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
+
+
+def is_concatenation(step: CallStep) -> bool:
+    """True for pumice.cat of a list."""
+    node = step.node
+    return node.target is cat and len(node.args) == 1 and isinstance(node.args[0], list | tuple)
+
+
 def parts_of(step: Step) -> tuple[Node, ...]:
     """The nodes that a concatenation joins."""
     return tuple(step.node.args[0])  # pyright: ignore[reportArgumentType]
@@ -760,8 +771,7 @@ def parts_of(step: Step) -> tuple[Node, ...]:
 def _is_sliced(step: CallStep, made: Mapping[Node, Product], readers: Mapping[Node, list[Step]], size: int) -> bool:
     """True if the parts of a concatenation can be column slices of one buffer: distinct products of one level, at
     aligned columns. Only products may read the parts and the result."""
-    node = step.node
-    if node.target is not cat or len(node.args) != 1 or not isinstance(node.args[0], list | tuple):
+    if not is_concatenation(step):
         return False
     parts = parts_of(step)
     if not made.keys() >= {*parts} or len({*parts}) < max(2, len(parts)) or len({made[p].level for p in parts}) > 1:
@@ -771,4 +781,4 @@ def _is_sliced(step: CallStep, made: Mapping[Node, Product], readers: Mapping[No
         if column * size % _ADDRESS or not all(isinstance(r, Product) or r is step for r in readers[part]):
             return False
         column += _channels(made[part])
-    return all(isinstance(reader, Product) for reader in readers.get(node, ()))
+    return all(isinstance(reader, Product) for reader in readers.get(step.node, ()))

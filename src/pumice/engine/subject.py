@@ -58,8 +58,7 @@ def subject(model: nn.Module, samples: Sequence[Scene], mode: str, loss: Loss | 
     """
     if not isinstance(model, nn.Module):
         raise DtypeError(f"model must be a torch.nn.Module, found {type(model).__name__}")
-    if mode not in MODES:
-        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     if isinstance(samples, SparseTensor | Tensor) or not isinstance(samples, Sequence):
         raise DtypeError(f"samples must be a list of SparseTensors, found {type(samples).__name__}")
     if not samples:

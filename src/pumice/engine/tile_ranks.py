@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed
 
 from pumice.coords import Bounds, Geometry
-from pumice.engine.cut import Cut, Table, placed
+from pumice.engine.cut import Cut, TileTable, placed
 from pumice.engine.tile_run import Runner, Way, joined
 from pumice.ops import SparseTensor
 
@@ -21,7 +21,7 @@ def over_ranks(runner: Runner, x: SparseTensor, group: Any) -> tuple[SparseTenso
     way, grid = runner.way.over(_joint([bounds for bounds, _, rows in told if rows] or [x.geometry.bounds]))
     around, existence = way.boxes
     cut = Cut(x, grid)
-    runs = Table(*map(torch.cat, zip(*_from_all(cut.table, group), strict=True))).runs(grid, existence)
+    runs = TileTable(*map(torch.cat, zip(*_from_all(cut.table, group), strict=True))).runs(grid, existence)
     counts = _from_all([len(cut.rows(tile, around)[0]) for tile in runs], group)
     ranks = deal([*map(sum, zip(*counts, strict=True))], len(told))
     dealt = [[tile for tile, owner in zip(runs, ranks, strict=True) if owner == rank] for rank in range(len(told))]

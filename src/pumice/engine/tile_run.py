@@ -74,7 +74,7 @@ def way_for(net: nn.Module, x: SparseTensor, tile: int | Sequence[int], halo: Ha
     return Way(tuple(-(-t // s) * s for t, s in zip(size, reads.stride, strict=True)), reads, margin)
 
 
-class Piece(NamedTuple):
+class TileResult(NamedTuple):
     """Results of a tile on x's device. rows: of x, None if the results have coordinates of their own, `coords`;
     geometry: that they came with."""
 
@@ -103,26 +103,26 @@ class Runner:
             raise DtypeError(f"pm.tiled takes networks that return a SparseTensor, found {type(y).__name__}")
         return y
 
-    def pieces(self, cut: Cut, tiles: Sequence[tuple[int, ...]], around: Box) -> Iterator[Piece]:
+    def pieces(self, cut: Cut, tiles: Sequence[tuple[int, ...]], around: Box) -> Iterator[TileResult]:
         """The results of tiles, one after the other; without tiles, that of no voxels."""
         if not tiles:
             yield self._piece(cut, (0,) * (1 + len(around)), cut.order[:0], 0)
         for tile in tiles:
             yield self._piece(cut, tile, *cut.rows(tile, around))
 
-    def _piece(self, cut: Cut, tile: tuple[int, ...], rows: Tensor, own: int) -> Piece:
+    def _piece(self, cut: Cut, tile: tuple[int, ...], rows: Tensor, own: int) -> TileResult:
         x, home = cut.x, cut.x.device
         device = self.device(x)
         given = placed(x.feats[rows].to(device), x.coords[rows].to(device), x.geometry)
         y = self.call(given)
         if y.geometry is given.geometry if self.way.reads is None else self.way.reads.same:
-            return Piece(y.feats[:own].to(home), rows[:own], y.coords[:0], y.geometry)
+            return TileResult(y.feats[:own].to(home), rows[:own], y.coords[:0], y.geometry)
         scale = [Fraction(a) / Fraction(b) for a, b in zip(y.stride, given.stride, strict=True)]
         kept = (cut.grid.tiles(y.coords, scale) == torch.tensor(tile, device=y.device)).all(1)
-        return Piece(y.feats[kept].to(home), None, y.coords[kept].to(home), y.geometry)
+        return TileResult(y.feats[kept].to(home), None, y.coords[kept].to(home), y.geometry)
 
 
-def joined(x: SparseTensor, pieces: Iterable[Piece]) -> SparseTensor:
+def joined(x: SparseTensor, pieces: Iterable[TileResult]) -> SparseTensor:
     """The results of all tiles as one tensor: in x's rows, or at coordinates of their own, in (batch, Morton) order."""
     out, parts = None, []
     for piece in pieces:

@@ -18,7 +18,7 @@ from pumice.ops import SparseTensor
 
 
 @dataclass(frozen=True)
-class Tile:
+class SceneTile:
     """A tile of a batch item: index per axis, voxels of its own, and voxels of others that it reads besides."""
 
     item: int
@@ -38,7 +38,7 @@ class TilePlan:
     tile: tuple[int, ...]
     halo: tuple[tuple[int, int], ...]
     field: ReceptiveField | None
-    tiles: tuple[Tile, ...]
+    tiles: tuple[SceneTile, ...]
     covers: bool
 
     @property
@@ -89,7 +89,7 @@ def plan_tiles(
     cut, tiles = Cut(x, grid), []
     for one in cut.table.runs(grid, existence):
         rows, own = cut.rows(one, around)
-        tiles.append(Tile(one[0], one[1:], own, len(rows) - own))
+        tiles.append(SceneTile(one[0], one[1:], own, len(rows) - own))
     halos = tuple((-low, high - t + 1) for (low, high), t in zip(around, way.tile, strict=True))
     return TilePlan(way.tile, halos, None if way.reads is None else way.reads.field, tuple(tiles), way.covers)
 

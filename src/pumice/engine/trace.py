@@ -8,6 +8,7 @@ import math
 import operator
 import threading
 import traceback
+import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -322,7 +323,7 @@ class _Tracer(Tracer):
             before.restore()
             reason = reason or "its forward changes attributes of modules"
         made = [*self.graph.nodes][nodes:]
-        if operations & _IDENTITY and any(n.meta["within"] is m and self._unknown(n) for n in made) and not reason:
+        if operations & _IDENTITY and any(n.meta["within"]() is m and self._unknown(n) for n in made) and not reason:
             reason = "its forward uses `is`, perhaps on the result of a module that is called as it is"
         if reason is None:
             self.through.append(m)
@@ -343,7 +344,8 @@ class _Tracer(Tracer):
         if kind != "output" and _modes() != self._modes:
             raise TraceError("forward changes autocast, the grad mode, default dtype or stream")
         node = super().create_node(kind, *given, **more)
-        node.meta["within"] = self._within[-1]
+        # Nodes refer to each other: held by them, a network would keep its memory until the next garbage collection.
+        node.meta["within"] = weakref.ref(self._within[-1])
         return node
 
     def proxy(self, node: Node) -> Proxy:
@@ -682,20 +684,22 @@ def trace(
         return pytree.tree_map(argument, ([*args], {**kwargs}), is_leaf=is_sparse)
 
     tracer, root = _Tracer(net, refused), _Root(net, make)
+    through, reasons = tracer.through, tracer.reasons
     try:
         # torch.fx patches Module.__call__ in all threads; call_module runs the calls of other threads unchanged.
         with _TRACING:
             traced = tracer.trace(root)
     except Exception as error:  # such as a result that a graph cannot hold
         return _place_of(error)
-    # `make` holds the arguments.
-    del root.make
+    finally:
+        # A tracer refers to itself, by the functions that torch.fx patches with: it must not keep net and arguments.
+        vars(tracer).clear()
     modules = {n: root.get_submodule(str(n.target)) for n in traced.nodes if n.op == "call_module"}
-    reasons = {n: reason for n, reason in tracer.reasons.items() if n in modules}
+    reasons = {n: reason for n, reason in reasons.items() if n in modules}
     whole = next((reason for n, reason in reasons.items() if modules[n] is net), None)
     if whole is not None:
         return whole
-    graph = TracedModule((), modules, tuple(tracer.through), reasons, tuple(placeholders), None)
+    graph = TracedModule((), modules, tuple(through), reasons, tuple(placeholders), None)
     _Lifting(graph).rewrite(traced)
     for node in reversed(traced.nodes):
         # Dead code without side effects.

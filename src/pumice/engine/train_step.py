@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from pumice.coords.capacity import CapacityPlanner, Shares
 from pumice.engine.around import around, sparse_in
-from pumice.engine.buckets import CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, Limits, device_context
+from pumice.engine.buckets import Buckets, CapacityBucket, CapacityMargins, CapturedModule, GraphRunner, device_context
 from pumice.engine.buffers import ModelInput
 from pumice.engine.capture import captured_site, check_example, check_scene
 from pumice.engine.compare import AMPLIFIED, steps_differ
@@ -139,8 +139,10 @@ def capture_step(
     model, example = around(model, example)
     example = check_example(example)
     _check_targets(example, targets)
-    limits = Limits.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
+    limits = Buckets.of("voxels", (len(example), max_voxels), (example.batch_size, None), buckets)
     margins = CapacityMargins(margin, level_capacity)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise OptionError(f"scaler takes a torch.amp.GradScaler, found {type(scaler).__name__}")
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     program = StepProgram(
         compile(model),
@@ -225,7 +227,7 @@ class _Steps(GraphRunner):
     skipped: int
 
     def __init__(
-        self, program: StepProgram, buffers: Targets, example: TrainingSample, limits: Limits, margins: CapacityMargins
+        self, program: StepProgram, buffers: Targets, example: TrainingSample, limits: Buckets, margins: CapacityMargins
     ) -> None:
         super().__init__(program, buffers, example, limits, margins)
         self._guard: tuple[Any, ...] | None = None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from pumice.coords import Geometry, KernelMap, kernel_map
-from pumice.engine.stretch import Env, grouped, is_one_kernel, parts_of, run_product
+from pumice.engine.stretch import Env, grouped, is_concatenation, is_one_kernel, parts_of, run_by_modules
 from pumice.engine.trace import CallStep, Product, Step, TracedModule, is_pure, nodes_in, reads_of
 from pumice.engine.train_layers import NONE, Joined, Layer, Planner, TrainPlan, WiredStep, tensors_of
 from pumice.engine.train_pass import Started, StepCall
@@ -22,7 +22,7 @@ from pumice.lower.norm import KernelTasks
 from pumice.nn import layers
 from pumice.nn.conv import Convolution
 from pumice.nn.hooks import REQUIRES_GRAD, TENSOR_GUARDS
-from pumice.ops import autograd, cat
+from pumice.ops import autograd
 from pumice.ops.conv import AUTOCAST_DTYPES, autocast_dtype
 from pumice.ops.tensor import from_raw_feats, raw_feats, unchecked_tensor
 from pumice.runtime.compile import BACKGROUND
@@ -78,8 +78,7 @@ class TrainStretch:
         """Put the values of `outputs` into env."""
         if not self._by_kernels(env):
             for step in self.steps:
-                own = isinstance(step, Product)
-                env[step.node] = run_product(step, env) if own else cat([env[part] for part in parts_of(step)])
+                run_by_modules(step, env)
 
     def _by_kernels(self, env: Env) -> bool:
         """Run the kernels. False: call the modules."""
@@ -293,7 +292,6 @@ _WRITES_NOTHING_ELSE = (layers.BatchNorm, nn.BatchNorm1d, layers.Dropout, nn.Dro
 
 def _is_joined(step: CallStep) -> bool:
     """True for a concatenation of sparse tensors by pumice.cat."""
-    node = step.node
-    if node.target is not cat or len(node.args) != 1 or not isinstance(node.args[0], list | tuple):
-        return False
-    return all(isinstance(part, Node) and part.meta["kind"] == "sparse" for part in node.args[0])
+    return is_concatenation(step) and all(
+        isinstance(part, Node) and part.meta["kind"] == "sparse" for part in parts_of(step)
+    )

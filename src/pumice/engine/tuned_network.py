@@ -1,18 +1,25 @@
-"""A network that is tuned: what a saved plan is of, and its layers without earlier choices."""
+"""A network that is tuned: its saved plans, and its layers without earlier choices."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pumice.engine.groups import Observed
+from pumice.engine.measure import PassTiming
+from pumice.engine.result import DataflowChoice, Tuning
 from pumice.engine.subject import TuningSubject
+from pumice.errors import OptionError
 from pumice.nn.conv import Convolution, convolutions
+from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
+from pumice.schedule.tuner import Clock
 
 
 @contextmanager
@@ -32,29 +39,76 @@ def released(model: nn.Module) -> Iterator[list[str]]:
         raise
 
 
-def identity(tuned_model: TuningSubject, observed: Observed, details: str) -> tuple[str, str, str, str]:
-    """A plan's key without workload: device, dtypes, mode, and a digest of the network. The digest covers the
-    convolution layers and their grouping by kernel maps, not weights. details: of the mode."""
-    kind = tuned_model.device.type
-    device = (
-        torch.cuda.get_device_name(tuned_model.device)
-        if kind == "cuda"
-        else f"{kind}, {torch.get_num_threads()} threads"
-    )
-    dtypes = sorted({_dtype(layer.weight.dtype) for layer in convolutions(tuned_model.model)})
+class TuningRun:
+    """Tuning of a network whose layer groups are known. details: of the mode, a part of the plan's key."""
+
+    def __init__(self, tuned_model: TuningSubject, observed: Observed, clock: Clock, mode: str, details: str) -> None:
+        if not observed.groups:
+            raise OptionError(f"nothing to tune: {'; '.join(observed.notes) or 'no layer ran'}")
+        self.tuned_model, self.observed, self.clock, self.mode = tuned_model, observed, clock, mode
+        self.notes: list[str] = []
+        self.began: float = clock.now()
+        self.workload: Workload = tuple(group.workload for group in observed.groups)
+        layers = [
+            [name, type(m).__name__, [*m.weight.shape], m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
+            for name, m in tuned_model.model.named_modules()
+            if isinstance(m, Convolution)
+        ]
+        groups = [[group.name, *group.layers] for group in observed.groups]
+        weights = [layer.weight for layer in convolutions(tuned_model.model)]
+        asked = f"{tuned_model.mode}, {details}" if details else tuned_model.mode
+        self.key: PlanKey = plan_key(weights, asked, [layers, groups], self.workload)
+
+    @property
+    def left(self) -> float:
+        """Seconds of the budget."""
+        return self.clock.budget - (self.clock.now() - self.began)
+
+    def near(self) -> TunedPlan | None:
+        """The saved plan for this workload."""
+        found = plans().near(self.key, self.workload)
+        return found and found[1]
+
+    def alike(self) -> TunedPlan | None:
+        """The saved plan with the nearest workload, at any distance."""
+        found = plans().alike(self.key, self.workload)
+        return found and found[1]
+
+    def known(self, plan: TunedPlan, choices: Sequence[DataflowChoice]) -> Tuning:
+        """The result of an earlier tuning."""
+        before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
+        notes = (*self.notes, *self.observed.notes)
+        return Tuning(self.mode, self.key.device, tuple(choices), before, after, (), notes, plan.finished, True)
+
+    def save(
+        self, flows: Any, timings: tuple[PassTiming, PassTiming], done: tuple[str, ...], finished: bool, about: str
+    ) -> None:
+        """Save a plan, in place of the one for this workload."""
+        before, after = ({**asdict(each), "parts": dict(each.parts)} for each in timings)
+        near = plans().near(self.key, self.workload)
+        if near is not None and near[0] != self.key:
+            plans().forget([near[0]])
+        about = f"{type(self.tuned_model.model).__name__}, {about}"
+        plans().keep(self.key, TunedPlan(flows, self.workload, before, after, done, finished, about))
+
+
+def date_of(plan: TunedPlan) -> str:
+    """As text, in the local time."""
+    return plan.date.astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def plan_key(weights: Sequence[Tensor], mode: str, layers: Any, workload: Workload) -> PlanKey:
+    """Key of a network: device and dtypes of its weights, mode, a digest of its layers as JSON, not of weights."""
+    home = weights[0].device
+    kind = home.type
+    device = torch.cuda.get_device_name(home) if kind == "cuda" else f"{kind}, {torch.get_num_threads()} threads"
+    dtypes = sorted({_dtype(weight.dtype) for weight in weights})
     if torch.is_autocast_enabled(kind):
         dtypes.append(f"autocast to {_dtype(torch.get_autocast_dtype(kind))}")
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtypes.append("tf32")
-    layers = [
-        [name, type(m).__name__, list(m.weight.shape), m.groups, m.bias is not None, str(m.relation), str(m.dataflow)]
-        for name, m in tuned_model.model.named_modules()
-        if isinstance(m, Convolution)
-    ]
-    groups = [[group.name, *group.layers] for group in observed.groups]
-    digest = hashlib.sha256(json.dumps([layers, groups]).encode()).hexdigest()[:16]
-    mode = f"{tuned_model.mode}, {details}" if details else tuned_model.mode
-    return device, " ".join(dtypes), mode, digest
+    digest = hashlib.sha256(json.dumps(layers).encode()).hexdigest()[:16]
+    return PlanKey.of(device, " ".join(dtypes), mode, digest, workload)
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from statistics import fmean
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from pumice.engine.grouping_tuning import GROUPING, GroupingRun, grouping_flows
 from pumice.engine.groups import LayerGroup, Observed, observe, recording_calls
 from pumice.engine.measure import (
     IsolatedLayer,
-    Meter,
+    PassTimer,
     PassTiming,
     compile_first,
     compile_in_parallel,
@@ -33,7 +33,7 @@ from pumice.engine.ranks import in_group
 from pumice.engine.result import NOT_ASKED, DataflowChoice, Tiles, Trial, Tuning
 from pumice.engine.shared_tuning import tuned_by_first
 from pumice.engine.subject import MODES, Loss, Scene, TuningSubject, fresh, subject, undisturbed
-from pumice.engine.tuned_network import identity, released
+from pumice.engine.tuned_network import TuningRun, date_of, released
 from pumice.errors import DeviceError, OptionError, PumiceError
 from pumice.lower.reference import EIGHT_BITS
 from pumice.ops import Graph
@@ -52,7 +52,7 @@ from pumice.schedule.dataflow import (
     skipping,
 )
 from pumice.schedule.predict import CandidateFlow, LayerWork, candidate_flows, is_applicable, promising, total_seconds
-from pumice.schedule.tuned_plans import PlanKey, TunedPlan, Workload, plans
+from pumice.schedule.tuned_plans import TunedPlan
 from pumice.schedule.tuned_tiles import Key, ledger
 from pumice.schedule.tuner import (
     MIN_NOISE,
@@ -184,8 +184,7 @@ def tune(
         with watching(progress) as watch:
             return tune_graph_network(model, samples, mode, loss, Clock(budget, watch=watch), fresh, save)
     began = time.monotonic()
-    if mode not in (*MODES, GROUPING):
-        raise OptionError(f"mode {mode!r} is unknown; there are {', '.join((*MODES, GROUPING))}")
+    OptionError.check("mode", mode, (*MODES, GROUPING))
     if mode == GROUPING:
         return _tune_groupings(model, samples, budget, bind, candidates, progress, (fresh, save))
     tuned_model = subject(model, samples, mode, loss)
@@ -322,7 +321,7 @@ class _NetworkBench:
 
     def __init__(self, tuned_model: TuningSubject, tasks: Sequence[PassTask]) -> None:
         self.tuned_model, self.tasks = tuned_model, {part.key: part for part in tasks}
-        self.meter = Meter(tuned_model.device, REPEATS)
+        self.meter = PassTimer(tuned_model.device, REPEATS)
         self.timings: dict[frozenset[tuple[str, Any]], list[PassTiming]] = {}
 
     def __call__(self, assignment: Assignment) -> float:
@@ -388,27 +387,16 @@ def _short(flow: Dataflow) -> str | Dataflow:
     return flow.name if is_named(flow) else flow
 
 
-@dataclass
-class _TuningRun:
-    """Tuning run of a network whose layer groups are known."""
-
-    tuned_model: TuningSubject
-    observed: Observed
-    options: TuningOptions
-    clock: Clock
-    notes: list[str] = field(default_factory=list)
+class _TuningRun(TuningRun):
     tile_seconds: float = 8.0
     """Longest time of tuning a layer's tiles, in seconds; a guess until one has been timed."""
     timed: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.observed.groups:
-            raise OptionError(f"nothing to tune: {'; '.join(self.observed.notes) or 'no layer ran'}")
-        self.began = self.clock.now()
-        self.workload: Workload = tuple(group.workload for group in self.observed.groups)
-        self.key = PlanKey.of(*identity(self.tuned_model, self.observed, self.options.bind), self.workload)
-        self.tasks = tuning_tasks(self.tuned_model, self.observed, self.options)
-        self.bench = _NetworkBench(self.tuned_model, self.tasks)
+    def __init__(self, tuned_model: TuningSubject, observed: Observed, options: TuningOptions, clock: Clock) -> None:
+        super().__init__(tuned_model, observed, clock, tuned_model.mode, options.bind)
+        self.options = options
+        self.tasks = tuning_tasks(tuned_model, observed, options)
+        self.bench = _NetworkBench(tuned_model, self.tasks)
 
     @cached_property
     def skips(self) -> bool:
@@ -432,10 +420,6 @@ class _TuningRun:
         self.notes.append(f"trials run whole training steps: {why}")
         return False
 
-    @property
-    def left(self) -> float:
-        return self.clock.budget - (self.clock.now() - self.began)
-
     def result(self, fresh: bool, save: bool, began: float) -> Tuning:
         near, hints = (None, {}) if fresh else self._saved_plan()
         if near is not None and near.finished:
@@ -455,48 +439,34 @@ class _TuningRun:
         choices = tuple(self._choices(found, done))
         notes = (*self.notes, *self.observed.notes, found.ended, before.note)
         if save:
-            self._save(found, (*done, *found.tuned_groups), before, after)
+            about = f"{len(self.workload)} maps, {self.observed.groups[0]}"
+            tuned = (*done, *found.tuned_groups)
+            self.save(found.assignment, (before, after), tuned, found.finished, about)
         spent = time.monotonic() - began
         device = str(self.key.device)
         return Tuning(self.tuned_model.mode, device, choices, before, after, tiles, notes, found.finished, False, spent)
 
     def _saved_plan(self) -> tuple[TunedPlan | None, Mapping[str, Dataflow]]:
         """(saved plan for this workload, {}), or (None, dataflows of a similar plan to try first)."""
-        alike = plans().alike(self.key, self.workload)
-        if alike is None:
+        plan = self.alike()
+        if plan is None:
             return None, {}
-        _, plan = alike
         usable = all(
             key in self.bench.tasks and self.options.allows(flow, self.bench.tasks[key].passes, self.tuned_model)
             for key, flow in plan.flows.items()
         )
-        near = plans().near(self.key, self.workload)
-        when = plan.date.astimezone().strftime("%Y-%m-%d %H:%M")
+        near = self.near()
         if near is not None and usable:
-            self.notes.append(f"{'tuned' if plan.finished else 'begun'} on {when}, for {plan.about}")
+            self.notes.append(f"{'tuned' if plan.finished else 'begun'} on {date_of(plan)}, for {plan.about}")
             return plan, {}
         why = "other scenes" if near is None else "other dataflows"
-        self.notes.append(f"tuned on {when} for {why} ({plan.about}): tuned again")
+        self.notes.append(f"tuned on {date_of(plan)} for {why} ({plan.about}): tuned again")
         return None, plan.flows
 
     def _from_saved_plan(self, plan: TunedPlan) -> Tuning:
-        flows = self.bench.flows(plan.flows)
-        choices = tuple(
-            _choice(group, flows[group], (), "from the tuning cache", self._default_seconds(group))
-            for group in self.observed.groups
-        )
-        before, after = (PassTiming(**spent) for spent in (plan.before, plan.after))
-        notes = (*self.notes, *self.observed.notes)
-        return Tuning(self.tuned_model.mode, self.key.device, choices, before, after, (), notes, plan.finished, True)
-
-    def _save(self, found: SearchResult, tuned_groups: tuple[str, ...], before: PassTiming, after: PassTiming) -> None:
-        flows: Any = found.assignment
-        about = f"{type(self.tuned_model.model).__name__}, {len(self.workload)} maps, {self.observed.groups[0]}"
-        was, now = ({**asdict(each), "parts": dict(each.parts)} for each in (before, after))
-        near = plans().near(self.key, self.workload)
-        if near is not None and near[0] != self.key:
-            plans().forget([near[0]])
-        plans().keep(self.key, TunedPlan(flows, self.workload, was, now, tuned_groups, found.finished, about))
+        flows, why = self.bench.flows(plan.flows), "from the tuning cache"
+        groups = self.observed.groups
+        return self.known(plan, [_choice(one, flows[one], (), why, self._default_seconds(one)) for one in groups])
 
     def _search(self, start: Assignment, done: Sequence[str], hints: Mapping[str, Dataflow]) -> SearchResult:
         tasks = []

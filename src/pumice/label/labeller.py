@@ -81,9 +81,8 @@ class Labeller:
 
     def __post_init__(self) -> None:
         for name, known in (("kind", FORMATS), ("precision", tuple(PRECISIONS)), ("features", (None, *FEATURES))):
-            if (found := getattr(self, name)) not in known:
-                raise OptionError(f"{name}={found!r} is unknown; there are {', '.join(map(str, known))}")
-        if (self.columns or 3) < 3 or (self.readers or 0) < 0:
+            OptionError.check(name, getattr(self, name), known)
+        if (self.columns is not None and self.columns < 3) or (self.readers or 0) < 0:
             raise OptionError(f"columns is at least 3, readers 0; found {self.columns} and {self.readers}")
 
     def __getstate__(self) -> dict[str, Any]:

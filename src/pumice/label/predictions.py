@@ -9,14 +9,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from pumice.data import SEMANTIC_KITTI, Scan
+from pumice.data.scan import optional_package
 from pumice.errors import OptionError
 from pumice.label.checkpoint import Task
-from pumice.label.extras import extra
 
 _PARTIAL = ".partial"
 # Another machine's unfinished file is left alone for a day: its writer cannot be asked.
@@ -26,8 +25,7 @@ _DAY = 86400.0
 def kind_of(kind: str, task: Task) -> str:
     """The format that `kind` means for this task, one of FORMATS but auto, with its package at hand. Raises OptionError
     for an unknown one, for label with classes that are not SemanticKITTI's, and for parquet without pyarrow."""
-    if kind not in FORMATS:
-        raise OptionError(f"predictions are written as one of {', '.join(FORMATS)}, found {kind!r}")
+    OptionError.check("kind", kind, FORMATS)
     kitti = task.names == SEMANTIC_KITTI.names
     if kind == "auto":
         return "label" if kitti else "npz"
@@ -37,7 +35,7 @@ def kind_of(kind: str, task: Task) -> str:
             f".label files hold classes of SemanticKITTI, found {', '.join(task.names[:4])}, ...: {others}"
         )
     if kind == "parquet":
-        extra("pyarrow.parquet", "io")
+        optional_package("pyarrow.parquet")
     return kind
 
 
@@ -123,13 +121,13 @@ def _write_ply(path: Path, scan: Scan, classes: np.ndarray, task: Task) -> None:
 
 
 def _write_parquet(path: Path, scan: Scan, classes: np.ndarray, task: Task) -> None:
-    arrow: Any = extra("pyarrow", "io")
+    arrow = optional_package("pyarrow")
     x, y, z = _positions(scan).T
     rows = np.arange(len(scan)) if scan.rows is None else scan.rows
     label = arrow.array(classes.astype(np.int16))
     name = arrow.DictionaryArray.from_arrays(label, arrow.array(task.names))
     columns = {"point": rows.astype(np.int64), "x": x, "y": y, "z": z, "label": label, "class": name}
-    extra("pyarrow.parquet", "io").write_table(arrow.table(columns), path)
+    optional_package("pyarrow.parquet").write_table(arrow.table(columns), path)
 
 
 def _positions(scan: Scan) -> np.ndarray:

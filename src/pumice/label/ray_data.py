@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pumice.label.extras import extra
+from pumice.data.scan import optional_package
 from pumice.label.labeller import Labelled, Labeller
 from pumice.label.sources import Input
 
@@ -23,8 +23,8 @@ def label_on_ray(labeller: Labeller, inputs: Sequence[Input], address: str) -> I
     A worker that dies is started again by Ray, and its batch continues where it stopped. Raises OptionError without
     ray, and as Labeller.label().
     """
-    ray = extra("ray", "ray")
-    data = extra("ray.data", "ray")
+    ray = optional_package("ray", "ray")
+    data = optional_package("ray.data", "ray")
     labeller.opened()
     ray.init(address=address, log_to_driver=False, ignore_reinit_error=True)
     try:

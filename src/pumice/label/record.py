@@ -32,10 +32,10 @@ class Record:
     root: str
 
     def agree(self, out: Path) -> None:
-        """Write this record into `out`, or compare it with the one that is there. Raises OptionError that names both if
-        they differ (in the path of the checkpoint they may)."""
+        """Write this record into `out`, or compare it with that of the labels that are there. Raises OptionError that
+        names both if they differ (in the path of the checkpoint they may)."""
         found = read_record(out)
-        if found is None:
+        if found is None or (found != self and not any(out.rglob(f"*.{found.kind}"))):
             text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
             with whole_file(out / _NAME) as partial:
                 partial.write_text(text, encoding="utf-8")

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pumice.data import READERS, find_scans
+from pumice.data.scan import optional_package
 from pumice.errors import FileError, OptionError
-from pumice.label.extras import extra
 
 _LARGEST = 2**32
 """Bytes of a scan's file, unpacked: larger ones are refused before they fill the memory or the disk."""
@@ -178,12 +178,12 @@ def _remote(url: str) -> tuple[list[str], str]:
 def _file_system(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path there."""
     _known(url.partition("://")[0])
-    return extra("fsspec.core", "io").url_to_fs(url)
+    return optional_package("fsspec.core").url_to_fs(url)
 
 
 def _known(protocol: str) -> None:
     """Raises OptionError if fsspec, or the package that it needs for a protocol, is missing."""
-    fsspec = extra("fsspec", "io")
+    fsspec = optional_package("fsspec")
     for part in protocol.split("::"):
         try:
             fsspec.get_filesystem_class(part)

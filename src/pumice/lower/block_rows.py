@@ -131,11 +131,6 @@ class BlockRowStep(SegmentStep):
         return ready, (operands[roles.values].contiguous(),)
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return BlockRowStep(bound, dtype)(operands)
-
-
 class BlockTile(NamedTuple):
     """columns: of a program; stages: iterations whose loads are under way."""
 

@@ -61,11 +61,6 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return found if isinstance(found, str) else None
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return TwoStepLowering(bound, operands, dtype)(operands)
-
-
 def of_chain(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """The work of both steps."""
     return _work(_steps_of(bound, operands), operands)

@@ -139,11 +139,6 @@ def _roles(accesses: Sequence[Access]) -> GatherMatch | str:
     return GatherMatch(whole, x, y, whole is not accesses[0], group, inner, outer)
 
 
-def run_gathered(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `gathered_refusal` accepts; a new tensor of `dtype`."""
-    return GatherExecutor(bound.statement, bound.shape, dtype)(operands, None)
-
-
 @dataclass(frozen=True)
 class GatherExecutor:
     """A "gathered" statement as a step of a plan, for operands of any sizes. shape, dtype: of the result."""
@@ -240,7 +235,7 @@ def _pairs(outputs: Tensor, inputs: Tensor, taps: Tensor, extents: tuple[int, in
 
 
 def listed(found: KernelMap) -> Mapping[str, Tensor] | None:
-    """The arrays of the form "pairs" of a map, with the lists that `run_gathered` derives from them, by C kernels; None
+    """The arrays of the form "pairs" of a map, with the lists that GatherExecutor derives from them, by C kernels; None
     if these do not run."""
     if found.device.type != "cpu" or found.buffered is not None or isinstance(found, MultiMap):
         return None

@@ -3,12 +3,10 @@
 import triton
 import triton.language as tl
 
+_PLACES = ["n1", "n2", "n3", "x0", "x1", "x2", "x3", "y0", "y1", "y2", "y3"]
 
-@triton.jit(
-    do_not_specialize=[
-        *["points", "groups", "begin", "inside", "n1", "n2", "n3", "x0", "x1", "x2", "x3", "y0", "y1", "y2", "y3"]
-    ]
-)
+
+@triton.jit(do_not_specialize=["points", "groups", "begin", "inside", *_PLACES])
 def entry_sums(
     x, values, words, starts, targets, edges, y, points: "i64", groups: "i64", begin: "i64", inside: "i64", n1: "i64",
     n2: "i64", n3: "i64", x0: "i64", x1: "i64", x2: "i64", x3: "i64", y0: "i64", y1: "i64", y2: "i64", y3: "i64",
@@ -83,29 +81,7 @@ def _places(point, n1, n2, n3, x0, x1, x2, x3, y0, y1, y2, y3, LOOPS: tl.constex
     return reads + point * x0.to(tl.int32), writes + point * y0.to(tl.int32)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *[
-            "points",
-            "groups",
-            "begin",
-            "inside",
-            "zero",
-            "width",
-            "n1",
-            "n2",
-            "n3",
-            "x0",
-            "x1",
-            "x2",
-            "x3",
-            "y0",
-            "y1",
-            "y2",
-        ],
-        "y3",
-    ]
-)
+@triton.jit(do_not_specialize=["points", "groups", "begin", "inside", "zero", "width", *_PLACES])
 def block_sums(
     x, values, words, counts, targets, edges, y, points: "i64", groups: "i64", begin: "i64", inside: "i64",
     zero: "i64", width: "i64", n1: "i64", n2: "i64", n3: "i64", x0: "i64", x1: "i64", x2: "i64", x3: "i64", y0: "i64",

@@ -487,7 +487,7 @@ def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Ten
     return total if windows.shape[1] > missing_edge(torch.int32) else total.int()
 
 
-class Slots(NamedTuple):
+class WordSlots(NamedTuple):
     """Places of words. size: of all, with one more step; of_entry: of each entry; starts: first step of each group of
     segments and the end; targets: of the segments in groups, -1 where there is none."""
 
@@ -525,7 +525,7 @@ class EntrySegments:
     def longest(self) -> int:
         return int(self.counts.max())
 
-    def slots(self, tile: EntryTile) -> Slots:
+    def slots(self, tile: EntryTile) -> WordSlots:
         """The places of the entries: the longest segments first, in groups; entries of a segment across its parts."""
         rank = self.counts.argsort(descending=True, stable=True)
         groups = -(-len(rank) // tile.segments)
@@ -544,4 +544,4 @@ class EntrySegments:
         step = starts[row // tile.segments] + within // tile.parts
         rows = tile.segments * tile.parts
         of_entry = step * rows + row % tile.segments * tile.parts + within % tile.parts
-        return Slots((int(starts[-1]) + 1) * rows, of_entry, starts, targets)
+        return WordSlots((int(starts[-1]) + 1) * rows, of_entry, starts, targets)

@@ -35,7 +35,7 @@ from pumice.language.iteration import (
 )
 from pumice.language.nodes import Access, Affine, indices_of
 from pumice.lower import nest_c
-from pumice.lower.iterate_c import HEADER, Emitted, Reads, emitted, widths
+from pumice.lower.iterate_c import HEADER, Emitted, FactorReads, emitted, widths
 from pumice.lower.levels import MOST_LEVELS, Fibers, StoredForm, StoredOperand
 from pumice.lower.nest_form import MOST_ELEMENTS
 from pumice.runtime.cache import BoundedCache, cached_per_values
@@ -182,7 +182,7 @@ class PlannedProduct:
             for n, (a, has) in enumerate(zip(arrays, along[1:], strict=True))
         ]
         valued = tuple(form.dtype is not None for form in product.forms)
-        reads = Reads(along, valued, self.ordered, tuple(bool(a.tiles) for a in arrays))
+        reads = FactorReads(along, valued, self.ordered, tuple(bool(a.tiles) for a in arrays))
         code = emitted(nest, reads, length, nest_c.lanes_of(dtype))
         return PreparedNest(product, nest, code, target, tuple(arrays), dtype)
 

@@ -66,7 +66,7 @@ void run(region parallel, int threads, i64 *z) {{ start(parallel, threads, z[1],
 """
 
 
-class Reads(NamedTuple):
+class FactorReads(NamedTuple):
     """along: whether the target and the factors have the vector index; valued: whether factors have values; ordered:
     whether the entries of factors are in another order than the positions of their last level; tiled: whether factors
     are stored by tiles of the vector index, so that what a tile reads of them is contiguous."""
@@ -88,7 +88,7 @@ class Emitted:
     arguments: tuple[tuple[Any, ...], ...]
 
 
-def emitted(nest: LoopNest, reads: Reads, length: int, vector: tuple[str, int]) -> Emitted:
+def emitted(nest: LoopNest, reads: FactorReads, length: int, vector: tuple[str, int]) -> Emitted:
     """The C source of a nest. length: points of the vector index; vector: C type and number of the lanes."""
     real, lanes = vector
     slots, size = dict[tuple[Hashable, ...], int](), 4 if real == "float" else 8
@@ -128,7 +128,7 @@ class _Writer:
     """Writes the function of one tile: `count` vectors of `width` lanes."""
 
     nest: LoopNest
-    reads: Reads
+    reads: FactorReads
     count: int
     width: int
     lanes: int

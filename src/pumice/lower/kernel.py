@@ -22,15 +22,7 @@ from pumice.errors import OptionError
 from pumice.language.bind import BoundStatement, leading_indices, reaches, resizable, resized
 from pumice.language.contraction import ContractionRoles, contraction_roles, exchanged, packed, segment_axis, stacked
 from pumice.language.nodes import Access, Affine, Index, Statement, accesses_of, arrays_of, indices_of
-from pumice.lower.emit import (
-    BEFORE,
-    FARTHEST,
-    Signature,
-    Source,
-    contiguous,
-    depth_of_entry,
-    emit,
-)
+from pumice.lower.emit import BEFORE, FARTHEST, Signature, Source, contiguous, depth_of_entry, emit
 from pumice.lower.epilogue import EPILOGUE, NO_EPILOGUE, EpilogueSignature
 from pumice.lower.reference import EIGHT_BITS, tops_of
 from pumice.lower.segments import Segments
@@ -114,21 +106,6 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     return None
 
 
-def run(
-    bound: BoundStatement,
-    operands: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    tile: Tile | None = None,
-    precision: str = "",
-) -> Tensor:
-    """Evaluate a statement of one term by one kernel; a new tensor of `dtype`.
-
-    tile: default: the tuned tile, else a heuristic one. precision: of float32 products, one of PRECISIONS; default:
-    that of torch.set_float32_matmul_precision.
-    """
-    return runner(bound, dtype, tile, precision)(operands)
-
-
 def runner(
     bound: BoundStatement,
     dtype: torch.dtype,
@@ -136,7 +113,8 @@ def runner(
     precision: str = "",
     finish: EpilogueSignature = NO_EPILOGUE,
 ) -> KernelExecutor:
-    """The cached executor of `run`. finish: epilogue to fuse."""
+    """The cached executor of a statement of one term. tile: default: the tuned one, else a heuristic one. precision: of
+    float32 products, one of PRECISIONS; default: that of torch.set_float32_matmul_precision. finish: the epilogue."""
     key = (bound, dtype, tile, precision, finish, torch.are_deterministic_algorithms_enabled())
     return _RUNNERS.get(key) or _RUNNERS.keep(key, KernelExecutor(bound, dtype, tile, precision, finish))
 

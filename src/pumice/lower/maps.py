@@ -42,6 +42,7 @@ from pumice.lower.tile_family import INT32_LIMIT
 from pumice.runtime.cache import PERSISTENT, BoundedCache, intern_key
 from pumice.runtime.compile import BACKGROUND
 from pumice.runtime.streams import MAP_STREAM_PRIORITY, is_capturing, record_event
+from pumice.schedule.dataflow import number_after
 from pumice.schedule.tile import SHARED_CHUNK
 
 _PAIRS = "map[o[p], k[p], i[p]] = 1 ; k:sorted"
@@ -532,10 +533,10 @@ class _Forms(Mapping[str, MapForm]):
         if found is not None:
             return found
         base, side = (name[:-2], name[-2:]) if name.endswith(("_t", "_w")) else (name, "")
-        count = base.removeprefix("split")
-        if count == base or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+        count = number_after("split", base)
+        if count is None:
             raise KeyError(name)
-        return _tiled(int(count), side)
+        return _tiled(count, side)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._usual)

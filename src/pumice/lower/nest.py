@@ -85,11 +85,6 @@ class Wanted(NamedTuple):
             return completed(LoopSchedule(), facts)
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return NestStep(bound, dtype)(operands)
-
-
 class NestStep:
     """A step of a plan: a statement that `refusal` accepts, for operands of the shapes of the first call. wanted: its
     schedule; None: the tuned one, or the rule's."""
@@ -244,7 +239,7 @@ class Placed(NamedTuple):
         return total
 
 
-class Move(NamedTuple):
+class LaneMove(NamedTuple):
     """A C function that moves images to or from lanes. kernel: its address; elements: of an image in lanes; sizes,
     room: see nest_c.moves_source."""
 
@@ -324,8 +319,8 @@ class LaneCopies(NamedTuple):
 
     factor: int
     images: Images
-    into: Move
-    out: Move | None
+    into: LaneMove
+    out: LaneMove | None
     parts: tuple[int, int]
     room: int
 
@@ -458,7 +453,7 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> Lan
     if lanes.points:
         tiles = lanes.block[1] // lanes.tile[1]
         sizes = (*images.size, 0, 0, lanes.points, 0, tiles, count, 1, lanes.tile[1])
-        into = Move(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
+        into = LaneMove(nest_c.mover("copy", real), number, elements, sizes, (1, shape[-1] + count))
         return LaneCopies(lanes.factor, images, into, None, (_aligned(number * elements), 0), into.room[1])
     before = [0] * (2 - lanes.axes) + [pad[0] for pad in pads[-lanes.axes :]]
     steps = [c * b for c, b in zip(lanes.steps, lanes.block, strict=True)]
@@ -466,12 +461,12 @@ def _moves(lanes: Lanes, placed: Sequence[Placed], real: str, count: int) -> Lan
     for step, size in ((steps, lanes.read), (lanes.block, lanes.block)):
         rooms.append([(n - 1) * d + s for n, d, s in zip(lanes.grid, step, size, strict=True)])
         rooms[-1][1] += count
-    into = Move(
+    into = LaneMove(
         nest_c.mover("pack", real), number, elements, (*images.size, *before, *steps, *grid, *lanes.read), (*rooms[0],)
     )
     out = _rows_columns(placed[0].view, lanes)
     outputs, inside = math.prod(target[: -lanes.axes]), math.prod(lanes.block) * count
-    back = Move(
+    back = LaneMove(
         nest_c.mover("unpack", real), outputs, inside, (*out, 0, 0, *lanes.block, *grid, *lanes.block), (*rooms[1],)
     )
     # Squares of `count` vectors are read, also at the end of the last image.

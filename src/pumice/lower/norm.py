@@ -112,12 +112,7 @@ class NormState:
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: CoordBuffer,
-        statistics: Statistics,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: CoordBuffer, statistics: Statistics
     ) -> Tensor:
         y, state = normed(x, rows, Norm(weight, bias, statistics))
         ctx.rows, ctx.statistics = rows, statistics

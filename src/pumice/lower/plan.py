@@ -55,15 +55,17 @@ from pumice.schedule.tuner import Clock
 
 Shapes = Mapping[str, tuple[int, ...]]
 Refusal = Callable[[Statement, BoundStatement, Mapping[str, Tensor]], str | None]
+Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """An implementation of a step. refusal: why it cannot run, or None; run: the result; work: for the cost model.
-    named: it runs only if lowering= names it."""
+    """An implementation of a step. refusal: why it cannot run, or None; step: the function that runs it, of its sizes,
+    operands of like shapes, the result's dtype, and a precision or the schedule of a loop nest; work: for the cost
+    model. named: it runs only if lowering= names it."""
 
     refusal: Refusal
-    run: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]
+    step: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype, str], Run]
     work: Callable[[Statement, BoundStatement, Mapping[str, Tensor]], Work]
     named: bool = False
 
@@ -163,7 +165,7 @@ class PlanStep:
     result: name of the operand of later steps that the step computes instead; reads: such operands of this one.
     """
 
-    run: Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
+    run: Run
     places: tuple[tuple[str, int], ...]
     result: str = ""
     reads: tuple[str, ...] = ()
@@ -362,9 +364,6 @@ def bind_operands(
     return replace(plan, steps=tuple(steps), accumulated=old, shape=plan.shape if shape is None else shape)
 
 
-Run = Callable[[Mapping[str, Tensor], Tensor | None], Tensor]
-
-
 def _bound_run(run: Run, bound: Mapping[str, Tensor], at: Sizes | None) -> Run:
     if isinstance(run, kernels.KernelExecutor):
         return BoundExecutor(run, bound, at)
@@ -491,7 +490,7 @@ def _prepared(
         # Accumulate in float32; only the last step rounds.
         last = number == len(option.steps) or not dtype.is_floating_point
         kind = step.dtype or (dtype if last else torch.promote_types(dtype, torch.float32))
-        run = _runner(option.lowerings[number - 1], step.bound, tensors, kind, choice)
+        run = LOWERINGS[option.lowerings[number - 1]].step(step.bound, tensors, kind, choice)
         if step.result and all(isinstance(f, Exists) for term in step.statement.terms for f in term.factors):
             run = _cached_places(run, tensors)
         parts.append(PlanStep(run, used, step.result, tuple(name for name in tensors if name not in places)))
@@ -533,35 +532,6 @@ def _option(operands: Sequence[Tensor], names: str, text: str, shape: tuple[int,
         if wanted == lowering:
             raise
         return _option(operands, names, text, shape, "")
-
-
-def _runner(
-    name: str, bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, choice: str
-) -> Callable[[Mapping[str, Tensor], Tensor | None], Tensor]:
-    """The function that runs a step with its tensors. choice: a precision, or the schedule of a loop nest."""
-    precision = choice.removesuffix(PREFERRED)
-    if name == "triton":
-        return kernels.runner(bound, dtype, None, precision)
-    if name == "chained":
-        return chained.TwoStepLowering(bound, tensors, dtype, precision)
-    if name == "gathered":
-        return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
-    if name in _STEPS:
-        return _STEPS[name](bound, dtype)
-    if name == "nest":
-        return nest.NestStep(bound, dtype, schedule_of(choice))
-
-    values = loops.value_names(bound.statement)
-    narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
-
-    def run(tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
-        if narrow:
-            # Torch neither multiplies 8-bit floats nor sums 8-bit integers.
-            tensors = {**tensors, **{n: tensors[n].to(torch.float32) for n in narrow}}
-        found = LOWERINGS[name].run(bound, tensors, dtype)
-        return found if before is None else before + found
-
-    return run
 
 
 def schedule_of(choice: str) -> nest.Wanted | None:
@@ -690,7 +660,7 @@ def step_options(step: PlacedStep, device: Device, wanted: str) -> Iterator[tupl
             yield name, math.inf, "it runs only if lowering= names it"
             continue
         # The interpreter is for tests and only used if requested by name.
-        if name in ("triton", "chained", *_STEPS, "unrolled") and not wanted and device.name == "CPU":
+        if name in _ON_GPU and not wanted and device.name == "CPU":
             yield name, math.inf, "the operands are not on a GPU"
             continue
         why = lowering.refusal(step.statement, step.bound, step.tensors)
@@ -752,34 +722,66 @@ def _on_gpu(refusal: Refusal) -> Refusal:
     return refused
 
 
+def _step_of(kind: Callable[[BoundStatement, torch.dtype], Run]) -> Any:
+    """`Lowering.step` for steps that need nothing else."""
+    return lambda bound, tensors, dtype, choice: kind(bound, dtype)
+
+
+def _function_of(evaluate: Callable[[BoundStatement, Mapping[str, Tensor], torch.dtype], Tensor]) -> Any:
+    """`Lowering.step` for a function that evaluates a statement."""
+
+    def step(bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, _: str) -> Run:
+        values = loops.value_names(bound.statement)
+        narrow = [n for n in tensors if n in values and tensors[n].dtype in loops.EIGHT_BITS]
+
+        def run(tensors: Mapping[str, Tensor], before: Tensor | None) -> Tensor:
+            if narrow:
+                # Torch neither multiplies 8-bit floats nor sums 8-bit integers.
+                tensors = {**tensors, **{n: tensors[n].to(torch.float32) for n in narrow}}
+            found = evaluate(bound, tensors, dtype)
+            return found if before is None else before + found
+
+        return run
+
+    return step
+
+
+def _of_kernel(bound: BoundStatement, _: Mapping[str, Tensor], dtype: torch.dtype, choice: str) -> Run:
+    return kernels.runner(bound, dtype, None, choice.removesuffix(PREFERRED))
+
+
+def _of_two(bound: BoundStatement, tensors: Mapping[str, Tensor], dtype: torch.dtype, choice: str) -> Run:
+    return chained.TwoStepLowering(bound, tensors, dtype, choice.removesuffix(PREFERRED))
+
+
+def _of_nest(bound: BoundStatement, _: Mapping[str, Tensor], dtype: torch.dtype, choice: str) -> Run:
+    return nest.NestStep(bound, dtype, schedule_of(choice))
+
+
+def _of_gathers(bound: BoundStatement, dtype: torch.dtype) -> Run:
+    return cpu.GatherExecutor(bound.statement, bound.shape, dtype)
+
+
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
-        "triton": Lowering(_on_gpu(kernels.refusal), kernels.run, work.kernel_work),
-        "chained": Lowering(_on_gpu(chained.refusal), chained.run, chained.of_chain),
-        "block-rows": Lowering(_on_gpu(block_rows.refusal), block_rows.run, block_rows.work),
-        "blocks": Lowering(_on_gpu(block_sums.refusal), block_sums.run, block_sums.work),
-        "entries": Lowering(_on_gpu(entry_sums.refusal), entry_sums.run, entry_sums.work),
-        "segments": Lowering(_on_gpu(segment_sums.refusal), segment_sums.run, segment_sums.work),
-        "unrolled": Lowering(_on_gpu(unrolled.refusal), unrolled.run, unrolled.work),
-        "gathered": Lowering(cpu.gathered_refusal, cpu.run_gathered, work.gathered_work),
-        "nest": Lowering(nest.refusal, nest.run, work.nest_work),
-        "rowwise": Lowering(rowwise.refusal, rowwise.run, rowwise.work),
-        "inductor": Lowering(inductor.refusal, inductor.run, work.graph_work, named=True),
-        "graph": Lowering(graph.refusal, graph.run, work.graph_work),
-        "reference": Lowering(loops.refusal, loops.run, work.loop_work),
+        "triton": Lowering(_on_gpu(kernels.refusal), _of_kernel, work.kernel_work),
+        "chained": Lowering(_on_gpu(chained.refusal), _of_two, chained.of_chain),
+        "block-rows": Lowering(_on_gpu(block_rows.refusal), _step_of(block_rows.BlockRowStep), block_rows.work),
+        "blocks": Lowering(_on_gpu(block_sums.refusal), _step_of(block_sums.BlockStep), block_sums.work),
+        "entries": Lowering(_on_gpu(entry_sums.refusal), _step_of(entry_sums.EntryStep), entry_sums.work),
+        "segments": Lowering(_on_gpu(segment_sums.refusal), _step_of(segment_sums.SegmentStep), segment_sums.work),
+        "unrolled": Lowering(_on_gpu(unrolled.refusal), _function_of(unrolled.run), unrolled.work),
+        "gathered": Lowering(cpu.gathered_refusal, _step_of(_of_gathers), work.gathered_work),
+        "nest": Lowering(nest.refusal, _of_nest, work.nest_work),
+        "rowwise": Lowering(rowwise.refusal, _function_of(rowwise.run), rowwise.work),
+        "inductor": Lowering(inductor.refusal, _function_of(inductor.run), work.graph_work, named=True),
+        "graph": Lowering(graph.refusal, _function_of(graph.run), work.graph_work),
+        "reference": Lowering(loops.refusal, _function_of(loops.run), work.loop_work),
     }
 )
 """The lowerings of a step, by name."""
 
-_STEPS: Mapping[str, Callable[[BoundStatement, torch.dtype], Run]] = MappingProxyType(
-    {
-        "block-rows": block_rows.BlockRowStep,
-        "blocks": block_sums.BlockStep,
-        "entries": entry_sums.EntryStep,
-        "segments": segment_sums.SegmentStep,
-    }
-)
-"""The steps of lowerings that need nothing else, by name."""
+_ON_GPU = frozenset(("triton", "chained", "block-rows", "blocks", "entries", "segments", "unrolled"))
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
 _BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)

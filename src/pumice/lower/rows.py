@@ -29,11 +29,11 @@ _BLOCK = 4096
 def max_pool_rows(x: Tensor, found: KernelMap) -> Tensor:
     """Max pooling: x [num_inputs, C] -> y [num_outputs, C] in x's dtype; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _MaxPool.apply(x, found)
+        return _MaxPoolFunction.apply(x, found)
     return forward(x.contiguous(), found.rows(), False)[0]
 
 
-class _MaxPool(torch.autograd.Function):
+class _MaxPoolFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, found: KernelMap) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, taps = forward(x.contiguous(), found.rows(), True)

@@ -71,9 +71,7 @@ def segment_sums(
         shared = count > 1
         if shared:
             counter = waiting + start * (tl.num_programs(0) // programs.to(tl.int32)) + group
-            whole = _left(
-                first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES, BLOCKS
-            )
+            whole = _left(first, second, third, fourth, scratch, counter, number, count, column, width, LANES, BLOCKS)
             if whole:
                 _store_pieces(y, scratch, start, count, tl.max(segment, 0), column, width, LANES, BLOCKS, FAR)
                 whole = False
@@ -185,7 +183,7 @@ def _block_added(
 
 @triton.jit
 def _left(
-    first, second, third, fourth, scratch, counter, number, start, count, column, width, LANES: tl.constexpr,
+    first, second, third, fourth, scratch, counter, number, count, column, width, LANES: tl.constexpr,
     BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Leave the sums of a piece in scratch; True in the last program that does."""

@@ -178,11 +178,6 @@ class SegmentStep:
         return y if self._flat else y.view(shape)
 
 
-def run(bound: BoundStatement, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Evaluate a statement that `refusal` accepts; a new tensor of `dtype`."""
-    return SegmentStep(bound, dtype)(operands)
-
-
 class SegmentTile(NamedTuple):
     """rows: of a program, each of which reads `depth` entries at once, in `blocks` blocks of 128 bytes of columns (of
     4-byte values). short, long: entries up to which a segment gets one of these rows, or `middle` of them. turns:
@@ -314,10 +309,7 @@ class SegmentSums:
         return y
 
     def repeated(
-        self,
-        factors: tuple[Tensor, Tensor | None, Tensor],
-        dtype: torch.dtype,
-        open: OpenArguments,
+        self, factors: tuple[Tensor, Tensor | None, Tensor], dtype: torch.dtype, open: OpenArguments
     ) -> RepeatedLaunch | None:
         """`run` of contiguous factors (x, values, places) like these, if it has run."""
         x, values, _ = factors

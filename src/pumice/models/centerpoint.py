@@ -92,8 +92,7 @@ class CenterPointBackbone(nn.Module):
 
     def __init__(self, in_channels: int = 5, form: str = "voxelres8x") -> None:
         super().__init__()
-        if form not in FORMS:
-            raise OptionError(f"form={form!r} is unknown; there are {', '.join(FORMS)}")
+        OptionError.check("form", form, FORMS)
         self.form = form
         self.levels: nn.ModuleList = FORMS[form](in_channels)
         strided = [layer for level in self.levels for layer in _strided(level)]

@@ -61,8 +61,8 @@ class Convolution(CompiledTogether, nn.Module):
         if dataflow is not None:
             chosen(dataflow)
         self.in_channels, self.out_channels = channels
-        if min(channels) < 1 or groups < 1:
-            raise OptionError(f"channels and groups are at least 1, found {channels} and groups={groups}")
+        for name, number in (("in_channels", channels[0]), ("out_channels", channels[1]), ("groups", groups)):
+            as_axes(number, 1, name, 1)
         if channels[0] % groups or channels[1] % groups:
             raise ShapeError(f"groups={groups} must divide in_channels={channels[0]} and out_channels={channels[1]}")
         self.weight = nn.Parameter(torch.empty(channels[1], *window, channels[0] // groups))
@@ -141,6 +141,8 @@ class Conv(Convolution):
         dataflow: Flow = None,
     ) -> None:
         options = {"stride": stride, "padding": padding, "dilation": dilation, "out": out, "offsets": offsets}
+        if offsets is not None and not len(offsets):
+            raise OptionError("offsets takes at least one offset, found none")
         window = _window(kernel_size, self.dim) if offsets is None else (len(offsets),)
         super().__init__((in_channels, out_channels), window, groups, bias, options, dataflow)
         spread = {"stride": stride, "dilation": dilation, "policy": target_of(out)[0]}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pumice.coords import as_axes
 from pumice.errors import OptionError, ShapeError
 from pumice.ops import Graph
 from pumice.ops.graph import EdgeType, graph_of
@@ -54,10 +55,13 @@ class RelationalConv(nn.Module):
     ) -> None:
         super().__init__()
         inner, own = in_channels if isinstance(in_channels, tuple) else (in_channels, in_channels)
+        counts = {"in_channels": inner, "out_channels": out_channels, "num_relations": num_relations}
+        for name, number in {**counts, "num_bases": num_bases, "num_blocks": num_blocks}.items():
+            if number is not None or name in counts:
+                as_axes(number, 1, name, 1)
         if num_bases is not None and num_blocks is not None:
             raise OptionError("give one of num_bases and num_blocks")
-        if aggr not in AGGREGATIONS:
-            raise OptionError(f"aggr is one of {', '.join(AGGREGATIONS)}, found {aggr!r}")
+        OptionError.check("aggr", aggr, AGGREGATIONS)
         if num_blocks is not None and (inner % num_blocks or out_channels % num_blocks):
             raise ShapeError(f"num_blocks={num_blocks} divides C_in={inner} and C_out={out_channels}")
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations

@@ -130,6 +130,10 @@ def _as_sync(module: BatchNorm, process_group: dist.ProcessGroup | None) -> Sync
 class LayerNorm(_Featurewise, nn.LayerNorm):
     """torch.nn.LayerNorm over the channels of each voxel."""
 
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        _check(self, x, self.normalized_shape[-1])
+        return super().forward(x)
+
 
 class GroupNorm(nn.Module):
     """Group normalisation (Wu and He, "Group Normalization", ECCV 2018, eq. 1-2) over the voxels of each batch item.
@@ -146,7 +150,7 @@ class GroupNorm(nn.Module):
 
     def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True) -> None:
         super().__init__()
-        if num_channels % num_groups:
+        if num_groups < 1 or num_channels % num_groups:
             raise ShapeError(f"num_groups={num_groups} must divide num_channels={num_channels}")
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
         self.weight: nn.Parameter | None = nn.Parameter(torch.ones(num_channels)) if affine else None

@@ -98,8 +98,7 @@ class TensorProduct(nn.Module):
     ) -> None:
         super().__init__()
         self.irreps_in1, self.irreps_in2, self.irreps_out = map(Irreps, (irreps_in1, irreps_in2, irreps_out))
-        if layout not in LAYOUTS:
-            raise OptionError(f"layout {layout!r} is unknown; there are {', '.join(LAYOUTS)}")
+        OptionError.check("layout", layout, LAYOUTS)
         self.layout = layout
         irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
         self.instructions: list[Instruction] = _instructions(irreps, instructions)
@@ -261,8 +260,7 @@ def _instructions(irreps: Three, given: str | Sequence[tuple]) -> list[Instructi
             if reason := _misfit(irreps, each):
                 raise OptionError(f"{each} does not fit: {reason}")
         return found
-    if given not in MODES:
-        raise OptionError(f"mode {given!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", given, MODES)
     numbers = [range(len(each)) for each in irreps]
     every = [Instruction(a, b, c, given, True) for a in numbers[0] for b in numbers[1] for c in numbers[2]]
     return [each for each in every if not _misfit(irreps, each)]
@@ -322,8 +320,7 @@ def _normalized(
     and by path."""
     by_irrep, by_path = rules
     for value, known in ((by_irrep, ("component", "norm", "none")), (by_path, ("element", "path", "none"))):
-        if value not in known:
-            raise OptionError(f"normalization {value!r} is unknown; there are {', '.join(known)}")
+        OptionError.check("normalization", value, known)
 
     def terms(path: Instruction) -> float:
         """The variance of a sum of all products of a path."""

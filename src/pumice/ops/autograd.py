@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pumice.coords import KernelMap
+from pumice.coords.traced_ops import TAGS
 from pumice.errors import DeviceError, DtypeError, OptionError
 from pumice.language.bind import bind
 from pumice.language.derive import count, declare, derivative, gradient_name, lost_points, result_name
@@ -52,7 +53,7 @@ _LIBRARY = torch.library.Library("pumice", "DEF")
 _LIBRARY.define(
     "einsum(Tensor[] operands, str names, str text, SymInt[]? shape, str lowering) -> Tensor",
     # Cached properties of index arrays must not be allocated in the memory pool of a graph under capture.
-    tags=tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag)),
+    tags=TAGS,
 )
 
 
@@ -130,15 +131,6 @@ def is_plain_call(operands: Sequence[Tensor]) -> bool:
         if type(x) not in _ORDINARY or x.is_meta or (recorded and x.requires_grad):
             return False
     return not operands or not torch.is_autocast_enabled(operands[0].device.type)
-
-
-def is_plain_on_cpu(x: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """is_plain_call of a tensor on a CPU and of parameters, in half the time if the processor's caches are cold."""
-    if type(x) not in _ORDINARY or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    if has_active_mode() or torch.is_autocast_enabled("cpu"):
-        return False
-    return not torch.is_grad_enabled() or not (x.requires_grad or any([p.requires_grad for p in parameters]))
 
 
 def are_plain_tensors(operands: Sequence[Tensor]) -> bool:

@@ -21,7 +21,7 @@ from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.autograd import by_dataflow
 from pumice.ops.prepare import layer_map
-from pumice.ops.tensor import SparseTensor, from_raw_feats, one_node, raw_feats, unchecked_tensor
+from pumice.ops.tensor import SparseTensor, from_raw_feats, not_sparse, one_node, raw_feats, unchecked_tensor
 from pumice.schedule.dataflow import Dataflow, Dataflows, chosen
 
 Size = int | Sequence[int]
@@ -537,7 +537,7 @@ def _plan_of(
     """The plan of a call, bound to the arrays of the map."""
     operands, names, text, shape = _planner_operands(given, found, rows, groups, False)
     ask = plan.PlanRequest(names, text, shape, _STATIC_OPERANDS, (0, 1), _lowering(found, operands), finish)
-    return plan.bound_plan(operands, ask, _kinds(found, False))
+    return plan.bound_plan(operands, ask, _kinds(found))
 
 
 def _bound_call(
@@ -575,10 +575,9 @@ def _lowering(found: KernelMap, operands: Sequence[Tensor]) -> str:
     return "triton" if found.buffered is not None and operands[0].is_cuda else ""
 
 
-def _kinds(found: KernelMap, differentiable: bool) -> Sequence[plan.Kind | None]:
-    """Planner kinds of the operands: None for x and w, those of the map's arrays cached."""
-    name = ("kinds", differentiable)
-    return found.cached(name, lambda m: (None, None, *map(plan.kind_of, maps.planner_operands(m, differentiable)[1])))
+def _kinds(found: KernelMap) -> Sequence[plan.Kind | None]:
+    """Planner kinds of the operands in inference: None for x and w, those of the map's arrays cached."""
+    return found.cached("kinds", lambda m: (None, None, *map(plan.kind_of, maps.planner_operands(m, False)[1])))
 
 
 _STATIC_OPERANDS = (1,)
@@ -763,7 +762,7 @@ def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: in
 
 def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
-        raise DtypeError(f"x must be a SparseTensor, found {type(x).__name__}; torch.nn layers take x.feats")
+        raise not_sparse(x, "a convolution")
     if weight.ndim != (x.spatial_dim + 2 if spatial else 3):
         axes = f"{x.spatial_dim} kernel axes" if spatial else "one axis of K offsets"
         raise ShapeError(

@@ -133,8 +133,7 @@ def checked(shape: Sequence[int], format: Format) -> tuple[int, ...]:
 
 
 def strategy(name: str) -> Callable[[RowStatistics], int]:
-    if name not in GROUP_SIZES:
-        raise OptionError(f"group is one of {', '.join(GROUP_SIZES)}; found {name!r}")
+    OptionError.check("group", name, GROUP_SIZES)
     return GROUP_SIZES[name]
 
 

@@ -372,9 +372,10 @@ def _memory_of(statement: Einsum) -> _Memory:
 def compile_einsum(text: str, formats: Mapping[str, str | Format] | None = None, *, lowering: str = "") -> Einsum:
     """Check a statement and return its callable, which takes the operands by name as einsum() does.
 
-    formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call. Kernels
-    are generated once per (text, formats, dtypes, layouts), for all sizes. `.explain(**operands)` shows the statement,
-    its steps over storage arrays, the costs of the lowerings, and the kernel source.
+    formats: of the sparse operands, by name; a dense tensor of a name with a format is converted on every call, and a
+    Sparse keeps its own. Kernels are generated once per (text, formats, dtypes, layouts), for all sizes.
+    `.explain(**operands)` shows the statement, its steps over storage arrays, the costs of the lowerings, and the
+    kernel source.
     Raises StatementError if the text is invalid for all values of its integers; OptionError for a format of the target,
     of an index array, or of a name that the statement does not read, and where these formats cannot be used; ShapeError
     for a format with another number of axes.
@@ -452,8 +453,8 @@ def _check_lowering(lowering: str) -> None:
     if not isinstance(lowering, str):
         raise OptionError(f"lowering is text, found {type(lowering).__name__}; there are {', '.join(plan.LOWERINGS)}")
     name, _, choice = lowering.partition("/")
-    if name and name not in plan.LOWERINGS:
-        raise OptionError(f"lowering {name!r} is unknown; there are {', '.join(plan.LOWERINGS)}")
+    if name:
+        OptionError.check("lowering", name, plan.LOWERINGS)
     if name == "nest":
         plan.schedule_of(choice)
     elif choice and (name != "triton" or choice not in plan.kernels.PRECISIONS):

@@ -275,8 +275,9 @@ JOINS = {
 
 def _checked_edges(edge_index: Tensor, edge_type: Tensor | None) -> Tensor:
     """The relations of the edges, after checks of dtypes, shapes and devices."""
-    for name, x in (("edge_index", edge_index), ("edge_type", edge_type)):
-        if x is not None and (not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64)):
+    given = {"edge_index": edge_index} | ({} if edge_type is None else {"edge_type": edge_type})
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise DtypeError(f"{name} is an int32 or int64 tensor, found {found}")
     if edge_index.ndim != 2 or len(edge_index) != 2:

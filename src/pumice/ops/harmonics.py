@@ -36,8 +36,7 @@ def spherical_harmonics(
     Source: e3nn's conventions (Geiger and Smidt, section 4.2); the recursion is the coupling of the highest weight.
     """
     wanted = _degrees(degrees)
-    if normalization not in NORMALIZATIONS:
-        raise OptionError(f"normalization {normalization!r} is unknown; there are {', '.join(NORMALIZATIONS)}")
+    OptionError.check("normalization", normalization, NORMALIZATIONS)
     if x.shape[-1:] != (3,):
         raise ShapeError(f"expected vectors [..., 3], found {list(x.shape)}")
     if normalize:

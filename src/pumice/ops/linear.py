@@ -19,7 +19,7 @@ from pumice.lower.maps import NO_ARRAYS, NoMap, bound_map, no_map
 from pumice.ops import autograd
 from pumice.ops.ahead import Calls, Compilation, compilations_of, compile_layers
 from pumice.ops.conv import autocast_dtype
-from pumice.ops.tensor import SparseTensor, not_sparse, one_node, raw_feats, row_by_row
+from pumice.ops.tensor import SparseTensor, one_node, raw_feats, row_by_row
 
 LINEAR, _NAMES = "y[n,m] = x[n,c] * w[m,c]", "x|w"
 
@@ -30,8 +30,6 @@ def linear(x: SparseTensor, weight: Tensor, bias: Tensor | None = None) -> Spars
 
     Raises DtypeError if x is not a SparseTensor, ShapeError for another number of channels, and what torch raises.
     """
-    if not isinstance(x, SparseTensor):
-        raise not_sparse(x, "Linear")
     feats, geometry = raw_feats(x), x.geometry
     if feats.shape[1] != weight.shape[1]:
         raise ShapeError(f"Linear takes {weight.shape[1]} channels, x has {feats.shape[1]}")

@@ -87,11 +87,7 @@ class JoinedStatement:
     shape: tuple[int, ...]
 
     def __init__(
-        self,
-        statement: Statement,
-        operands: Mapping[str, Any],
-        lowering: str,
-        shape: tuple[int, ...] | None = None,
+        self, statement: Statement, operands: Mapping[str, Any], lowering: str, shape: tuple[int, ...] | None = None
     ) -> None:
         if meta := [name for name, x in operands.items() if isinstance(x, Sparse) and x.device.type == "meta"]:
             raise DeviceError(f"entries meet by their coordinates: {meta[0]} is on the device meta, which has none")

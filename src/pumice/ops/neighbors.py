@@ -72,8 +72,7 @@ def ball_query(
     order: which k come first: "distance" (the nearest) or "index" (the lowest rows, as PointNet++ takes them).
     The rest, also what is raised, is as of `knn`; OptionError also for a radius that is not positive.
     Source: C. R. Qi et al., PointNet++, NeurIPS 2017, section 3.2."""
-    if order not in _ORDERS:
-        raise OptionError(f"order is one of {', '.join(_ORDERS)}, found {order!r}")
+    OptionError.check("order", order, _ORDERS)
     held, asked = _sets(points, queries, batch, query_batch)
     return Neighbors(*nearest(held, asked, _limits(k, _most(radius, held.points.dtype), order == "index")))
 

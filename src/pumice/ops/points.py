@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,16 +100,19 @@ def devoxelize(
     """Features at points: [P, C].
 
     points: [P, D] in the unit of voxelize(); default: the voxelised points, only with mode "nearest".
+    batch: integers [P], batch item of each point; needed if x has several.
     mode: "nearest" (the voxel that contains the point, 0 if absent) or "trilinear" (see interpolate()).
     x may be at any level of a network: its stride is taken into account. Differentiable.
-    Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode.
+    Raises GeometryError if the coordinates do not derive from voxelize(), OptionError for an unknown mode, and for
+    points of several items without `batch`.
     """
-    if mode not in MODES:
-        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
     if points is None:
         if mode != "nearest":
             raise OptionError(f"mode={mode!r} needs points; without them only 'nearest' is available")
         return take(x.feats, x.inverse)
+    if batch is None and x.batch_size > 1:
+        raise OptionError(f"batch takes the item of each point, as x has {x.batch_size} items; found None")
     frame = x.geometry.frame
     if frame is None:
         raise GeometryError("these voxels were not made by voxelize(): use interpolate() with voxel positions")
@@ -136,8 +141,9 @@ def interpolate(x: SparseTensor, positions: Tensor, mode: str = "trilinear", nor
 
     Differentiable in x.feats, and for "trilinear" in positions.
     """
-    if mode not in MODES:
-        raise OptionError(f"mode={mode!r} is unknown; there are {', '.join(MODES)}")
+    OptionError.check("mode", mode, MODES)
+    if not isinstance(positions, Tensor):
+        raise DtypeError(f"positions must be a torch tensor, found {type(positions).__name__}")
     if positions.ndim != 2 or positions.shape[1] != x.spatial_dim + 1:
         raise ShapeError(
             f"positions must be [P, {x.spatial_dim + 1}] = (batch, axes...), found shape {list(positions.shape)}"
@@ -166,8 +172,9 @@ def _trilinear(x: SparseTensor, batch: Tensor, units: Tensor, normalize: bool) -
     for side in itertools.product((0, 1), repeat=x.spatial_dim):
         sides = vector(side, corner.dtype, corner.device)
         rows = x.geometry.find(_cells(batch, corner + sides))
-        weight = torch.where(sides.bool(), ahead, 1 - ahead).prod(dim=1) * (rows >= 0)
-        weight = weight.to(wide)
+        # Not prod(): PyTorch compiles it with NVRTC on its first call on a GPU.
+        along = torch.where(sides.bool(), ahead, 1 - ahead).unbind(1)
+        weight = (functools.reduce(operator.mul, along) * (rows >= 0)).to(wide)
         part = take(feats, rows) * weight[:, None]
         y, total = (part, weight) if y is None or total is None else (y + part, total + weight)
     assert y is not None and total is not None
@@ -198,8 +205,7 @@ def take(feats: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check_reduce(reduce: str) -> None:
-    if reduce not in REDUCTIONS:
-        raise OptionError(f"reduce={reduce!r} is unknown; there are {', '.join(REDUCTIONS)}")
+    OptionError.check("reduce", reduce, REDUCTIONS)
 
 
 def _check_values(rows: Tensor, values: Tensor, name: str) -> None:

@@ -13,7 +13,7 @@ from pumice.lower import rows as lowered
 from pumice.ops import autograd
 from pumice.ops.conv import Size, Target, conv_features, target_of
 from pumice.ops.prepare import layer_map
-from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, not_sparse, one_node
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, mask_padding, one_node
 from pumice.runtime.launch import has_triton
 
 Offsets = Sequence[Sequence[int]] | None
@@ -144,8 +144,6 @@ def broadcast(x: SparseTensor, values: Tensor) -> Tensor:
     GPU. Raises DtypeError if x is not a SparseTensor, DeviceError for another device, and ShapeError unless values has
     a row for each batch item.
     """
-    if not isinstance(x, SparseTensor):
-        raise not_sparse(x, "broadcast")
     if values.device != x.device:
         raise DeviceError(f"values are on {values.device}, x is on {x.device}")
     if values.ndim != 2 or len(values) != x.batch_size:

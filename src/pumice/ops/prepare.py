@@ -12,22 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pumice.coords import (
-    Geometry,
-    KernelMap,
-    Relation,
-    check_steps,
-    kernel_map,
-    on_side_stream,
-    pyramid,
-    trace_local,
-)
+from pumice.coords import Geometry, KernelMap, Relation, check_steps, kernel_map, on_side_stream, pyramid, trace_local
 from pumice.coords.chain import DOWN, SAME, SIDE, UP, ChainRequest, TileRule, is_supported, refusal, request_refusal
 from pumice.coords.chain_build import NO_TILES, build_chain, build_in_buffer, compile_kernels
 from pumice.errors import OptionError, ShapeError
 from pumice.lower.dataflow import materialize
 from pumice.lower.maps import TILE_HEIGHTS, keep_tiles
-from pumice.ops.tensor import SparseTensor
+from pumice.ops.tensor import SparseTensor, not_sparse
 from pumice.runtime.compile import CompiledBeside
 from pumice.runtime.launch import has_triton
 from pumice.runtime.streams import is_capturing
@@ -164,10 +155,7 @@ _requested = lru_cache(maxsize=64)(RequestedMaps)
 
 
 def keep_chain(
-    geometry: Geometry,
-    request: ChainRequest,
-    wanted: int | None = None,
-    meanwhile: Callable[[], object] | None = None,
+    geometry: Geometry, request: ChainRequest, wanted: int | None = None, meanwhile: Callable[[], object] | None = None
 ) -> bool:
     """Build the maps of a request together, and cache the tile layouts of the first `wanted` (None: all) for layers;
     False if coords.chain does not support them. Raises as build_chain."""
@@ -256,6 +244,8 @@ def prepare(model: nn.Module, x: SparseTensor) -> SparseTensor:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"prepare takes a torch.nn.Module, found {type(model).__name__}")
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "prepare")
     shadow = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

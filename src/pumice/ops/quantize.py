@@ -38,8 +38,9 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
     """
     if dtype not in _MOST:
         raise DtypeError(f"values are quantized to {' or '.join(map(str, _MOST))}, found {dtype}")
-    if not x.is_floating_point():
-        raise DtypeError(f"x is floating point, found {x.dtype}")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise DtypeError(f"x must be a tensor of floating point, found {found}")
     if dim is not None and not -x.ndim <= dim < x.ndim:
         raise OptionError(f"dim is an axis of x, which has {x.ndim}; found {dim}")
     wide = x.detach().to(torch.float32)

@@ -65,11 +65,7 @@ def relational_conv(
 
 
 def convolved(
-    x: Tensor | None,
-    weight: Tensor,
-    graph: Graph,
-    how: tuple[str, Tensor | None, str | None],
-    own: Own | None = None,
+    x: Tensor | None, weight: Tensor, graph: Graph, how: tuple[str, Tensor | None, str | None], own: Own | None = None
 ) -> Tensor:
     """`relational_conv` plus what nodes add to their own results. how: (aggr, edge_weight, order)."""
     aggr, edge_weight, order = how
@@ -239,15 +235,14 @@ def _extent(nodes: Tensor) -> tuple[int, int]:
 
 
 def _check_order(order: str | None, able: tuple[str, ...]) -> None:
-    if order is not None and order not in able:
-        raise OptionError(f"order is one of {', '.join(able)} for this aggregation, found {order!r}")
+    if order is not None:
+        OptionError.check("order", order, able)
 
 
 def _check_operands(x: Tensor | None, weight: Tensor, graph: Graph, aggr: str, edge_weight: Tensor | None) -> None:
     if not isinstance(graph, Graph):
         raise DtypeError(f"graph is a pumice.Graph, found {type(graph).__name__}")
-    if aggr not in AGGREGATIONS:
-        raise OptionError(f"aggr is one of {', '.join(AGGREGATIONS)}, found {aggr!r}")
+    OptionError.check("aggr", aggr, AGGREGATIONS)
     onehot, channels = x is None or not x.is_floating_point(), math.prod(weight.shape[1:-1])
     if weight.ndim not in ((3,) if onehot else (3, 4)) or weight.shape[0] != graph.num_relations:
         raise ShapeError(f"weight is [{graph.num_relations}, C_in, C_out], found shape {list(weight.shape)}")

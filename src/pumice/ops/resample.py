@@ -14,7 +14,7 @@ from pumice.errors import OptionError, ShapeError
 from pumice.ops.conv import Size, target_of
 from pumice.ops.points import take
 from pumice.ops.sets import to_dense
-from pumice.ops.tensor import SparseTensor, arithmetic_feats, one_node
+from pumice.ops.tensor import SparseTensor, arithmetic_feats, not_sparse, one_node
 
 
 @one_node
@@ -76,7 +76,9 @@ def to_bev(
     Raises OptionError for another axis, and as to_dense. As the height compression of second.pytorch and OpenPCDet
     (Yan, Mao and Li, "SECOND: Sparsely Embedded Convolutional Detection", Sensors 2018, sec. 3.1.3).
     """
-    if not 0 <= axis < x.spatial_dim:
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "to_bev")
+    if axis not in range(x.spatial_dim):
         raise OptionError(f"axis is 0 to {x.spatial_dim - 1}, found {axis!r}")
     return to_dense(x, spatial_shape, origin).movedim(2 + axis, 2).flatten(1, 2)
 

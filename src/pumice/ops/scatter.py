@@ -306,8 +306,7 @@ def _axis(src: Tensor, dim: int) -> int:
 
 
 def _check_reduction(src: Tensor, reduce: str, places: bool) -> None:
-    if reduce not in REDUCTIONS:
-        raise OptionError(f"reduce is one of {', '.join(REDUCTIONS)}, found {reduce!r}")
+    OptionError.check("reduce", reduce, REDUCTIONS)
     if src.dtype == torch.bool or src.is_complex() or ("softmax" in reduce and not src.is_floating_point()):
         raise DtypeError(
             f"{reduce} takes {'floats' if 'softmax' in reduce else 'floats or integers'}, src is {src.dtype}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -39,6 +40,8 @@ def to_dense(
     Returns [batch_size, C, *spatial_shape]. Raises CoordinateError if a voxel is outside, or if a bounding box taken by
     default has more than 2^31 - 1 entries.
     """
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "to_dense")
     shape = spatial_shape if spatial_shape is not None else x.spatial_shape
     buffered = x.geometry.buffered is not None
     if shape is None and torch.compiler.is_compiling():
@@ -88,6 +91,8 @@ def from_dense(dense: Tensor, threshold: float = 0.0) -> SparseTensor:
 
     Differentiable in the selected values. The result has spatial_shape and batch_size, in (batch, Morton) order.
     """
+    if not isinstance(dense, Tensor):
+        raise DtypeError(f"dense must be a torch tensor, found {type(dense).__name__}")
     if not dense.is_floating_point():
         raise DtypeError(f"dense must be floating point, found {dense.dtype}")
     if not 3 <= dense.ndim <= 6:
@@ -180,21 +185,27 @@ def collate(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 def split(x: SparseTensor) -> list[SparseTensor]:
     """One tensor per batch item, each with batch index 0; rows keep their order."""
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "split")
     x.geometry.require_host_size("split")
     pieces = []
     for item in range(x.batch_size):
         rows = (x.coords[:, 0] == item).nonzero()[:, 0]
         coords = x.coords[rows]
         coords[:, 0] = 0
-        site = _with_batch(x, 1, 1 if len(rows) else 0)
+        own = x.geometry.site
+        site = replace(own, batch_size=1, bounds=replace(own.bounds, batch=1 if len(rows) else 0))
         pieces.append(SparseTensor(x.feats[rows], Geometry(coords, site, settled=x.geometry.settled)))
     return pieces
 
 
 def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     """The voxels where `mask` bool [N] is true, in (batch, Morton) order; differentiable in the features."""
-    if mask.dtype != torch.bool:
-        raise DtypeError(f"mask must be torch.bool, found {mask.dtype}")
+    if not isinstance(x, SparseTensor):
+        raise not_sparse(x, "prune")
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise DtypeError(f"mask must be a tensor of torch.bool, found {found}")
     if mask.shape != x.feats.shape[:1]:
         raise ShapeError(f"mask must be [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
@@ -206,12 +217,6 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     rows = mask.nonzero()[:, 0]
     rows = rows[morton_argsort(x.coords[rows], x.geometry.bounds)]
     return SparseTensor(x.feats[rows], Geometry(x.coords[rows], x.geometry.site, settled=x.geometry.settled))
-
-
-def _with_batch(x: SparseTensor, batch_size: int, bound: int) -> GridSpec:
-    site = x.geometry.site
-    bounds = Bounds(site.bounds.low, site.bounds.high, bound)
-    return GridSpec(site.stride, site.spatial_shape, batch_size, bounds, site.frame)
 
 
 def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
@@ -227,6 +232,8 @@ def _joint_site(tensors: Sequence[SparseTensor], batch_size: int) -> GridSpec:
 
 
 def _first(tensors: Sequence[SparseTensor], name: str) -> SparseTensor:
+    if not isinstance(tensors, list | tuple):
+        raise DtypeError(f"{name} takes a list of SparseTensors, found {type(tensors).__name__}")
     if not tensors:
         raise OptionError(f"{name} takes at least one tensor, found 0")
     for x in tensors:

@@ -15,16 +15,7 @@ from torch import Tensor
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.language.formats import Coordinate, Format, FormatLayout, layout, parse_format
 from pumice.lower import levels
-from pumice.ops.convert import (
-    GROUP_SIZES,
-    Entries,
-    FormatBucket,
-    arrange,
-    buckets,
-    checked,
-    raveled,
-    strategy,
-)
+from pumice.ops.convert import GROUP_SIZES, Entries, FormatBucket, arrange, buckets, checked, raveled, strategy
 
 __all__ = ["GROUP_SIZES", "FormatBucket", "Sparse", "buckets", "sparse", "sparse_from_coords"]
 

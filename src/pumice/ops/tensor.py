@@ -383,14 +383,19 @@ NODES: dict[Any, str] = {}
 
 def one_node(function: Callable[Concatenate[Any, Given], Found]) -> Callable[Concatenate[Any, Given], Found]:
     """Decorator: torch.fx, by which pumice.compile traces, records a call on proxies as one node. The function's first
-    argument is a SparseTensor, or a list of them; its annotation tells whether it returns one."""
+    argument is a SparseTensor, or a list of them; annotations tell which, and whether it returns one. Raises DtypeError
+    for anything else than the one SparseTensor."""
+    takes_one = next(iter(function.__annotations__.values())) == SparseTensor.__name__
 
     @wraps(function)
     def call(x: Any, *args: Given.args, **kwargs: Given.kwargs) -> Found:
         # By type: a proxy answers isinstance in its own way.
         given = x if issubclass(type(x), list | tuple) else (x,)
-        if not all([type(each) is SparseTensor for each in given]) and has_torch_function(given):
-            return handle_torch_function(call, given, x, *args, **kwargs)
+        if not all([type(each) is SparseTensor for each in given]):
+            if has_torch_function(given):
+                return handle_torch_function(call, given, x, *args, **kwargs)
+            if takes_one and not isinstance(x, SparseTensor):
+                raise not_sparse(x, function.__name__)
         return function(x, *args, **kwargs)
 
     NODES[call] = function.__annotations__["return"]
@@ -470,8 +475,6 @@ def mask_padding(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
 
 def arithmetic_feats(x: SparseTensor) -> Tensor:
     """The features of x for arithmetic. Raises DtypeError for 8-bit features, which are meaningless without a scale."""
-    if not isinstance(x, SparseTensor):
-        raise not_sparse(x, "this function")
     if x.dtype in EIGHT_BITS:
         raise DtypeError(f"x is {x.dtype}: only convolutions take 8 bits, with scales; convert it: x.to(torch.float32)")
     return x.feats
@@ -488,6 +491,9 @@ def _checked_pair(feats: Tensor, coords: Tensor | None) -> Tensor:
 
 
 def _check_feats(feats: Tensor, geometry: Geometry) -> None:
+    if not isinstance(feats, Tensor) or feats.layout != torch.strided:
+        found = f"layout {feats.layout}" if isinstance(feats, Tensor) else type(feats).__name__
+        raise DtypeError(f"feats must be a dense torch tensor, found {found}")
     if not feats.is_floating_point() and feats.dtype != torch.int8:
         raise DtypeError(f"feats must be floating point, or int8 once quantized, found {feats.dtype}")
     if feats.ndim != 2:

@@ -458,8 +458,9 @@ class BoundKernel:
         values = [*(torch.empty(1, dtype=dtype, device="meta") for dtype in dtypes), *numbers, *self.constants]
         with on_device(device):
             made = self.kernel.warmup(*values, grid=(1,), **self._options)
-        if made is not None:
-            self._compiled[(device.index or 0,)] = CompiledKernel(made)
+            if made is not None:
+                # Loaded here, onto the current device.
+                self._compiled[(device.index or 0,)] = CompiledKernel(made)
 
     def compiled(self, device: int, beyond: Sequence[int]) -> CompiledKernel | None:
         """Compiled variant for tensors at these offsets from 16-byte alignment, or None."""

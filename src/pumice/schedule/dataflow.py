@@ -70,8 +70,7 @@ class Grouping:
     size: int = 25_000
 
     def __post_init__(self) -> None:
-        if self.kind not in GROUPINGS:
-            raise OptionError(f"grouping {self.kind!r} is unknown; there are {', '.join(GROUPINGS)}")
+        OptionError.check("grouping", self.kind, GROUPINGS)
         if self.size < 0 or not 0 <= self.epsilon <= 1:
             found = f"size={self.size}, epsilon={self.epsilon}"
             raise OptionError(f"size is at least 0, epsilon from 0 to 1; found {found}")
@@ -243,12 +242,19 @@ def _named(choice: str | Dataflow) -> Dataflow:
         return PLANNED
     if choice in DATAFLOWS:
         return DATAFLOWS[choice]
-    count = choice.removeprefix(_SPLIT)
-    if count == choice or not count.isdecimal() or str(int(count)) != count or int(count) < 2:
+    count = number_after(_SPLIT, choice)
+    if count is None:
         raise OptionError(
             f"dataflow {choice!r} is unknown; there are {', '.join(DATAFLOWS)}, and {_SPLIT}N for any N from 2 on"
         )
-    return split_dataflow(int(count))
+    return split_dataflow(count)
+
+
+def number_after(prefix: str, name: str) -> int | None:
+    """N of the name prefixN, from 2 on; None for other names."""
+    count = name.removeprefix(prefix)
+    other = count == name or not count.isdecimal() or str(int(count)) != count or int(count) < 2
+    return None if other else int(count)
 
 
 def is_named(flow: Dataflow) -> bool:

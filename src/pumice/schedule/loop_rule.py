@@ -272,13 +272,7 @@ def _map_based(facts: NestFacts) -> LoopSchedule:
 
 
 PRESETS: Mapping[str, Callable[[NestFacts], LoopSchedule]] = MappingProxyType(
-    {
-        "skimcaffe": _skimcaffe,
-        "deepsparse": _deepsparse,
-        "xnnpack": _xnnpack,
-        "direct": _along,
-        "map-based": _map_based,
-    }
+    {"skimcaffe": _skimcaffe, "deepsparse": _deepsparse, "xnnpack": _xnnpack, "direct": _along, "map-based": _map_based}
 )
 """Schedules of the rows of the paper's table 2, by name."""
 
