@@ -120,6 +120,7 @@ def check_refusals() -> None:
         "blocks overlap": (text.replace("32*K[p]+j", "64*K[p]+j"), index),
         "blocks are of 32 x": (SPMM, {"A": pm.sparse(ones.half(), FORMATS[0].format(16, 32)), "B": b}),
         "not one product of blocks": (SPMM, {"A": pm.sparse(ones.half(), "CSR"), "B": b}),
+        "a part of an axis": (f"{text}, n:8..64", index),
         "few and long": (SPMM, {"A": pm.sparse(long, FORMATS[0].format(32, 32)), "B": torch.ones(1024, 64).half()}),
     }
     for reason, (text, operands) in cases.items():

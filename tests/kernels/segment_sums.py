@@ -142,6 +142,7 @@ def check_refusals() -> None:
         ),
         "other axes": ("y[T[e]] = x[S[e],n] ; T:sorted, y:[2]", index),
         "no factor has its rows": ("y[T[e],n] = x[e,n] ; T:sorted, y:[2,_]", {n: index[n] for n in "Tx"}),
+        "a part of an axis": ("y[T[e],n] = x[S[e],n] ; T:sorted, y:[2,16], n:4..12", index),
         "it is no sum": ("y[T[e],n] max= x[S[e],n] ; T:sorted, y:[2,_]", index),
     }
     for reason, (text, operands) in cases.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Index, Statement, indices_of
-from pumice.lower.segment_sums import Roles, SegmentStep, roles_of
+from pumice.lower.segment_sums import PARTIAL, Roles, SegmentStep, partial_ranges, roles_of
 from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
 from pumice.runtime.repeat import NewTensor, OpenArguments, RepeatedLaunch
@@ -95,6 +95,8 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     x, values = operands[form.roles.rows], operands[form.roles.values]
     if x.dtype not in _TYPES or values.dtype != x.dtype:
         return "the factors are not both of float16 or bfloat16"
+    if partial_ranges(bound, x):
+        return PARTIAL
     if tuple(bound.extents[name] for name in form.within) != (_HEIGHT, form.depth):
         return "blocks overlap, or have gaps between them"
     width, rows = math.prod(x.shape[1:]), -(-bound.shape[0] // _HEIGHT)

@@ -103,11 +103,21 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     kinds = [x.dtype, *([operands[roles.values].dtype] if roles.values else [])]
     if any(kind not in _TYPES for kind in kinds):
         return "a factor is not of float32, float16 or bfloat16"
+    if partial_ranges(bound, x):
+        return PARTIAL
     if math.prod(x.shape[1:]) < _FEW:
         return f"there are fewer than {_FEW} columns"
     if 0 in bound.shape or 0 in bound.extents.values():
         return "it is empty"
     return None
+
+
+PARTIAL = "a range is a part of an axis"
+
+
+def partial_ranges(bound: BoundStatement, x: Tensor) -> bool:
+    """True if the columns are not all of x and of the target, or an index does not begin at 0."""
+    return x.shape[1:] != bound.shape[1:] or any(extent.start for extent in bound.ranges.values())
 
 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
