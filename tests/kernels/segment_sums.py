@@ -121,7 +121,8 @@ def check_prepared() -> None:
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(b)
-        near(call([other]), factor * a.double() @ other.double(), 1e-5)
+        assert (got := call([other])) is not None
+        near(got, factor * a.double() @ other.double(), 1e-5)
         values.mul_(3)
     twice = SPMM.replace("=", "+= 2 *", 1)
     tensors, names, _ = flatten_used(twice, {"A": A, "B": b, "C": torch.ones(20, 32)}, ())
