@@ -219,4 +219,5 @@ def _steps(setup: Setup, a: Tensor, b: Tensor, block: int) -> Iterator[Way]:
     if setup.device.type == "cuda":
         # The last step in one compiler: the same kernel, loads over three axes at once.
         yield switched("our kernel, eager broadcasting", lambda: as_step(spmm.TEXT, A=blocked, B=b), lazy=False)
-    yield line("+ lazy broadcasting", spmm.TEXT, A=blocked, B=b)
+    generated = "triton" if setup.device.type == "cuda" else ""
+    yield line("+ lazy broadcasting", spmm.TEXT, generated, A=blocked, B=b)

@@ -45,13 +45,13 @@ from pumice.coords import tiles as ranking
 from pumice.coords.bricks import Bricks, Stencil
 from pumice.coords.buffer import RANGE, new_status, set_status
 from pumice.coords.lookup import Bitmap, CoordHashTable, DenseGrid, Table, mask_words, prefix_counts
-from pumice.lower import movement, norm, parts, segment_sums, unrolled
+from pumice.lower import block_rows, movement, norm, parts, segment_sums, unrolled
 from pumice.lower import rows as by_rows
 from pumice.runtime.launch import BoundKernel
 from pumice.schedule.tile import Tile
 from pumice.testing import random_cloud
 
-LOWER = ("row_kernels", "movement_kernels", "segment_kernels")
+LOWER = ("row_kernels", "block_row_kernels", "movement_kernels", "segment_kernels")
 """Files of kernels in pumice.lower, besides those of pumice.coords."""
 _TYPES = {
     torch.uint8: "*u8",
@@ -185,6 +185,8 @@ def variants() -> tuple[Variant, ...]:
             unrolled._sum_by_rows(torch.zeros(60, channels), torch.arange(60) % 9, target)
         for dtype, width in ((torch.float16, 128), (torch.bfloat16, 72), (torch.float32, 128), (torch.float32, 9)):
             _segments(torch.zeros(50, width, dtype=dtype))
+        for dtype, width, depth in ((torch.float16, 16384, 32), (torch.bfloat16, 200, 64)):
+            _block_rows(torch.zeros(500, width, dtype=dtype), depth)
         by_rows.sum_items(torch.ones(60, 1, dtype=torch.int64), torch.zeros(60, dtype=torch.int64), 2)
     return tuple(recorder.seen)
 
@@ -198,6 +200,19 @@ def _segments(x: Tensor) -> None:
         ready = segment_sums.prepared(segment, places, 9, tile)
         for values in (None, torch.zeros(len(segment), dtype=x.dtype)):
             ready.run(x, values, places, x.new_empty(9, x.shape[1]))
+
+
+def _block_rows(x: Tensor, depth: int) -> None:
+    """Products of one and of two rows of blocks in a program, of turned blocks, too."""
+    none, sizes = segment_sums.Roles("", "", "", ""), (32 * 40, len(x))
+    for turned in (False, True):
+        form = block_rows.BlockForm(none, depth, ("i", "j"), turned)
+        blocks = block_rows.Blocks.of(torch.arange(40), torch.zeros(40, 1, dtype=torch.int32), (40, 1))
+        for count in (1, 2):
+            lists = block_rows.listed(blocks, (40, 1), form, count)
+            assert lists is not None
+            values = torch.zeros(40, 32, depth, dtype=x.dtype)
+            block_rows.BlockRows(form, lists, sizes).run(x, values, x.new_empty(sizes[0], x.shape[1]))
 
 
 def _norms(x: Tensor) -> None:
@@ -367,6 +382,8 @@ INSTRUCTIONS = {
     "wide": r"\b(?:ld|st)\.global\.v4\.b32",
     "narrow": r"\b(?:ld|st)\.global\.b(?:8|16)\b",
     "add4": r"\batom\.\S*add\.v4\.f32",
+    "wgmma": r"\bwgmma\.mma_async",
+    "copies": r"\bcp\.async\.cg\.\S+ .*, 0x10\b",
 }
 
 

@@ -121,7 +121,8 @@ def check_prepared() -> None:
     assert call is not None and values is not None
     for factor in (1, 3):
         other = torch.randn_like(b)
-        near(call([other]), factor * a.double() @ other.double(), 1e-5)
+        assert (got := call([other])) is not None
+        near(got, factor * a.double() @ other.double(), 1e-5)
         values.mul_(3)
     twice = SPMM.replace("=", "+= 2 *", 1)
     tensors, names, _ = flatten_used(twice, {"A": A, "B": b, "C": torch.ones(20, 32)}, ())
@@ -142,6 +143,7 @@ def check_refusals() -> None:
         ),
         "other axes": ("y[T[e]] = x[S[e],n] ; T:sorted, y:[2]", index),
         "no factor has its rows": ("y[T[e],n] = x[e,n] ; T:sorted, y:[2,_]", {n: index[n] for n in "Tx"}),
+        "a part of an axis": ("y[T[e],n] = x[S[e],n] ; T:sorted, y:[2,16], n:4..12", index),
         "it is no sum": ("y[T[e],n] max= x[S[e],n] ; T:sorted, y:[2,_]", index),
     }
     for reason, (text, operands) in cases.items():

@@ -72,8 +72,6 @@ def _tiles():
         yield Job("conv_compacted", target, tile=Tile(64, 64, 64, stages=4, prefetch_indices=True, stream_k_chunk=8))
         yield Job("conv_compacted_t:dX", target, "bf16", tile=Tile(64, 128, 64, stages=5, stream_k_chunk=16))
         yield Job("block_group_coo_32", target, tile=Tile(256, 32, 32, stages=3, swapped=True, prefetch_indices=True))
-        blocks = Tile(256, 32, 32, stages=5, swapped=True, prefetch_indices=True, column_major_grid=True)
-        yield Job("block_group_coo_32", target, tile=blocks)
         yield Job("group_coo", target, tile=Tile(32, 32, segment_threads=16, column_major_grid=True))
         for name in ("coo", "group_coo"):
             yield Job(name, target, tile=Tile(16, 128, 128, stages=2, stacked=True))

@@ -109,7 +109,7 @@ def test_tiles_print():
 def test_indices_are_loaded_ahead_in_longer_loops():
     entries = {"mean": 8, "chained": True, "segments": 1000}
     found = default(problem(BLOCKS, **entries))
-    assert found.prefetch_indices and found.stages == 3 and found.swapped and found.column_major_grid
+    assert found.prefetch_indices and found.stages == 4 and found.swapped
     assert not default(problem(BLOCKS, **{**entries, "mean": 3, "segments": 50})).prefetch_indices
     assert not default(problem(BLOCKS, mean=8)).prefetch_indices
     assert {tile.prefetch_indices for tile in candidates(problem(BLOCKS, **entries))} == {True, False}

@@ -27,6 +27,7 @@ from pumice.language.nodes import Access, Exists, Statement, accesses_of, arrays
 from pumice.language.parse import parse
 from pumice.language.rewrite import LoweredStatement, StorageForm, lower_statement, single_terms
 from pumice.lower import (
+    block_rows,
     block_sums,
     chained,
     cpu,
@@ -765,6 +766,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
     {
         "triton": Lowering(_on_gpu(kernels.refusal), _of_kernel, work.kernel_work),
         "chained": Lowering(_on_gpu(chained.refusal), _of_two, chained.of_chain),
+        "block-rows": Lowering(_on_gpu(block_rows.refusal), _step_of(block_rows.BlockRowStep), block_rows.work),
         "blocks": Lowering(_on_gpu(block_sums.refusal), _step_of(block_sums.BlockStep), block_sums.work),
         "entries": Lowering(_on_gpu(entry_sums.refusal), _step_of(entry_sums.EntryStep), entry_sums.work),
         "segments": Lowering(_on_gpu(segment_sums.refusal), _step_of(segment_sums.SegmentStep), segment_sums.work),
@@ -779,7 +781,7 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType(
 )
 """The lowerings of a step, by name."""
 
-_ON_GPU = frozenset(("triton", "chained", "blocks", "entries", "segments", "unrolled"))
+_ON_GPU = frozenset(("triton", "chained", "block-rows", "blocks", "entries", "segments", "unrolled"))
 
 _PLANS: BoundedCache[Plan] = BoundedCache(4096)
 _BUCKETED_PLANS: BoundedCache[tuple[Plan, bool]] = BoundedCache(4096)

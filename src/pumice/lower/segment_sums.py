@@ -103,11 +103,21 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     kinds = [x.dtype, *([operands[roles.values].dtype] if roles.values else [])]
     if any(kind not in _TYPES for kind in kinds):
         return "a factor is not of float32, float16 or bfloat16"
+    if partial_ranges(bound, x):
+        return PARTIAL
     if math.prod(x.shape[1:]) < _FEW:
         return f"there are fewer than {_FEW} columns"
     if 0 in bound.shape or 0 in bound.extents.values():
         return "it is empty"
     return None
+
+
+PARTIAL = "a range is a part of an axis"
+
+
+def partial_ranges(bound: BoundStatement, x: Tensor) -> bool:
+    """True if the columns are not all of x and of the target, or an index does not begin at 0."""
+    return x.shape[1:] != bound.shape[1:] or any(extent.start for extent in bound.ranges.values())
 
 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
@@ -126,11 +136,11 @@ class SegmentStep:
 
     bound: BoundStatement
     dtype: torch.dtype
+    result_at = 9
+    """Position of the result among the tensors of a launch, of which x and the values are the first two."""
 
     def __init__(self, bound: BoundStatement, dtype: torch.dtype) -> None:
-        roles = roles_of(bound.statement)
-        assert isinstance(roles, Roles)
-        self.bound, self.dtype, self._roles = bound, dtype, roles
+        self.bound, self.dtype, self._roles = bound, dtype, self._roles_of(bound.statement)
         term = bound.statement.terms[0]
         self._plain = term.coefficient == 1 and not bound.statement.accumulate
         self._width = math.prod(bound.shape[1:])
@@ -148,27 +158,33 @@ class SegmentStep:
         """The step that ran as a function of the operands `names`, of the same layouts; None if others than rows and
         values are open."""
         roles, fixed = self._roles, {name: x for name, x in operands.items() if name not in names}
-        given = OpenArguments.of(names, [roles.rows, roles.values or roles.rows], _RESULT)
+        given = OpenArguments.of(names, [roles.rows, roles.values or roles.rows], self.result_at)
         if given is None:
             return None
         launch, x = None, operands[roles.rows]
-        ready, values, places = self._ready(operands)
-        read = places is operands[roles.places] and (not roles.values or values is operands[roles.values])
+        ready, others = self._ready(operands)
+        read = all(any(other is tensor for tensor in operands.values()) for other in others if other is not None)
         if self._plain and self._flat and x.is_contiguous() and read:
-            launch = ready.repeated((x, values, places), self.dtype, given)
+            launch = ready.repeated((x, *others), self.dtype, given)
         return launch or (lambda tensors: self({**fixed, **dict(zip(names, tensors, strict=True))}))
 
-    def _ready(self, operands: Mapping[str, Tensor]) -> tuple[SegmentSums, Tensor | None, Tensor]:
+    def _roles_of(self, statement: Statement) -> Roles:
+        roles = roles_of(statement)
+        assert isinstance(roles, Roles)
+        return roles
+
+    def _ready(self, operands: Mapping[str, Tensor]) -> tuple[Any, tuple[Tensor | None, ...]]:
+        """(the prepared sums, the contiguous factors behind x that they take)."""
         roles, count = self._roles, self.bound.shape[0]
         places, values = operands[roles.places], operands[roles.values].contiguous() if roles.values else None
         tile = SegmentTile.default(operands[roles.rows].element_size(), places.numel(), count)
-        return prepared(operands[roles.segments], places, count, tile), values, places.contiguous()
+        return prepared(operands[roles.segments], places, count, tile), (values, places.contiguous())
 
     def _sums(self, operands: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         shape, x = self.bound.shape, operands[self._roles.rows]
         x = x.contiguous() if self._flat else x.reshape(x.shape[0], self._width).contiguous()
-        ready, values, places = self._ready(operands)
-        y = ready.run(x, values, places, x.new_empty((shape[0], self._width), dtype=dtype))
+        ready, others = self._ready(operands)
+        y = ready.run(x, *others, x.new_empty((shape[0], self._width), dtype=dtype))
         return y if self._flat else y.view(shape)
 
 
@@ -332,7 +348,15 @@ class SegmentSums:
         """The tensors of a launch."""
         none = self.order.firsts
         scratch, waiting = (none, none) if own is None else (own.scratch.view(torch.float32), own.counters)
-        return (x, x if values is None else values, places, *self.order, scratch, waiting, y)  # see _WORKSPACE, _RESULT
+        return (
+            x,
+            x if values is None else values,
+            places,
+            *self.order,
+            scratch,
+            waiting,
+            y,
+        )  # see _WORKSPACE, SegmentStep.result_at
 
     def _launch(
         self, x: Tensor, values: Tensor | None, places: Tensor, y: Tensor
@@ -375,8 +399,8 @@ class SegmentSums:
         return y.copy_(total)
 
 
-_WORKSPACE, _RESULT = (8, 7), 9
-"""Positions among the tensors of a launch: of counters and partial sums, and of the result."""
+_WORKSPACE = (8, 7)
+"""Positions among the tensors of a launch of counters and partial sums."""
 
 
 def prepared(array: Tensor, places: Tensor, count: int, tile: SegmentTile) -> SegmentSums:

@@ -75,12 +75,12 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
         such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
         ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
-    lowering: "triton", "chained", "blocks", "entries", "segments", "unrolled", "gathered", "nest", "rowwise",
-        "inductor", "graph" or "reference"; default: the cheapest by the cost model, see explain(); "inductor" compiles
-        for seconds and is never the default. "triton/bf16x3" (or ieee, tf32x3, bf16x6, tf32) sets the precision of
-        float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and "nest/skimcaffe" give
-        the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md); "nest" takes the tuned one, or
-        that of a rule.
+    lowering: "triton", "chained", "block-rows", "blocks", "entries", "segments", "unrolled", "gathered", "nest",
+        "rowwise", "inductor", "graph" or "reference"; default: the cheapest by the cost model, see explain();
+        "inductor" compiles for seconds and is never the default. "triton/bf16x3" (or ieee, tf32x3, bf16x6, tf32) sets
+        the precision of float32 products; default: torch.set_float32_matmul_precision. "nest/vector q; hold 4" and
+        "nest/skimcaffe" give the schedule of a loop nest, as text or by a preset's name (see docs/einsum.md); "nest"
+        takes the tuned one, or that of a rule.
 
     Returns a new tensor of the target's shape (a Sparse if the target has a pattern, or positions for its axes, which
     takes `pm.sparse` operands), in the operands' dtype (under autocast in the autocast dtype). Half

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import NamedTuple
 
 from pumice.errors import OptionError
@@ -330,11 +329,6 @@ def _product_tiles(problem: Problem, first: Tile) -> Iterator[Tile]:
                     for stages, ahead in loads:
                         tile = Tile(height, width, first.reduced, warps=warps, stages=stages, swapped=swapped)
                         yield replace(tile, prefetch_indices=ahead)
-        if swapped and problem.chained and roles.segment is not None and not roles.laned and columns >= _WIDE:
-            for height, stages in product((128, 256), (3, 4, 5)):
-                width = _tile_side(rows, 32)
-                tile = Tile(height, width, first.reduced, stages=stages, swapped=True, prefetch_indices=True)
-                yield replace(tile, column_major_grid=True)
     for depth in (first.reduced // 2, 2 * first.reduced) if problem.chained and problem.bits == 16 else ():
         if 32 <= depth <= _max_depth(problem):
             for stages, ahead in loads:
@@ -431,10 +425,6 @@ def _chained_tile(problem: Problem, sides: tuple[int, int, int], swapped: bool) 
     if own and problem.bits in (16, 32):
         return _tile_of_segments(problem, sides)
     turns = problem.mean * -(-problem.volume(roles.reduced) // depth)
-    tiles = problem.segments * problem.volume(roles.batch) * -(-rows // 256)
-    blocks = swapped and roles.segment is not None and not roles.laned and problem.bits == 16
-    if blocks and rows >= _WIDE and tiles >= _FEW:
-        return _tile_of_blocks(columns, depth, turns)
     if roles.atomic and problem.bits in (16, 32) and not (roles.packed or roles.folds):
         tile = _tile_of_sums((rows, columns, depth), swapped, problem.bits == 32)
         return tile if turns >= _SHORT_LOOP else _without_prefetch(tile)
@@ -476,19 +466,6 @@ def _tile_of_segments(problem: Problem, sides: tuple[int, int, int]) -> Tile:
         return tile
     programs = problem.segments * problem.volume(problem.roles.batch) * -(-columns // width)
     return replace(tile, stream_k_chunk=_stream_k_chunk(problem, tile, programs) or WHOLE_SEGMENTS)
-
-
-def _tile_of_blocks(rows: int, depth: int, turns: float) -> Tile:
-    """The tile of a product of rows of small blocks by a wide matrix: programs of one slice of its columns run
-    together, so that what they read of it stays in the nearer part of the second-level cache.
-
-    On an H200 (fp16, 4096 x 4096 by as much, blocks of 32 x 32), us, with as wide tiles in the order of rows, and so:
-    share of blocks    0.75   0.5   0.2   0.1   0.05
-    by rows             380   257   115    68     45
-    by columns          333   231   114    65     41"""
-    stages = 5 if turns >= _LONG_LOOP else 3
-    tile = Tile(256, _tile_side(rows, 32), depth, stages=stages, swapped=True, prefetch_indices=True)
-    return replace(tile, column_major_grid=True)
 
 
 def _tile_of_sums(sides: tuple[int, int, int], swapped: bool, wide: bool) -> Tile:
@@ -594,8 +571,6 @@ channels, programs        256, 320   128, 334   256, 214   256, 124   256, 74   
 64 x 64, us                     73         44         62         39        24         15
 64 x 128, us                    51         34         50         32        24         15
 Over 122 tiles of 128 outputs, 128 channels take 25 us in tiles of 128 x 128 and 34 in tiles of 64 x 64."""
-
-_WIDE = 512  # columns from which programs of a slice of them run together
 
 _LONG_LOOP = 16  # minimum iterations of a long loop
 
