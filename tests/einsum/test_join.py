@@ -346,11 +346,15 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
         "C[i,n] = A[i,k] * F[k,n]",
         "C[i,j,n] = A[i,k] * B[k,j] * G[n]",
         "C[i] = A[i,k] * A[i,k]",
+        "C[i,n] = A[i,k] * H[i,n]",
+        "C[i,n] = A[i,k] * B[k,j] * H[i,n] * F[k,n]",
     ],
 )
 def test_a_target_with_a_computed_pattern(text):
     dense = {"A": drawn(9, 11), "B": drawn(11, 7), "D": drawn(9, 7), "E": drawn(7, 9)}
-    dense |= {"F": torch.randn(11, 4, dtype=torch.float64), "G": torch.randn(3, dtype=torch.float64)}
+    dense["A"][::3] = 0  # Not every row is reached
+    dense |= {name: torch.randn(n, 4, dtype=torch.float64) for name, n in {"F": 11, "H": 9}.items()}
+    dense |= {"G": torch.randn(3, dtype=torch.float64)}
     read = {name for name in dense if f"{name}[" in text}
     leaves = {name: dense[name].clone().requires_grad_() for name in read}
     sparse = {name: pm.sparse(x, "m:U k:C") if name in "ABDE" else x for name, x in leaves.items()}

@@ -21,6 +21,7 @@ from pumice.errors import OptionError, ShapeError
 from pumice.language.derive import fresh, names_of
 from pumice.language.formats import Format, layout
 from pumice.language.nodes import (
+    ANY,
     EVERY,
     Access,
     Affine,
@@ -213,7 +214,8 @@ class Aggregation:
 def aggregation(
     statement: Statement, sparse: Mapping[str, StoredAxes], patterns: Sequence[str] = (), window: Window | None = None
 ) -> Aggregation:
-    """The second statement of one that joins, with one term. patterns: sparse operands without values."""
+    """The second statement of one that joins, with one term. patterns: sparse operands without values. If the target's
+    pattern is computed, its axis of coordinates is one that no other operand has."""
     return _AggregationBuilder(statement, sparse, patterns).built(window)
 
 
@@ -227,7 +229,7 @@ class _AggregationBuilder:
         self.sources: dict[str, Source] = {}
         self.values: dict[str, str] = {}
         self.flattened: dict[str, Flattened] = {}
-        self.pattern = pattern_place(statement, sparse) if statement.pattern else None
+        self.pattern = pattern_place(statement, sparse) if statement.pattern not in ("", ANY) else None
         self.scale = ""
 
     def name(self, wanted: str) -> str:
@@ -280,11 +282,11 @@ class _AggregationBuilder:
         self.values[name] = factor.name
         return Access(name, (self.at(factor.name, place), *(factor.indices[n] for n in dense)))
 
-    def dense(self, access: Access, wanted: str) -> Access:
-        """The access with the axes whose indices are bound as one, if they are several, all bare and different."""
+    def dense(self, access: Access, wanted: str, least: int = 2) -> Access:
+        """The access with the axes whose indices are bound as one, if they are `least`, all bare and different."""
         axes = tuple(n for n, e in enumerate(access.indices) if set(indices_of(e)) & set(self.bound))
         names = tuple(access.indices[n].bare or "" for n in axes)
-        if not len(set(names) - {""}) == len(axes) > 1:
+        if not len(set(names) - {""}) == len(axes) >= least:
             return access
         name = wanted if wanted == access.name else self.name(wanted)
         self.flattened[name] = flat = Flattened(access.name, axes, names)
@@ -294,7 +296,7 @@ class _AggregationBuilder:
     def target(self) -> Access:
         target = self.statement.target
         if self.pattern is None:
-            return self.dense(target, target.name)
+            return self.dense(target, target.name, 1 if self.statement.pattern == ANY else 2)
         rest = target.indices[len(self.sparse[self.statement.pattern].coordinates) :]
         return Access(target.name, (self.at(self.statement.pattern, self.pattern), *rest))
 

@@ -278,7 +278,7 @@ class _Term:
         window = window_of(step.terms[0], sparse, bound.ranges, shapes)
         step = step if step.pattern or union else with_pattern(step, sparse)
         patterns = [name for name in sparse if operands[name].parts[0].values is None]
-        self.second = found = aggregation(step, sparse, patterns, window)
+        self.second = found = aggregation(replace(step, pattern=ANY) if union else step, sparse, patterns, window)
         self.meeting = _Meeting(step.terms[0], found.sources, bound.ranges, shapes, window)
         self.text, read = str(declare(found.statement, bound.ranges)), accesses_of(found.statement)
         self.dense = [name for name in {access.name: 0 for access in read} if isinstance(operands.get(name), Tensor)]
@@ -350,18 +350,15 @@ class _Term:
         return self.values(operands) | named
 
     def stored_axes(self) -> tuple[int, ...]:
-        """The axes of the target with indices that coordinates of sparse operands give."""
-        if self.second.target is not None:
-            return self.second.target.axes
-        indices = enumerate(e.bare for e in self.second.statement.target.indices)
-        return tuple(axis for axis, name in indices if name in self.second.sources)
+        """The axes of the target with indices that coordinates of sparse operands give; none unless these are bare."""
+        return () if self.second.target is None else self.second.target.axes
 
     def over_keys(self, operands: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(row-major coordinates of the target that products reach, ascending; values [coordinates, dense axes...])."""
-        lists, flat = self.meeting.lists(operands), self.second.target
+        lists = self.meeting.lists(operands)
         name = str(self.second.statement.target.indices[0].bare)
         keys, lists[name] = lists[name].long().unique(return_inverse=True)
-        shape = len(keys), *self.shape[1 if flat is None else len(flat.axes) :]
+        shape = len(keys), *self.shape[len(self.stored_axes()) :]
         given = self.over_lists(operands, lists)
         return keys, autograd.einsum([*given.values()], "|".join(given), self.text, shape, self.lowering)
 
