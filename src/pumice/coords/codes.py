@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -338,7 +338,7 @@ def serialize(
     Raises CoordinateError (coordinates outside [0, 2**depth), too many bits), OptionError, ShapeError, DtypeError.
 
     Source: the serialization of X. Wu et al., Point Transformer V3, CVPR 2024, section 4.1."""
-    matrix = getattr(coords, "coords", coords)
+    matrix: Any = getattr(coords, "coords", coords)
     curve = _curve_of(order)
     check_form(matrix)
     form = _CurveForm.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
