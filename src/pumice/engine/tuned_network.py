@@ -42,6 +42,11 @@ def released(model: nn.Module) -> Iterator[list[str]]:
 class TuningRun:
     """Tuning of a network whose layer groups are known. details: of the mode, a part of the plan's key."""
 
+    tuned_model: TuningSubject
+    observed: Observed
+    clock: Clock
+    mode: str
+
     def __init__(self, tuned_model: TuningSubject, observed: Observed, clock: Clock, mode: str, details: str) -> None:
         if not observed.groups:
             raise OptionError(f"nothing to tune: {'; '.join(observed.notes) or 'no layer ran'}")

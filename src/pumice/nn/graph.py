@@ -65,7 +65,8 @@ class RelationalConv(nn.Module):
         if num_blocks is not None and (inner % num_blocks or out_channels % num_blocks):
             raise ShapeError(f"num_blocks={num_blocks} divides C_in={inner} and C_out={out_channels}")
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations
-        self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
+        self.num_bases, self.num_blocks = num_bases, num_blocks
+        self.aggr: str = aggr
         self.order: str | None = None
         blocks = 1 if num_blocks is None else num_blocks
         shape = (inner, out_channels) if num_blocks is None else (blocks, inner // blocks, out_channels // blocks)
