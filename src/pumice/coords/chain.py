@@ -72,7 +72,7 @@ CELLS, COUNTS, STRIDE = 4, 8, 4
 _APART = 4  # Entries between the row counts of buffered levels: kernels take 16-byte aligned addresses
 ENTRIES = COUNTS + STRIDE * LEVELS
 PAIRS = ENTRIES + SIDE
-FREE, _FAR = 2**63 - 1, 1 << 30
+_FAR = 1 << 30
 _LANES = 256  # Cells per program of insert_cells
 _PLACED = 512  # Rows per program of place
 _SEARCHED, _MOST_SEARCHED = 512, 64  # Neighbours per program of find_neighbours, and its maximum rows
@@ -401,12 +401,10 @@ class Chain:
         self.ranked = tiled <= RANKED
         turns = 0 if self.ranked else digits.turns
         bins, counted = (-(-tiled // digits.block) + 1, 1 << digits.width), key_layout.counted(room)
-        cleared = (request.num_read,), (GROUPS * len(request.maps),), *counted, *(bins,) * turns
-        self.words, self.totals, *starts = allocate(device, cleared, torch.zeros)
-        self.cell_starts, self.starts = starts[: len(counted)], starts[len(counted) :]
         self.size: int = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
-        cells = torch.full((self.size,), FREE, dtype=torch.int64, device=device)
-        (self.table,) = carve(cells, ((self.size,),))
+        cleared = (request.num_read,), (GROUPS * len(request.maps),), *counted, *(bins,) * turns
+        self.table, self.words, self.totals, *starts = _cleared(device, self.size, cleared)
+        self.cell_starts, self.starts = starts[: len(counted)], starts[len(counted) :]
         shapes = (room,), (room,), *((tiled,),) * max(0, turns - 1)
         wide = torch.empty(sum([aligned(count) for (count,) in shapes]), dtype=torch.int64, device=device)
         first, second, *self.rooms = carve(wide, shapes)
@@ -429,7 +427,7 @@ class Chain:
 
     def release(self) -> None:
         """Free the workspace that maps do not need."""
-        del self.table, self.cell_keys, self.rooms
+        del self.cell_keys, self.rooms
 
     def counts(self) -> list[int]:
         """Rows of each level; for torch fallbacks, as it synchronises with the host."""
@@ -482,13 +480,11 @@ class BufferedChain:
         *_, (entries, masked, _) = self._places
         self.key_layout, counted = key_layout, key_layout.counted(self.room)
         cleared = (COUNTS + STRIDE * LEVELS,), (_APART * LEVELS,), (masked,), *counted
-        self.words, self.valid, self.masks, *self.cell_starts = allocate(device, cleared, torch.zeros)
+        self.table, self.words, self.valid, self.masks, *self.cell_starts = _cleared(device, self.size, cleared)
         shapes = (self.size,), (self.room, 1 + request.dim), (entries,)
         count = sum([aligned(torch.Size(shape).numel()) for shape in shapes])
         nowhere = torch.full((count,), -1, dtype=torch.int32, device=device)
         self.values, self.coarse, self.tables = carve(nowhere, shapes)
-        cells = torch.full((self.size,), FREE, dtype=torch.int64, device=device)
-        (self.table,) = carve(cells, ((self.size,),))
         shapes = ((self.room,),) * 2
         wide = torch.empty(2 * aligned(self.room), dtype=torch.int64, device=device)
         self.cell_keys, self.cell_slots = carve(wide, shapes), allocate(device, shapes)
@@ -519,6 +515,12 @@ class BufferedChain:
     def rows_needed(self, level: int) -> Tensor:
         """int32 [1] on the device: rows of a coarser level, which may exceed its capacity."""
         return self.words.cut(COUNTS + STRIDE * level, (1,)).tensor()
+
+
+def _cleared(device: torch.device, size: int, shapes: Sequence[tuple[int, ...]]) -> list[Part]:
+    """An int64 array of this size and int32 arrays of these shapes, of zeros, in one allocation."""
+    first, *rest = allocate(device, ((2 * size,), *shapes), torch.zeros)
+    return [*carve(first.memory.view(torch.int64), ((size,),)), *rest]
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,7 @@ GROUPS = tl.constexpr(64)  # Maximum groups of kernel offsets of a map
 BATCHES = tl.constexpr(1 << 10)
 FAR = tl.constexpr(1 << 30)  # Bias of the box in `words`; larger coordinates are refused
 TAG = tl.constexpr(61)  # Lowest bit of the level in a key
-FREE = tl.constexpr(2**63 - 1)  # Key of an empty slot
+FREE = tl.constexpr(0)  # Key of an empty slot, so that a table is cleared with other arrays
 NEVER = tl.constexpr(-(2**63))  # Idle lanes compare with it and store it, which changes nothing
 PROBES = tl.constexpr(1 << 10)  # Maximum slots probed; an insertion that needs more sets OVERFLOW
 # Rows of `plan`: levels of outputs and inputs, kernel offsets, 1 if UP, minimum rows to sort a map; coefficients of the
@@ -60,6 +60,16 @@ def _room_of(limits, level, most, BUFFERED: tl.constexpr):
     else:
         begin, limit = (level - 1) * most, most
     return begin, limit
+
+
+@triton.jit
+def _upper_bits(level, item, D: tl.constexpr, AXIS: tl.constexpr):
+    """Bits of a key above those of coordinates. Keys are not FREE: of several axes, no margin reaches the first cell;
+    for a single axis bit 60 is set."""
+    bits = ((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS))
+    if AXIS == 32:
+        bits += (item * 0 + 1) << 60
+    return bits
 
 
 @triton.jit
@@ -109,9 +119,8 @@ def insert_cells(
     item = b.to(tl.int64)
     inside = valid & (item >= 0) & (item < batch) & (item < BATCHES)
     bias = (item * 0 + 1) << (AXIS - 1)
-    tag = level.to(tl.int64) - 4
     there = inside[:, None] & (lane < WIDE**D) & ((level > 0) | (lane == 0))
-    linear = ((tag << TAG) + (item << (D * AXIS)))[:, None] + tl.zeros([1, LANES], tl.int64)
+    linear = _upper_bits(level, item, D, AXIS)[:, None] + tl.zeros([1, LANES], tl.int64)
     first_bits = ((level.to(tl.int64) - 1) << level_at) + (item << item_at)
     sorted_by = first_bits[:, None] + tl.zeros([1, LANES], tl.int64)
     for a in tl.static_range(D):
@@ -237,7 +246,7 @@ def _key_at(
     """(keys of the neighbours on `level` of output rows j at kernel offsets v, True where one can exist)."""
     b, c0, c1, c2, c3 = _load_rows(here, j.to(tl.int64), valid, D)
     item = b.to(tl.int64)
-    key = (((level.to(tl.int64) - 4) << TAG) + (item << (D * AXIS)))[:, None] + v.to(tl.int64) * 0
+    key = _upper_bits(level, item, D, AXIS)[:, None] + v.to(tl.int64) * 0
     for a in tl.static_range(D):
         c = (c0 if a == 0 else (c1 if a == 1 else (c2 if a == 2 else c3)))[:, None]
         o = tl.load(offsets + v * D + a)
