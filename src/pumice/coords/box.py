@@ -74,10 +74,15 @@ class Bounds:
 UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: not read yet
 
 
+def dtype_of(x: object) -> object:
+    """The dtype of a tensor, for anything else the name of its type: what a message tells."""
+    return x.dtype if isinstance(x, Tensor) else type(x).__name__
+
+
 def check_form(coords: Tensor, dim: int | None = None) -> None:
     """Raise unless coordinates are int32 [N, 1+D] with D = dim (None: any) from 1 to 4."""
     if not isinstance(coords, Tensor) or coords.dtype != torch.int32:
-        found = coords.dtype if isinstance(coords, Tensor) else type(coords).__name__
+        found = dtype_of(coords)
         hint = "coords.int() converts them" if found == torch.int64 else "voxelize() turns points into them"
         raise DtypeError(f"coordinates must be a tensor of torch.int32, found {found}; {hint}")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pumice.coords.box import Bounds, check_form
+from pumice.coords.box import Bounds, check_form, dtype_of
 from pumice.errors import CoordinateError, DtypeError, OptionError, ShapeError
 from pumice.runtime.launch import cached_device_constant, to_device_async
 
@@ -363,8 +363,7 @@ def deserialize(
     Raises CoordinateError (codes with more bits than the layout has), OptionError, ShapeError, DtypeError."""
     curve = _curve_of(order)
     if not isinstance(codes, Tensor) or codes.dtype != torch.int64:
-        found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-        raise DtypeError(f"codes must be a tensor of torch.int64, found {found}")
+        raise DtypeError(f"codes must be a tensor of torch.int64, found {dtype_of(codes)}")
     if codes.ndim != 1 and (codes.ndim != 2 or codes.shape[1] != 2):
         raise ShapeError(f"codes are [N], or [N, 2] if wide, found shape {list(codes.shape)}")
     if not 1 <= dim <= 4:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pumice.coords.box import INT32_MAX, Bounds, check_form
+from pumice.coords.box import INT32_MAX, Bounds, check_form, dtype_of
 from pumice.coords.codes import morton_unique
 from pumice.coords.geometry import Geometry
 from pumice.coords.grid import GridSpec, VoxelFrame
@@ -114,8 +114,7 @@ def check_points(points: Tensor, batch: Tensor | None, dim: int | None = None) -
     """Raise DtypeError, ShapeError, DeviceError or CoordinateError for invalid points [P, D] or batch indices [P].
     dim: D; None: any."""
     if not isinstance(points, Tensor) or not points.is_floating_point():
-        found = points.dtype if isinstance(points, Tensor) else type(points).__name__
-        raise DtypeError(f"points must be a tensor of floating point, found {found}")
+        raise DtypeError(f"points must be a tensor of floating point, found {dtype_of(points)}")
     columns = points.shape[1] if points.ndim == 2 else 0
     if dim is not None and columns > dim:
         raise ShapeError(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pumice.coords.box import dtype_of
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 
 
@@ -185,8 +186,7 @@ def check_epilogue(epilogue: Epilogue, shape: tuple[int, int], device: torch.dev
         if tensor is None:
             continue
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DtypeError(f"{name} of the epilogue is a floating-point tensor, found {kind}")
+            raise DtypeError(f"{name} of the epilogue is a floating-point tensor, found {dtype_of(tensor)}")
         if tuple(tensor.shape) != expected:
             raise ShapeError(f"{name} of the epilogue is {list(expected)}, found shape {list(tensor.shape)}")
         if tensor.device != device:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import MultiMap
+from pumice.coords.box import dtype_of
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import maps
 from pumice.lower.joins import Joins
@@ -278,8 +279,7 @@ def _checked_edges(edge_index: Tensor, edge_type: Tensor | None) -> Tensor:
     given = {"edge_index": edge_index} | ({} if edge_type is None else {"edge_type": edge_type})
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise DtypeError(f"{name} is an int32 or int64 tensor, found {found}")
+            raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(x)}")
     if edge_index.ndim != 2 or len(edge_index) != 2:
         raise ShapeError(f"edge_index is [2, E], found shape {list(edge_index.shape)}")
     if edge_type is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Limits, PointSet, farthest, nearest, within
+from pumice.coords.box import dtype_of
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops.scatter import gather
 
@@ -202,8 +203,7 @@ def _sets(
 def _checked(points: Tensor, name: str) -> Tensor:
     """Contiguous, in float32 or float64, detached."""
     if not isinstance(points, Tensor) or not points.is_floating_point():
-        found = points.dtype if isinstance(points, Tensor) else type(points).__name__
-        raise DtypeError(f"{name} are a floating point tensor, found {found}")
+        raise DtypeError(f"{name} are a floating point tensor, found {dtype_of(points)}")
     if points.ndim != 2 or not points.shape[1]:
         raise ShapeError(f"{name} are [N, D] with D of at least 1, found shape {list(points.shape)}")
     found = points.detach()
@@ -214,8 +214,7 @@ def _items(points: Tensor, batch: Tensor | None, name: str) -> Tensor:
     if batch is None:
         return torch.zeros(len(points), dtype=torch.int64, device=points.device)
     if not isinstance(batch, Tensor) or batch.dtype not in (torch.int32, torch.int64):
-        found = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
-        raise DtypeError(f"{name} is an int32 or int64 tensor, found {found}")
+        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(batch)}")
     if batch.shape != (len(points),):
         raise ShapeError(f"{name} is [{len(points)}], an item for each point; found shape {list(batch.shape)}")
     if batch.device != points.device:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pumice.coords.box import dtype_of
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.language.accesses import too_large
 from pumice.language.nodes import Access, Statement, accesses_of, arrays_of
@@ -88,8 +89,7 @@ def _check_devices(operands: Mapping[str, Any]) -> None:
 
 def _check_index_array(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-        kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError(f"{name} is an index array: a tensor of int32 or int64, found {kind}")
+        raise DtypeError(f"{name} is an index array: a tensor of int32 or int64, found {dtype_of(x)}")
 
 
 _DTYPES = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pumice.coords.box import dtype_of
 from pumice.errors import DtypeError, OptionError
 
 _MOST = {torch.int8: 127.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
@@ -39,8 +40,7 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.int8, dim: int | None = None)
     if dtype not in _MOST:
         raise DtypeError(f"values are quantized to {' or '.join(map(str, _MOST))}, found {dtype}")
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise DtypeError(f"x must be a tensor of floating point, found {found}")
+        raise DtypeError(f"x must be a tensor of floating point, found {dtype_of(x)}")
     if dim is not None and not -x.ndim <= dim < x.ndim:
         raise OptionError(f"dim is an axis of x, which has {x.ndim}; found {dim}")
     wide = x.detach().to(torch.float32)

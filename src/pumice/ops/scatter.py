@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from pumice.coords.box import dtype_of
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import rows as lowered
 from pumice.ops import autograd
@@ -317,8 +318,7 @@ def _check_reduction(src: Tensor, reduce: str, places: bool) -> None:
 
 def _check_index(src: Tensor, index: Tensor, name: str = "index", whole: bool = True) -> None:
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-        found = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise DtypeError(f"{name} is an int32 or int64 tensor, found {found}")
+        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(index)}")
     if index.device != src.device:
         raise DeviceError(f"{name} is on {index.device}, src is on {src.device}")
     if not whole and index.ndim != 1:

@@ -19,7 +19,7 @@ from pumice.coords import (
     morton_unique,
     same_geometry,
 )
-from pumice.coords.box import INT32_MAX, places_in
+from pumice.coords.box import INT32_MAX, dtype_of, places_in
 from pumice.coords.buffer import RANGE, set_status
 from pumice.coords.tracing import subset as traced_subset
 from pumice.coords.tracing import union as traced_union
@@ -204,8 +204,7 @@ def prune(x: SparseTensor, mask: Tensor) -> SparseTensor:
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, "prune")
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise DtypeError(f"mask must be a tensor of torch.bool, found {found}")
+        raise DtypeError(f"mask must be a tensor of torch.bool, found {dtype_of(mask)}")
     if mask.shape != x.feats.shape[:1]:
         raise ShapeError(f"mask must be [N] = [{len(x.feats)}], found shape {list(mask.shape)}")
     if mask.device != x.device:
