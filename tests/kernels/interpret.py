@@ -61,7 +61,7 @@ def agree(p: Problem, dtype: torch.dtype = torch.float32, tile: Tile | None = No
     before = {name: t.clone() for name, t in p.operands.items()}
     refused = lowered.refusal(p.bound.statement, p.bound, p.operands)
     assert refused is None, refused
-    got = lowered.run(p.bound, p.operands, dtype, tile)
+    got = lowered.runner(p.bound, dtype, tile)(p.operands)
     assert got.dtype == dtype, f"asked for {dtype}, found {got.dtype}"
     near(got, wanted(p), limit)
     for name, tensor in p.operands.items():
@@ -174,7 +174,7 @@ def check_infinity_within() -> None:
     """What is cut off for tf32 has no part in an infinity."""
     p = problem(CASES["tp_tables_own"].at(SMALL))
     p.operands["W"][1, :, :, 2] = torch.inf
-    got, want = lowered.run(p.bound, p.operands, torch.float32), wanted(p)
+    got, want = lowered.runner(p.bound, torch.float32)(p.operands), wanted(p)
     assert torch.equal(got.isfinite(), want.isfinite())
 
 
@@ -295,7 +295,7 @@ def check_infinite(study: str) -> None:
         Tile(16, 16, 16, stacked=True),
         Tile(16, 32, 64, stacked=True, prefetch_indices=True),
     ):
-        got = lowered.run(p.bound, p.operands, torch.float32, tile)
+        got = lowered.runner(p.bound, torch.float32, tile)(p.operands)
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5, equal_nan=True, msg=str(tile))
 
 
@@ -683,7 +683,7 @@ def check_refused_ways() -> None:
         (problem(CASES["tp:dV"].at(SMALL)), Tile(16, 16, 16, epilogue_subtiles=2)),
     ):
         try:
-            lowered.run(bad.bound, bad.operands, torch.float32, tile)
+            lowered.runner(bad.bound, torch.float32, tile)(bad.operands)
         except OptionError:
             continue
         raise AssertionError(f"tile {tile} is not refused")
@@ -765,7 +765,7 @@ def check_sliced_other(name: str) -> None:
         Tile(16, 64, 16, epilogue_subtiles=4),
         Tile(32, 16, 32, epilogue_subtiles=8, swapped=True),
     ):
-        near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
+        near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
 
 
 # Epilogues
@@ -962,7 +962,7 @@ def other_problem(name: str) -> tuple[Problem, Tensor]:
 def check_other(name: str) -> None:
     p, want = other_problem(name)
     for tile in tiles(p):
-        near(lowered.run(p.bound, p.operands, torch.float32, tile), want, 2e-5)
+        near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
 
 
 def check_all_padding() -> None:
@@ -970,7 +970,7 @@ def check_all_padding() -> None:
     for name in ("block_group_coo_16", "conv_grouped", "tp"):
         p = problem(CASES[name].at(SMALL))
         gone = {n: t if t.is_floating_point() else torch.full_like(t, -1) for n, t in p.operands.items()}
-        got = lowered.run(p.bound, gone, torch.float32)
+        got = lowered.runner(p.bound, torch.float32)(gone)
         assert got.shape == p.bound.shape and not got.any(), name
 
 
@@ -991,17 +991,17 @@ def check_shared() -> None:
     x, y = torch.randn(3000, 16, generator=generator), torch.randn(3000, 24, generator=generator)
     old = torch.randn(16, 24, generator=generator)
     near(
-        lowered.run(Problem.of("W[c,n] = x[i,c] * y[i,n]", {"x": x, "y": y}).bound, {"x": x, "y": y}, x.dtype),
+        lowered.runner(Problem.of("W[c,n] = x[i,c] * y[i,n]", {"x": x, "y": y}).bound, x.dtype)({"x": x, "y": y}),
         x.T @ y,
         1e-4,
     )
     given = {"x": x, "y": y, "W": old}
     p = Problem.of("W[c,n] += x[i,c] * y[i,n]", given)
     assert lowered.runner(p.bound, x.dtype).splits > 1
-    near(lowered.run(p.bound, given, x.dtype), old + x.T @ y, 1e-4)
+    near(lowered.runner(p.bound, x.dtype)(given), old + x.T @ y, 1e-4)
     for text, want in (("d[n] = y[i,n]", y.sum(0)), ("s[z] = y[i,z] * y[i,z]", y.square().sum(0))):
         p = Problem.of(text, {"y": y})
-        near(lowered.run(p.bound, p.operands, y.dtype), want, 1e-4)
+        near(lowered.runner(p.bound, y.dtype)(p.operands), want, 1e-4)
 
 
 def check_other_sizes() -> None:
