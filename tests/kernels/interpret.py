@@ -1072,7 +1072,8 @@ def check_seed(seed: int) -> None:
         refused = lowered.refusal(part.statement, part, operands)
         # A term without a floating operand, such as a constant, is torch's.
         assert refused in (None, "no operand is floating point"), refused
-        total = total + (reference if refused else lowered).run(part, operands, torch.float32)
+        of_part = partial(reference.run, part, dtype=torch.float32) if refused else lowered.runner(part, torch.float32)
+        total = total + of_part(operands)
     near(total, torch.from_numpy(evaluate(case.text, case.operands)), 2e-5)
 
 

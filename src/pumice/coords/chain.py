@@ -374,6 +374,7 @@ class Chain:
     cell_keys: list[Part]
     cell_slots: list[Part]
     cell_starts: list[Part]
+    rooms: list[Part]
     values: Part
     coarse: Part
     tables: Part
