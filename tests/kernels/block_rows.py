@@ -13,7 +13,7 @@ from torch import Tensor
 import pumice as pm
 from pumice.errors import OptionError
 from pumice.lower import block_rows, plan
-from pumice.lower.block_rows import BlockForm, Blocks, listed
+from pumice.lower.block_rows import PresentBlocks, RowForm, listed
 from pumice.lower.segment_sums import Roles
 from pumice.ops.operands import flatten_used
 
@@ -53,9 +53,9 @@ def check_products(depth: int, count: int, width: int, format: str = FORMATS[0])
 
 def check_lists() -> None:
     """Every block is listed once, in its row, padding never; rows with most iterations first."""
-    form = BlockForm(Roles("", "", "", ""), 64, ("i", "j"), False)
+    form = RowForm(Roles("", "", "", ""), 64, ("i", "j"), False)
     rows, places = torch.tensor([0, 0, 2, 2, 3]), torch.tensor([[1, 3], [-1, 0], [2, 1], [-1, -1], [1, 9]])
-    blocks = Blocks.of(rows, places, (5, 4))
+    blocks = PresentBlocks.of(rows, places, (5, 4))
     assert [x.tolist() for x in blocks] == [[0, 0, 0, 2, 2, 3], [1, 3, 0, 2, 1, 1], [0, 1, 3, 4, 5, 8]]
     for count in (1, 2):
         found = listed(blocks, (5, 4), form, count)
@@ -69,12 +69,12 @@ def check_lists() -> None:
         want = {(r, 2 * c + half, 64 * p + half) for r, c, p in each for half in (0, 1)}
         assert seen == want
         assert (found.heads[:, 1].diff() <= 0).all()
-    twice = Blocks(*(x.repeat_interleave(2) for x in blocks))
+    twice = PresentBlocks(*(x.repeat_interleave(2) for x in blocks))
     assert listed(twice, (5, 4), form, 2) is None
 
 
 def check_statements() -> None:
-    """Blocks that are stored turned, or twice; coefficients, old values, more axes."""
+    """PresentBlocks that are stored turned, or twice; coefficients, old values, more axes."""
     torch.manual_seed(0)
     rows, places = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 0])
     values, x, old = torch.randn(3, 32, 64).half(), torch.randn(128, 4, 8).half(), torch.randn(80, 4, 8).half()

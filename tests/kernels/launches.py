@@ -206,8 +206,8 @@ def _block_rows(x: Tensor, depth: int) -> None:
     """Products of one and of two rows of blocks in a program, of turned blocks, too."""
     none, sizes = segment_sums.Roles("", "", "", ""), (32 * 40, len(x))
     for turned in (False, True):
-        form = block_rows.BlockForm(none, depth, ("i", "j"), turned)
-        blocks = block_rows.Blocks.of(torch.arange(40), torch.zeros(40, 1, dtype=torch.int32), (40, 1))
+        form = block_rows.RowForm(none, depth, ("i", "j"), turned)
+        blocks = block_rows.PresentBlocks.of(torch.arange(40), torch.zeros(40, 1, dtype=torch.int32), (40, 1))
         for count in (1, 2):
             lists = block_rows.listed(blocks, (40, 1), form, count)
             assert lists is not None

@@ -570,7 +570,7 @@ def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, in
     return [(a * rows + b * most, c * rows + d * most) for a, b, c, d in _coefficients(request)]
 
 
-class Estimate:
+class SizeEstimate:
     """Capacity of coarser levels per finest row, and layout of sort keys, estimated from earlier scenes."""
 
     def __init__(self, request: ChainRequest) -> None:
@@ -600,8 +600,8 @@ class Estimate:
 
 
 @lru_cache(maxsize=64)
-def estimate_of(request: ChainRequest) -> Estimate:
-    return Estimate(request)
+def estimate_of(request: ChainRequest) -> SizeEstimate:
+    return SizeEstimate(request)
 
 
 # Levels and neighbours

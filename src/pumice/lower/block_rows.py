@@ -38,7 +38,7 @@ _NARROW, _WIDE, _LONG = 64, 256, 16  # Columns of a program at least and at most
 _STEP = 32  # Depths of an iteration; deeper blocks are read in several
 
 
-class BlockForm(NamedTuple):
+class RowForm(NamedTuple):
     """A statement over rows of blocks. roles: of the operands; depth: of a block; within: the indices within it;
     turned: its values are [depth, height]."""
 
@@ -54,7 +54,7 @@ class BlockForm(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def form_of(statement: Statement) -> BlockForm | str:
+def form_of(statement: Statement) -> RowForm | str:
     """The form of a statement, or the reason why it has none."""
     target, factors = _blocked(statement.target), statement.terms[0].factors if len(statement.terms) == 1 else ()
     gathered = [(f, b) for f in factors if isinstance(f, Access) and (b := _blocked(f)) is not None]
@@ -73,7 +73,7 @@ def form_of(statement: Statement) -> BlockForm | str:
     ranges = tuple((name, size) for name, size in statement.ranges if name not in (i, j))
     terms = (replace(statement.terms[0], factors=bare),)
     roles = roles_of(replace(statement, target=Access(statement.target.name, rows), terms=terms, ranges=ranges))
-    return roles if isinstance(roles, str) else BlockForm(roles, depth, (i, j), inner == [j, i])
+    return roles if isinstance(roles, str) else RowForm(roles, depth, (i, j), inner == [j, i])
 
 
 def _blocked(access: Access) -> tuple[int, str, tuple[Affine, ...]] | None:
@@ -112,7 +112,7 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
 def work(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> Work:
     """X is read for each row of blocks, through the second-level cache."""
     form, points = form_of(statement), bound.points(indices_of(statement))
-    assert isinstance(form, BlockForm)
+    assert isinstance(form, RowForm)
     return Work(2 * points, cache=operands[form.roles.rows].element_size() * points / _HEIGHT, matrix=True)
 
 
@@ -123,7 +123,7 @@ class BlockRowStep(SegmentStep):
 
     def _roles_of(self, statement: Statement) -> Roles:
         form = form_of(statement)
-        assert isinstance(form, BlockForm)
+        assert isinstance(form, RowForm)
         self._form = form
         return form.roles
 
@@ -133,14 +133,14 @@ class BlockRowStep(SegmentStep):
         return ready, (operands[roles.values].contiguous(),)
 
 
-class BlockTile(NamedTuple):
+class RowTile(NamedTuple):
     """columns: of a program; stages: iterations whose loads are under way."""
 
     columns: int
     stages: int
 
     @classmethod
-    def default(cls, count: int, groups: int, width: int) -> BlockTile:
+    def default(cls, count: int, groups: int, width: int) -> RowTile:
         """The tile for programs of `count` rows of blocks, the fastest of 40 on an H200 (4096 x 4096 by as much).
         groups: of so many rows. Few programs should be small, with many loads under way, each of which takes long."""
         columns = max(16, min(_WIDE, 1 << (width - 1).bit_length()))
@@ -149,7 +149,7 @@ class BlockTile(NamedTuple):
         return cls(columns, 5 if columns < _WIDE else 2 + count)
 
 
-class Blocks(NamedTuple):
+class PresentBlocks(NamedTuple):
     """The blocks that there are, by rows. rows, places: of blocks of the target and of x; parts: of the values."""
 
     rows: Tensor
@@ -157,7 +157,7 @@ class Blocks(NamedTuple):
     parts: Tensor
 
     @classmethod
-    def of(cls, segments: Tensor, places: Tensor, most: tuple[int, int]) -> Blocks:
+    def of(cls, segments: Tensor, places: Tensor, most: tuple[int, int]) -> PresentBlocks:
         """Those of the index arrays. most: rows of blocks of the target and of x."""
         flat = places.reshape(-1).long()
         rows = segments.long().repeat_interleave(len(flat) // len(segments))
@@ -174,8 +174,8 @@ class BlockLists(NamedTuple):
     words: Tensor
 
 
-def listed(blocks: Blocks, most: tuple[int, int], form: BlockForm, count: int) -> BlockLists | None:
-    """The lists of blocks, None if a place has several blocks. most: as of Blocks.of."""
+def listed(blocks: PresentBlocks, most: tuple[int, int], form: RowForm, count: int) -> BlockLists | None:
+    """The lists of blocks, None if a place has several blocks. most: as of PresentBlocks.of."""
     device = blocks.rows.device
     key, order = (blocks.rows // count * most[1] + blocks.places).sort(stable=True)
     within = blocks.rows[order] % count
@@ -202,7 +202,7 @@ def listed(blocks: Blocks, most: tuple[int, int], form: BlockForm, count: int) -
     return BlockLists(count, torch.cat([heads, words[starts]], 1), words)
 
 
-def _best(blocks: Blocks, most: tuple[int, int], form: BlockForm, slices: int) -> BlockLists:
+def _best(blocks: PresentBlocks, most: tuple[int, int], form: RowForm, slices: int) -> BlockLists:
     """The lists with which programs take the least time. slices: of _WIDE columns."""
     found = listed(blocks, most, form, 1)
     assert found is not None
@@ -223,7 +223,7 @@ two rows            208    133    68     45"""
 class BlockRows:
     """The blocks of two index arrays in lists. most: rows of the target and of x; launches: by dtypes and shape."""
 
-    form: BlockForm
+    form: RowForm
     lists: BlockLists
     most: tuple[int, int]
     launches: dict[Any, tuple[BoundKernel, int, list[int]]] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class BlockRows:
 
     def _launch(self, x: Tensor, values: Tensor, y: Tensor) -> tuple[BoundKernel, int, list[int]]:
         form, lists, width = self.form, self.lists, x.shape[1]
-        tile = BlockTile.default(lists.count, len(lists.heads), width)
+        tile = RowTile.default(lists.count, len(lists.heads), width)
         constants = {
             "HEIGHT": _HEIGHT,
             "DEPTH": form.depth,
@@ -294,12 +294,12 @@ def _takes_64_rows(device: torch.device) -> bool:
     return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int], slices: int) -> BlockRows:
+def prepared(segments: Tensor, places: Tensor, form: RowForm, most: tuple[int, int], slices: int) -> BlockRows:
     """The products over the blocks of two index arrays. most: rows of the target and of x; slices: of _WIDE columns."""
     return keep_for_graph(_prepared(segments, places, form, most, min(slices, 2 * PROCESSORS)))
 
 
 @cached_per_tensor
-def _prepared(segments: Tensor, places: Tensor, form: BlockForm, most: tuple[int, int], slices: int) -> BlockRows:
+def _prepared(segments: Tensor, places: Tensor, form: RowForm, most: tuple[int, int], slices: int) -> BlockRows:
     blocks = -(-most[0] // _HEIGHT), -(-most[1] // form.depth)
-    return BlockRows(form, _best(Blocks.of(segments, places, blocks), blocks, form, slices), most)
+    return BlockRows(form, _best(PresentBlocks.of(segments, places, blocks), blocks, form, slices), most)
