@@ -74,7 +74,7 @@ def check_lists() -> None:
 
 
 def check_statements() -> None:
-    """PresentBlocks that are stored turned, or twice; coefficients, old values, more axes."""
+    """Blocks that are stored turned, or twice; coefficients, old values, more axes."""
     torch.manual_seed(0)
     rows, places = torch.tensor([0, 0, 2]), torch.tensor([1, 1, 0])
     values, x, old = torch.randn(3, 32, 64).half(), torch.randn(128, 4, 8).half(), torch.randn(80, 4, 8).half()
