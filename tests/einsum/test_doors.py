@@ -466,7 +466,12 @@ def test_a_compiled_einsum_is_a_value():
         first.text = "C[i] = A[i]"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["self", "text", "operands", "tensors", "shape", "name", "out_", "lower"])
+def test_operands_without_a_name_are_refused():
+    with pytest.raises(OptionError, match="operands are given by name, as in einsum.*; found 2 without one"):
+        pm.einsum(PRODUCT, A, A)
+
+
+@pytest.mark.parametrize("name", ["self", "text", "operands", "tensors", "shape", "name", "out_", "lower", "unnamed"])
 def test_operands_may_have_any_name(name):
     assert pm.einsum(f"C[i] = {name}[i]", **{name: V}).equal(V)
 

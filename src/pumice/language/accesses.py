@@ -54,7 +54,7 @@ def tokens(text: str) -> list[Token]:
         if kind == "space":
             continue
         if kind == "unknown":
-            raise complaint(text, match.start(), f"a character that is not part of the language: {match[0]!r}")
+            raise complaint(text, match.start(), _of_unknown(text, match.start()))
         if kind == "number" and match.end() - match.start() > _LONGEST_NUMBER:
             raise complaint(text, match.start(), f"a number has at most {_LONGEST_NUMBER} characters")
         if len(found) == MOST_TOKENS:
@@ -63,6 +63,13 @@ def tokens(text: str) -> list[Token]:
     stop = found[-1].stop if found else 0
     found.append(Token("end", "", stop, stop))
     return found if text.isascii() else [_normal(text, token) for token in found]
+
+
+def _of_unknown(text: str, place: int) -> str:
+    """What is wrong with a character that no token begins with."""
+    if text[max(0, place - 1) : place + 1] == "->":
+        return "indices stand behind names, not around `->` as in torch.einsum: C[m,n] = A[m,k] * B[k,n]"
+    return f"a character that is not part of the language: {text[place]!r}"
 
 
 def _normal(text: str, token: Token) -> Token:

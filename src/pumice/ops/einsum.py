@@ -56,7 +56,7 @@ Found = TypeVar("Found")
 Measure = Callable[[Callable[[], object]], float]
 
 
-def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
+def einsum(text: str, /, *unnamed: Operand, out: Tensor | None = None, lowering: str = "", **operands: Operand) -> Any:
     """Evaluate a statement of the einsum language.
 
         einsum("C[i,n] = A[i,k] * B[k,n]", A=A, B=B)                             affine or indirect indices, any depth
@@ -93,6 +93,9 @@ def einsum(text: str, /, *, out: Tensor | None = None, lowering: str = "", **ope
     Source: "Sparse GPU Kernels Simplified and Optimized with Indirect Einsums" (Insum) for indirect indices, "Unified
     Convolution Framework" (UCF) for affine ones and level formats.
     """
+    if unnamed:
+        text = 'einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)'
+        raise OptionError(f"operands are given by name, as in {text}; found {len(unnamed)} without one")
     if torch.compiler.is_compiling():
         result = _traced(text, operands, lowering)
     else:
