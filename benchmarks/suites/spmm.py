@@ -124,9 +124,10 @@ def filled_out(a: Tensor) -> Tensor:
 
 
 def _least(entries: int, block: int, columns: int) -> float:
-    """Lower bound in seconds: tiles of block x TILE results read a block and rows of b through the L2 per iteration."""
+    """Lower bound in seconds: tiles of two rows of blocks by TILE columns, both of which use the rows of b that are read
+    through the L2, as in lower.block_rows."""
     flops = 2.0 * entries * columns
-    intensity = block * TILE / (block + TILE)
+    intensity = 2 * block * TILE / (2 * block + TILE)
     memory = 2.0 * (entries + 2 * columns * columns)
     return seconds_to_move(cache=flops / intensity, memory=memory, flops=flops)
 
