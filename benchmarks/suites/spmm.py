@@ -124,7 +124,7 @@ def filled_out(a: Tensor) -> Tensor:
 
 
 def _least(entries: int, block: int, columns: int) -> float:
-    """Lower bound in seconds: tiles of two rows of blocks by TILE columns, both of which use the rows of b that are read
+    """Lower bound in seconds: tiles of two rows of blocks by TILE columns, which share the rows of b that they read
     through the L2, as in lower.block_rows."""
     flops = 2.0 * entries * columns
     intensity = 2 * block * TILE / (2 * block + TILE)
