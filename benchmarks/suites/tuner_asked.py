@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.harness.rows import Peer, Row
@@ -98,7 +98,7 @@ def answered(setup: Setup, network: Network, asked: Asked, within: float = math.
     took = time.perf_counter() - begin
     tuning.remove(network.net)
     setup.say("\n".join(f"  {line}" for line in str(tuning).splitlines()))
-    flows = _best_tried(tuning) if asked.always else tuning.flows
+    flows = _best_tried(tuning, asked.candidates) if asked.always else tuning.flows
     ran = network.each_in(flows)
     return Answer(tuning, took, flows, ran.with_tuned_tiles() if asked.tiles else ran)
 
@@ -130,19 +130,17 @@ def _without_tiles(step: SearchProgress) -> None:
         raise KeyboardInterrupt
 
 
-def _best_tried(tuning: Tuning) -> Mapping[str, Flow]:
-    """By layer name, the fastest candidate of its group."""
+def _best_tried(tuning: Tuning, candidates: Sequence[str]) -> Mapping[str, Flow]:
+    """By layer name, the fastest of the candidates of its group."""
     found: dict[str, Flow] = {}
     for choice in tuning.choices:
-        best = _fastest(choice)
-        if best is not None:
-            found.update(dict.fromkeys(choice.layers, best.flow))
+        ratios = {trial.flow: trial.seconds / trial.stood for trial in choice.trials if math.isfinite(trial.seconds)}
+        # Against the planner's choice only what a group began with, which the others are compared with, is not tried.
+        if ratios.pop(PLANNED, None) is not None:
+            ratios |= dict.fromkeys({*candidates}.difference(trial.flow for trial in choice.trials), 1.0)
+        if ratios:
+            found.update(dict.fromkeys(choice.layers, min(ratios, key=lambda flow: ratios[flow])))
     return found
-
-
-def _fastest(choice: DataflowChoice) -> Trial | None:
-    ran = [trial for trial in choice.trials if math.isfinite(trial.seconds)]
-    return min(ran, key=lambda trial: trial.seconds / trial.stood, default=None)
 
 
 def _passes(trial: Trial) -> str:
