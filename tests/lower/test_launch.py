@@ -1107,7 +1107,7 @@ def test_another_kernel_serves_until_its_own_is_compiled(as_on_gpu, monkeypatch)
     (family,) = made
     first = family.at([1100, 96, 1100, 96])
     cpu, choose = family.device, family._source.choose
-    monkeypatch.setattr(family._source, "choose", lambda like, key, device, how: choose(like, key, cpu, how))
+    monkeypatch.setattr(family._source, "choose", lambda like, key, device, *more: choose(like, key, cpu, *more))
     monkeypatch.setattr(tile_family, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(family, "device", torch.device("cuda"))
     many = [40, 96, 40, 96]

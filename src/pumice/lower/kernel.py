@@ -154,7 +154,6 @@ class KernelExecutor:
         self._summed = torch.promote_types(self.dtype, torch.float32) if self.adds else self.dtype
         self._launches: dict[Any, SizedLaunch] = {}
         self._tiles: dict[Any, Tile] = {}
-        self._problems: BoundedCache[tuple[Any, Problem]] = BoundedCache(16)
 
     @property
     def roles(self) -> ContractionRoles:
@@ -256,11 +255,15 @@ class KernelExecutor:
         like = {name: without_memory(operands[name]) for name in self._used}
         return {**like, "": self.allocate_output(like[self._used[0]])}
 
+    def problem(self, like: Mapping[str, Tensor]) -> Problem:
+        """Input of the tile heuristics for operands like these, of any sizes."""
+        return _sizeless(self.bound, like, self._form)
+
     def choose(
-        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
+        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str, problem: Problem
     ) -> tuple[Tile, int] | None:
         """Tile and split-K factor for sizes of this key. None if the tile has to be tuned first, or if split-K would be
-        used here and not by this executor, or the reverse."""
+        used here and not by this executor, or the reverse. problem: self.problem(like)."""
         splits = self.splits_at(key)
         if (splits > 1) != (self.splits > 1):
             return None
@@ -268,11 +271,7 @@ class KernelExecutor:
             return self.tile, splits
         if tuning_mode() == TIMING and not ledger().look(_key(self.bound, like, precision, key, device)):
             return None
-        # All but the sizes is the same in every call for the same operands.
-        known = self._problems.get(id(like)) or self._problems.keep(
-            id(like), (like, _problem(self.bound, like, self._form, key))
-        )
-        return tile_of(self.bound, like, precision, key, device, known[1]), splits
+        return tile_of(self.bound, like, precision, key, device, problem), splits
 
     def _compute_all(self, operands: Mapping[str, Tensor], out: Tensor) -> None:
         """Compute the whole result; outlier segments get a launch of their own."""
@@ -465,7 +464,7 @@ def tile_of(
 ) -> Tile:
     """The tile of `run`: the tuned one, or the default. Warns if the tuned one does not fit: its file may be shared.
 
-    key, device: sizes and device to use instead of the operands'; problem: of the same operands at other sizes.
+    key, device: sizes and device to use instead of the operands'; problem: _sizeless of them, if it is known.
     """
     found = None
     # Most users have no tuned tiles, and a key takes longer than all else here.
@@ -479,8 +478,9 @@ def tile_of(
             found = None
     if found is not None:
         return found
-    known = None if problem is None or key is None else _problem_at(problem, bound, key)
-    return tiles.default(known or _problem(bound, operands, _form(bound), key))
+    form = _form(bound)
+    problem = problem or _sizeless(bound, operands, form)
+    return tiles.default(_problem_at(problem, bound, key or _size_key(bound, operands, form)))
 
 
 def _check_fit(bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile) -> None:
@@ -774,10 +774,13 @@ def splits_at(bound: BoundStatement, key: SizeKey | None) -> int:
     return tiles.splits(_form(bound), _extents_at(bound, key))
 
 
-def _problem(
-    bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles, key: SizeKey | None = None
-) -> Problem:
-    """Input of the tile heuristics. key: sizes, default: those of the operands."""
+def _problem(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> Problem:
+    """Input of the tile heuristics."""
+    return _problem_at(_sizeless(bound, operands, form), bound, _size_key(bound, operands, form))
+
+
+def _sizeless(bound: BoundStatement, operands: Mapping[str, Tensor], form: ContractionRoles) -> Problem:
+    """The problem but for what depends on a size key."""
     chained = _is_chained(bound, form)
     kinds = {t.dtype for name in _used(bound) if _is_value((t := operands[name]).dtype)}
     bits, stacks, mixed = _bits(kinds), _can_stack(bound, kinds), len(kinds) > 1
@@ -785,8 +788,7 @@ def _problem(
     longest = _longest(bound, operands, form)
     across = _runs_along(bound, operands, form.left, form.reduced)
     across &= _runs_along(bound, operands, form.right, form.columns)
-    whole = Problem(form, bound.extents, 1.0, bits, chained, stacks, 1, packs, waits, longest, mixed, across)
-    return _problem_at(whole, bound, key or _size_key(bound, operands, form))
+    return Problem(form, bound.extents, 1.0, bits, chained, stacks, 1, packs, waits, longest, mixed, across)
 
 
 def _problem_at(problem: Problem, bound: BoundStatement, key: SizeKey) -> Problem:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from pumice.lower.epilogue import NO_EPILOGUE, EpilogueSignature
 from pumice.lower.segments import SegmentRule, Segments
 from pumice.runtime.compile import BACKGROUND, TritonKernel
 from pumice.runtime.launch import CompiledKernel, on_device
-from pumice.schedule.tile import WHOLE_SEGMENTS, Tile, mean_class, segment_class, size_class
+from pumice.schedule.tile import WHOLE_SEGMENTS, Problem, Tile, mean_class, segment_class, size_class
 
 INT32_LIMIT = 1 << 31
 """Sizes and offsets from which on addressing needs 64 bits."""
@@ -347,8 +347,10 @@ class KernelSource(Protocol):
     @property
     def resizable(self) -> bool: ...
 
+    def problem(self, like: Mapping[str, Tensor]) -> Problem: ...
+
     def choose(
-        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str
+        self, like: Mapping[str, Tensor], key: SizeKey, device: torch.device, precision: str, problem: Problem
     ) -> tuple[Tile, int] | None: ...
 
     def generate(self, given: Mapping[str, Tensor], tile: Tile, splits: int, precision: str) -> GeneratedKernel: ...
@@ -419,7 +421,7 @@ class TileFamily:
         if key not in self._by_size:
             # Choosing a tile costs several launches: cached while the kernel compiles, which takes seconds.
             known = self._waiting.get(key)
-            chosen, asked = known or (self._source.choose(self._like, key, self.device, self._precision), 0)
+            chosen, asked = known or (self._chosen(key), 0)
             other = None if chosen is None or waits else self._instead_of(chosen)
             if other is not None:
                 self._waiting[key] = chosen, asked + 1
@@ -464,6 +466,14 @@ class TileFamily:
                 if smaller is None or type(problem).__name__ != "OutOfResources":
                     raise
                 tile = smaller
+
+    def _chosen(self, key: SizeKey) -> tuple[Tile, int] | None:
+        return self._source.choose(self._like, key, self.device, self._precision, self._problem)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """What all sizes share: most of the time of choosing a tile."""
+        return self._source.problem(self._like)
 
     def _generated(self, tile: Tile, splits: int) -> GeneratedKernel:
         """The kernel for a tile. Reuses equal code of another tile: generating takes milliseconds."""
