@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice, product
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +22,7 @@ from kernels.cases import CASES, SMALL, SMALL_BLOCK, STUDIES, Case, Problem, pro
 from torch import Tensor
 from torch.nn import functional
 
+import pumice as pm
 from pumice.coords import KernelMap, MultiMap, Relation, kernel_map
 from pumice.errors import OptionError
 from pumice.language.bind import bind
@@ -66,6 +68,17 @@ def agree(p: Problem, dtype: torch.dtype = torch.float32, tile: Tile | None = No
     near(got, wanted(p), limit)
     for name, tensor in p.operands.items():
         assert torch.equal(tensor, before[name]), f"operand {name} was written to"
+
+
+def refuses(lowering: str, cases: Mapping[str, tuple[str, Mapping[str, Any]]]) -> None:
+    """The lowering refuses each statement, by its operands, for the reason given."""
+    for reason, (text, operands) in cases.items():
+        try:
+            pm.einsum(text, lowering=lowering, **operands)
+        except OptionError as refused:
+            assert reason in str(refused), refused
+        else:
+            raise AssertionError(f"`{text}` was not refused")
 
 
 def near(got: Tensor, want: Tensor, limit: float) -> None:

@@ -147,7 +147,7 @@ ERRORS = [
     ("|  # nothing", "the text is empty"),
     ("C[i] = A[i] |? B[i]", "a character that is not part of the language: '?'"),
     ("C[i] = A|²[i]", "a character that is not part of the language: '²'"),
-    ("mk,kn-|>mn", "indices stand behind names, not around `->` as in torch.einsum"),
+    ("mk,kn-|>mn", "`->` of torch.einsum is not part of the language; write C[m,n] = A[m,k] * B[k,n]"),
     ("C[i] = |" + "1" * 41, "a number has at most 40 characters"),
     ("C[i] = |1e999", "the number `1e999` is too large"),
     ("C[i] = |9223372036854775808", "is too large; integers have 64 bits"),

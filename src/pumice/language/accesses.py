@@ -68,7 +68,7 @@ def tokens(text: str) -> list[Token]:
 def _of_unknown(text: str, place: int) -> str:
     """What is wrong with a character that no token begins with."""
     if text[max(0, place - 1) : place + 1] == "->":
-        return "indices stand behind names, not around `->` as in torch.einsum: C[m,n] = A[m,k] * B[k,n]"
+        return "`->` of torch.einsum is not part of the language; write C[m,n] = A[m,k] * B[k,n], with operands by name"
     return f"a character that is not part of the language: {text[place]!r}"
 
 

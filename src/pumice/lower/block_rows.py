@@ -23,7 +23,7 @@ from pumice.language.bind import BoundStatement
 from pumice.language.nodes import Access, Affine, Index, Statement, indices_of
 from pumice.lower.segment_sums import PARTIAL, Roles, SegmentStep, partial_ranges, roles_of
 from pumice.runtime.cache import cached_per_tensor
-from pumice.runtime.launch import BoundKernel, keep_for_graph, kernel
+from pumice.runtime.launch import BoundKernel, is_hopper, keep_for_graph, kernel
 from pumice.runtime.repeat import NewTensor, OpenArguments, RepeatedLaunch
 from pumice.schedule.predict import Work
 from pumice.schedule.tile import PROCESSORS
@@ -265,7 +265,8 @@ class BlockRows:
             "EVEN": width % tile.columns == 0,
             "WHOLE": x.shape[0] % _STEP == 0,
             "FAR": max(x.numel(), values.numel(), y.numel()) >= _FAR,
-            "SWAPPED": lists.count == 1 and _takes_64_rows(x.device),
+            # From Hopper on, tensor cores multiply at least 64 rows.
+            "SWAPPED": lists.count == 1 and (x.device.type != "cuda" or is_hopper(x.device)),
             "STAGES": 2 if torch.version.hip else tile.stages,  # More do not fit
         }
         made = kernel("block_row_kernels.block_rows", "lower").bound(self._tensors(x, values, y), constants)
@@ -286,12 +287,6 @@ class BlockRows:
                     mine = total[(group * count + row) * _HEIGHT :][:_HEIGHT]
                     mine += (block[:, : len(read)] @ read)[: len(mine)] if part >= 0 else 0
         return y.copy_(total)
-
-
-@lru_cache(maxsize=16)
-def _takes_64_rows(device: torch.device) -> bool:
-    """True if tensor cores multiply at least 64 rows, as from Hopper on."""
-    return device.type != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 def prepared(segments: Tensor, places: Tensor, form: RowForm, most: tuple[int, int], slices: int) -> BlockRows:

@@ -25,7 +25,7 @@ from pumice.lower import entry_sums
 from pumice.lower.entry_sums import OFFSET_BITS, EntrySums, EntryTile, missing_edge
 from pumice.lower.kernel import float32_precision
 from pumice.lower.nest_form import Form, Fusing, normalized, positions_of
-from pumice.runtime.launch import keep_for_graph, kernel
+from pumice.runtime.launch import is_hopper, keep_for_graph, kernel
 from pumice.runtime.repeat import NewTensor, OpenArguments, Repeated, RepeatedLaunch
 from pumice.schedule.predict import Work
 from pumice.schedule.tile import PROCESSORS
@@ -191,13 +191,6 @@ def _single(atom: Index | Access) -> Affine:
     return affine([(1, atom)], 0)
 
 
-@lru_cache(maxsize=16)
-def _overlaps(device: torch.device) -> bool:
-    """True if kernels may start before those in front have ended."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class BlockSums:
     """The blocks of a statement in the order in which a tile reads them: `sums`, in vectors; see entry_kernels."""
@@ -268,7 +261,7 @@ class BlockSums:
             "OFFSET": OFFSET_BITS,
             "PRECISION": precision,
             "STAGES": tile.stages,
-            "OVERLAP": programs <= _OVERLAPPED and _overlaps(words.device),
+            "OVERLAP": programs <= _OVERLAPPED and is_hopper(words.device),
         }
         numbers = [*numbers[:4], 0, words.shape[1], *numbers[4:]]
         return programs, words, counts, numbers, constants

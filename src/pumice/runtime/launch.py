@@ -221,6 +221,13 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+@lru_cache(maxsize=16)
+def is_hopper(device: torch.device) -> bool:
+    """True for an NVIDIA GPU of compute capability 9.0 or above. Cached: the question takes as long as a launch."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
     """int64 tensor on the device, as `to_device_async(torch.tensor(values))` in a third of the time."""
     return to_device_async(torch.frombuffer(array("q", values), dtype=torch.int64), device)
