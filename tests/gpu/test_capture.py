@@ -3,6 +3,7 @@
 As in test_device, `pytest --noconftest tests/gpu` runs where hypothesis is not installed.
 """
 
+import gc
 import time
 import warnings
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from pumice.coords import CodeLayout
 from pumice.engine.buckets import CapacityBucket
 from pumice.errors import CaptureError, CoordinateError, OptionError
 from pumice.ops.tensor import is_sparse
+from pumice.runtime.launch import record_graph
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
@@ -410,6 +412,29 @@ def test_dataflows(gpu, flow):
         x = scene(gpu, count, seed)
         agrees(fast(x), eager(net, x), 0.01)
     assert not fast.fallbacks and fast.replays == 3
+
+
+def test_the_collector_frees_no_graph_within_a_capture(gpu):
+    """A graph that is part of a reference cycle is destroyed by the garbage collector, which CUDA forbids meanwhile."""
+    x, side = torch.ones(8, device=gpu), torch.cuda.Stream(gpu)
+    old = [record_graph(lambda: x + 1, side)[0]]
+
+    def work():
+        ring = [old.pop()]
+        ring.append(ring)
+        del ring
+        assert len([[] for _ in range(10_000)]) == 10_000
+        return x + 2
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        graph, y, _ = record_graph(work, side)
+    finally:
+        gc.set_threshold(*threshold)
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [7] * 8 and gc.isenabled()
 
 
 def test_parameters_are_read_where_they_lie(gpu):

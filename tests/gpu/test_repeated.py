@@ -171,16 +171,19 @@ def test_other_streams_graphs_and_threads():
         near(y, want)
 
 
+@pytest.mark.parametrize("calls", [1, 4])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_call_within_a_capture_is_not_kept(format):
+def test_a_call_within_a_capture_is_not_kept(format, calls):
     """A launch is bound outside: within a capture it would be of the graph's memory."""
     a, b = pm.sparse(matrix(300, 200, 0.1), format), matrix(200, 128, 1.0)
     f = pm.compile_einsum(SPMM, {"A": format})
-    f(A=a, B=b)
-    graph = torch.cuda.CUDAGraph()
+    for _ in range(calls):
+        f(A=a, B=b)
+    before, graph = kept(a), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = f(A=a, B=b)
-    assert not kept(a)
+    assert kept(a) == before
+    b.mul_(2.0)
     graph.replay()
     near(y, product(a, b))
     for _ in range(3):

@@ -1,5 +1,6 @@
 """How kernels are launched, with a kernel that only writes down what it is given: nothing here computes."""
 
+import gc
 import sys
 import threading
 import weakref
@@ -1486,6 +1487,33 @@ def test_a_fixed_kernel_without_programs_is_not_started(current):
     assert len(kernel.doors) == 1 and not kernel.direct
     start(1, (a,))
     assert len(kernel.direct) == 1
+
+
+def test_nothing_is_collected_while_graphs_are_captured():
+    """On any thread, and as before afterwards, whatever happens within."""
+    held, go = threading.Event(), threading.Event()
+
+    def captures():
+        with launch.without_collection():
+            held.set()
+            assert go.wait(10)
+
+    other = threading.Thread(target=captures)
+    other.start()
+    assert held.wait(10) and not gc.isenabled()
+    go.set()
+    with pytest.raises(KeyError), launch.without_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    other.join()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with launch.without_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_fixed_kernels_of_other_constants_are_others(current):

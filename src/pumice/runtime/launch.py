@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import math
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import copy
 from functools import lru_cache, partial, wraps
+from threading import RLock
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -191,6 +193,23 @@ def recording_constants() -> Iterator[list[object]]:
         _RECORDED.reset(token)
 
 
+_CAPTURING = RLock()
+"""Held while a graph is captured: whether the garbage collector runs is one setting for all threads."""
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Python's garbage collector does not run: a graph that it freed would end the capture of another."""
+    with _CAPTURING:
+        ran = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if ran:
+                gc.enable()
+
+
 def record_graph(
     work: Callable[[], Found], stream: torch.cuda.Stream, pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, Found, list[object]]:
@@ -200,7 +219,7 @@ def record_graph(
     Other threads may launch kernels meanwhile, but not draw random numbers on the device. torch.cuda.graph would also
     synchronise the device and free all cached memory, which takes tens of milliseconds."""
     graph = torch.cuda.CUDAGraph()
-    with recording_constants() as constants, torch.cuda.stream(stream):
+    with without_collection(), recording_constants() as constants, torch.cuda.stream(stream):
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             result = work()
