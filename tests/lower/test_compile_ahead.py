@@ -234,6 +234,24 @@ def test_a_forked_process_has_threads_of_its_own():
     assert sorted(found.stdout.split()) == ["0", "ran", "ran"]
 
 
+def test_processes_start_with_the_first_kernel_that_is_not_on_disk(monkeypatch):
+    """In the thread that compiles and in others; where all kernels are on disk, none starts."""
+    started, compiled = [], []
+    monkeypatch.setattr(ahead.Worker, "start", lambda self: started.append(self))
+    monkeypatch.setattr(ahead.Worker, "compile", lambda self, job: compiled.append((self, job)) or True)
+    background = ahead.Background(3)
+    try:
+        background.run([lambda: None] * 5)
+        assert not started
+        background.run([lambda: background.compile({"job": 1})])
+        assert len(started) == len({*started}) == 4 and len(compiled) == 1
+        assert background.compile({"job": 2}) and compiled[1] == (background._spare, {"job": 2})
+        assert compiled[0][0] is not background._spare and len(started) == 4
+    finally:
+        background.close()
+    assert not background.compile({"job": 3}) and len(started) == 4
+
+
 def test_kernels_import_no_packages_in_a_worker():
     """Those import torch, which takes seconds."""
     script = ahead._WORKER

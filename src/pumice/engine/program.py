@@ -41,7 +41,6 @@ from pumice.ops.conv import autocast_dtype
 from pumice.ops.prepare import RequestedMaps, requested_maps
 from pumice.ops.tensor import is_sparse, raw_feats
 from pumice.runtime.cache import BoundedCache
-from pumice.runtime.compile import BACKGROUND
 
 _KINDS = 16
 """Maximum number of argument kinds per network: numbers among the arguments may differ in every call."""
@@ -98,8 +97,6 @@ class Program(nn.Module):
         # Shared: parameters, buffers and submodules are those of net, by the same names.
         own.update({name: net.__dict__[name] for name in _SHARED})
         own["_programs"], own["_last"] = BoundedCache(2 * _KINDS), None
-        if any(parameter.is_cuda for parameter in net.parameters()):
-            BACKGROUND.start()
 
     @property
     def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -93,7 +93,9 @@ class CompiledBeside:
 
 class Background:
     """Runs tasks by priority in daemon threads, started with the first task. Each thread has a compiler process; a
-    spare one serves other threads. A failed task is dropped: the call that needs its result raises the error."""
+    spare one serves other threads. The first kernel that is not on disk starts all processes, as others will follow:
+    where all are, these would only slow the first calls. A failed task is dropped: the call that needs its result
+    raises the error."""
 
     def __init__(self, threads: int) -> None:
         self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()
@@ -101,32 +103,35 @@ class Background:
         self._threads: list[Thread] = []
         self._owner, self._closed = 0, False
         self._spare, self._of_spare = Worker(), Lock()
+        self._not_started: list[Worker] = []
 
     def submit(self, task: Task, turn: int = LATER) -> None:
         """Run `task` in a copy of the caller's context. turn: NOW, NEXT or LATER; those of the first come first."""
         context = copy_context()
-        self.start()
+        self._start_threads()
         self._queue.put((turn, next(self._numbers), partial(context.run, task)))
 
-    def start(self) -> None:
-        """Start all threads and the processes, which take half a second to be ready."""
+    def _start_threads(self) -> None:
         with self._lock:
             # A forked process has none of its parent's threads.
             if (self._threads and self._owner == os.getpid()) or self._closed:
                 return
             self._owner, self._queue = os.getpid(), PriorityQueue()
-            self._threads = [Thread(target=self._work, name="pumice-compile", daemon=True) for _ in range(self._count)]
+            workers = [Worker() for _ in range(self._count)]
+            self._threads = [
+                Thread(target=self._work, args=(one,), name="pumice-compile", daemon=True) for one in workers
+            ]
             # A thread within the compiler while the interpreter ends would abort the process.
             atexit.register(self.close)
             for thread in self._threads:
                 thread.start()
             self._spare, self._of_spare = Worker(), Lock()
-            with suppress(OSError):
-                self._spare.start()
+            self._not_started = [*workers, self._spare]
 
     def compile(self, job: Mapping[str, Any]) -> bool:
         """Compile a kernel into the disk cache, in this thread's process or, for other threads, in the spare one. False
         if not done."""
+        self._start_processes()
         worker = getattr(_THREAD, "worker", None)
         if worker is not None:
             return worker.compile(job)
@@ -136,6 +141,16 @@ class Background:
             return self._spare.compile(job)
         finally:
             self._of_spare.release()
+
+    def _start_processes(self) -> None:
+        """Start those that are not; they take half a second to be ready."""
+        with self._lock:
+            workers, self._not_started = self._not_started, []
+            if self._owner != os.getpid() or self._closed:
+                return
+        for one in workers:
+            with suppress(OSError):
+                one.start()
 
     def run(self, tasks: Iterable[Task], meanwhile: Task | None = None) -> None:
         """Submit tasks as they are generated and wait for all, showing progress on a terminal; within
@@ -181,10 +196,8 @@ class Background:
         with self._of_spare:
             self._spare.close()
 
-    def _work(self) -> None:
-        worker = _THREAD.worker = Worker()
-        with suppress(OSError):
-            worker.start()
+    def _work(self, worker: Worker) -> None:
+        _THREAD.worker = worker
         while (task := self._queue.get()[2]) and not self._closed:
             with suppress(Exception):
                 task()
@@ -200,6 +213,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
+        self._starting = Lock()
 
     def compile(self, job: Mapping[str, Any]) -> bool:
         """True if the kernel is in the cache now."""
@@ -215,10 +229,11 @@ class Worker:
 
     def start(self) -> subprocess.Popen[str]:
         """The process, which is started if there is none."""
-        if self._process is None or self._process.poll() is not None:
-            command, pipe = [sys.executable, str(_WORKER)], subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
-        return self._process
+        with self._starting:
+            if self._process is None or self._process.poll() is not None:
+                command, pipe = [sys.executable, str(_WORKER)], subprocess.PIPE
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+            return self._process
 
     def close(self) -> None:
         """End the process."""
