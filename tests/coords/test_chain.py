@@ -170,6 +170,25 @@ def test_too_little_room_is_enlarged(monkeypatch):
     assert len(seen) == 1
 
 
+def test_room_is_for_the_cells_of_all_levels_together(monkeypatch):
+    """Not for as many on each level as on the largest, but for those of scenes before, and more where these are few."""
+    chain.estimate_of.cache_clear()
+    monkeypatch.setattr(chain, "_LEAST", 0)
+    request, coords = request_of(3, [padded(3)] * 3), random_cloud(900, 3, extent=20)
+    estimate = chain.estimate_of(request)
+    first = estimate.room(900, chain.Room(0, 0))
+    assert 2.8 * first.most < first.cells <= 3 * first.most
+    seen, found = [], chain_build.find_maps
+    monkeypatch.setattr(chain_build, "find_maps", lambda *given: seen.append(given[3]) or found(*given))
+    compare(coords, request)
+    learnt = estimate.room(900, chain.Room(0, 0))
+    assert len(seen) == 1 and learnt.cells < 2 * learnt.most and learnt.most < first.most
+    estimate.cells = 0.01
+    compare(coords, request)
+    assert len(seen) > 2 and seen[1].most == seen[2].most and seen[1].cells < seen[2].cells
+    assert estimate.room(900, chain.Room(0, 0)).cells == learnt.cells
+
+
 def unread(coords):
     return Geometry(coords, GridSpec((1,) * (coords.shape[1] - 1), None, -1, UNKNOWN), settled=False)
 

@@ -320,7 +320,9 @@ def _chain(dim: int, step: Relation, steps: int) -> None:
     request = chain.ChainRequest(dim, (step,) * steps, windows, tuple(tiled), rule, True)
     for few in (1 << 13, 0):
         with patch.object(chain, "RANKED", few):
-            made = chain.find_maps(cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, 400)
+            made = chain.find_maps(
+                cloud.coords, GridSpec((1,) * dim, None, 1, cloud.bounds), request, chain.Room.of(request, 400)
+            )
             chain_tiles.tile_maps(made)
     layout = chain.KeyLayout.of(request, cloud.bounds)
     buffered = chain.BufferedChain(cloud, request, (cloud.capacity, *(60,) * steps), layout)

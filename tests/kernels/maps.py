@@ -7,6 +7,7 @@ allocated under a check lies between fences, which kernels must leave alone.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +83,7 @@ from pumice.coords.segments import segments_by_length, segments_by_length_torch,
 from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
 from pumice.lower import maps as lowered
 from pumice.lower.dataflow import materialize
-from pumice.runtime.launch import BoundKernel
+from pumice.runtime.launch import BoundKernel, Part
 
 prepared = import_module("pumice.ops.prepare")
 layer_maps = import_module("pumice.ops.prepare")
@@ -1063,10 +1064,10 @@ def check_parts(coords: Tensor, site: GridSpec, request: chain.ChainRequest, mos
     """All that kernels make is what plain torch makes."""
     room = chain.aligned(len(coords) * request.wide**request.dim) if most is None else most
     assert chain.refusal(Geometry(coords, site), request) is None
-    found = chain.find_maps(coords, site, request, room)
+    found = chain.find_maps(coords, site, request, chain.Room.of(request, room))
     chain_tiles.tile_maps(found)
     with plain():
-        want = chain.find_maps(coords, site, request, room)
+        want = chain.find_maps(coords, site, request, chain.Room.of(request, room))
         chain_tiles.tile_maps(want)
         expected = parts_of(want)
     for name, part in parts_of(found).items():
@@ -1180,13 +1181,32 @@ def check_key_ends() -> None:
         check_parts(ends[torch.randperm(len(ends))].int(), site_in(bounds), chain_request(dim, steps))
 
 
+def check_cells_without_room(request: chain.ChainRequest) -> None:
+    """Where cells of level 1 are counted but had no room, as those of level 2 came first, nothing is written before."""
+    coords, bounds = Scene(3, 40, 7).coords(), Scene(3, 40, 7).bounds()
+    found = chain.Chain(coords, chain.Room(400, 800), request, chain.KeyLayout.of(request, bounds))
+    memory, begin, size = torch.full((1 << 14,), 7, dtype=torch.int32), 1 << 13, math.prod(found.coarse.shape)
+    found.coarse = Part(memory, memory.data_ptr() + 4 * begin, begin, found.coarse.shape)
+    ordered = chain.tiles.sort_pairs
+
+    def counted(*given: Any) -> Any:
+        found.words.tensor()[chain.COUNTS + chain.STRIDE] += 1000
+        return ordered(*given)
+
+    with patch.object(chain.tiles, "sort_pairs", counted):
+        chain.start_kernels(found, site_in(bounds))
+    assert bool((memory[:begin] == 7).all()) and bool((memory[begin + size :] == 7).all())
+    assert int((memory != 7).sum()) > 40
+
+
 def check_little_room() -> None:
     """Nothing is written elsewhere, and more rows than there is room for are told."""
     cloud, request = Scene(3, 70, 9), chain_request(3, "padded")
-    found = chain.find_maps(cloud.coords(), site_in(cloud.bounds()), request, 8)
+    found = chain.find_maps(cloud.coords(), site_in(cloud.bounds()), request, chain.Room.of(request, 8))
     chain_tiles.tile_maps(found)
     told = found.words.tensor().tolist()
     assert told[0] & OVERFLOW or max(told[12], told[16]) > 8
+    check_cells_without_room(request)
     chain.estimate_of.cache_clear()
     got, want = (Geometry.checked(cloud.coords()) for _ in range(2))
     with patch.multiple(chain, _FIRST_ESTIMATE=0.01, _LEAST=0):
@@ -1237,7 +1257,7 @@ def check_chain_status(name: str) -> None:
         coords[11, 0] = 2000
     else:
         coords[11, 2] = INT32[name == "above"]
-    found = chain.find_maps(coords, site_in(bounds), chain_request(3, "padded"), 400)
+    found = chain.find_maps(coords, site_in(bounds), chain_request(3, "padded"), chain.Room(400, 800))
     chain_tiles.tile_maps(found)
     assert int(found.words.tensor()[0]) == (DUPLICATE if name in ("twice", "all alike") else RANGE)
 
@@ -1314,7 +1334,7 @@ def check_chain_waits() -> None:
     with patch.object(BoundKernel, "__call__", launched):
         for context in (nullcontext(), watch):
             with context:
-                chain_tiles.tile_maps(chain.find_maps(coords, site, request, 200))
+                chain_tiles.tile_maps(chain.find_maps(coords, site, request, chain.Room.of(request, 200)))
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {

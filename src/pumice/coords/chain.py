@@ -8,8 +8,8 @@ neighbours.
 
 Keys are int64: level - 4 from bit 61 up, then the batch index (10 bits) and c + 2^(bits - 1) of each axis (AXIS_BITS).
 Axes are concatenated in the table's keys. Coordinates out of range are refused: callers build their maps level by
-level. Each coarser level has a capacity of `most` rows, and sort keys have few bits (KeyLayout), both estimated from
-earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all
+level. There is room for some rows on each coarser level and on all together (Room), and sort keys have few bits
+(KeyLayout), both estimated from earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all
 maps are counted:
 
     words[0], words[1]       status bits, number of batch items
@@ -86,7 +86,8 @@ SMALL, LARGE = 64, 128  # Outputs per tile
 CHOSEN = 10  # First row of `layout` with mask words of sort groups
 _FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
 _LEAST = 1 << 12  # Minimum capacity of a coarser level that can have as many rows
-_ROOM = 1.15  # Capacity per row of the largest coarser level seen
+_ROOM = 1.15  # Capacity per row of the coarser levels seen
+_SLOTS = 2  # Slots of the hash table per cell for which there is room
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,11 @@ class ChainRequest:
 
     def rows_in(self, words: Sequence[int], level: int) -> int:
         return words[COUNTS + STRIDE * level]
+
+    def found_in(self, words: Sequence[int]) -> Room:
+        """Rows of the largest coarser level, and of all."""
+        counts = words[COUNTS + STRIDE : COUNTS + STRIDE * self.levels : STRIDE]
+        return Room(max(counts, default=0), sum(counts))
 
     def pairs_in(self, words: Sequence[int], number: int) -> Sequence[int]:
         """Pairs of map `number`, per kernel offset."""
@@ -341,10 +347,22 @@ class KeyLayout(NamedTuple):
         return [(-(-room // _SORTED) + 1, 1 << _DIGIT)] * (self.digits.turns if room else 0)
 
 
+class Room(NamedTuple):
+    """Rows for which there is room: `most` on each coarser level, `cells` on all of them together."""
+
+    most: int
+    cells: int
+
+    @staticmethod
+    def of(request: ChainRequest, most: int) -> Room:
+        """Room for this many rows on every coarser level."""
+        return Room(most, len(request.steps) * most)
+
+
 class Chain:
     """Device arrays of the levels and maps of N coordinates, carved out of a few allocations.
 
-    most: capacity of each coarser level, room: of all. key_layout: of the sort keys of the coarser levels' cells;
+    most: capacity of each coarser level, room: of all together. key_layout: of the sort keys of coarser levels' cells;
     cell_keys int64, cell_slots int32: two arrays each, whose first ones receive sort keys and hash slots, unordered;
     cell_starts int32: counts of digits for their sort. words: see the module. totals int32: sampled rows per group of
     kernel offsets, by map (tiles.group_totals). table int64, values int32: keys of the hash table and their rows.
@@ -390,11 +408,11 @@ class Chain:
     limits: Part
     status: Part
 
-    def __init__(self, coords: Tensor, most: int, request: ChainRequest, key_layout: KeyLayout) -> None:
-        self.request, self.coords, self.rows, self.most = request, coords, len(coords), most
+    def __init__(self, coords: Tensor, capacity: Room, request: ChainRequest, key_layout: KeyLayout) -> None:
+        self.request, self.coords, self.rows = request, coords, len(coords)
+        self.most, self.room = most, room = capacity
+        self.key_layout = key_layout
         steps, number, device = len(request.steps), len(request.tiled), coords.device
-        self.room, self.key_layout = steps * most, key_layout
-        room = self.room
         levels = [level for _, level, _ in request.tiled]
         self.largest: int = max([most if level else self.rows for level in levels], default=0)
         self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
@@ -402,7 +420,7 @@ class Chain:
         self.ranked = tiled <= RANKED
         turns = 0 if self.ranked else digits.turns
         bins, counted = (-(-tiled // digits.block) + 1, 1 << digits.width), key_layout.counted(room)
-        self.size: int = 1 << max(6, (2 * (self.rows + room) - 1).bit_length())
+        self.size: int = _slots(self.rows + room)
         cleared = (request.num_read,), (GROUPS * len(request.maps),), *counted, *(bins,) * turns
         self.table, self.words, self.totals, *starts = _cleared(device, self.size, cleared)
         self.cell_starts, self.starts = starts[: len(counted)], starts[len(counted) :]
@@ -476,7 +494,7 @@ class BufferedChain:
         self.request, self._rows = request, most_rows
         self.coords, self.count, self.status = cloud.coords, cloud.count, cloud.status
         self.rows, self.most, self.room, device = cloud.capacity, max(most_rows), sum(most_rows[1:]), cloud.device
-        self.size: int = 1 << max(6, (2 * sum(most_rows) - 1).bit_length())
+        self.size: int = _slots(sum(most_rows))
         self._places = _places(request, most_rows)
         *_, (entries, masked, _) = self._places
         self.key_layout, counted = key_layout, key_layout.counted(self.room)
@@ -516,6 +534,11 @@ class BufferedChain:
     def rows_needed(self, level: int) -> Tensor:
         """int32 [1] on the device: rows of a coarser level, which may exceed its capacity."""
         return self.words.cut(COUNTS + STRIDE * level, (1,)).tensor()
+
+
+def _slots(cells: int) -> int:
+    """Size of the hash table for at most so many cells."""
+    return 1 << max(6, (int(_SLOTS * cells) - 1).bit_length())
 
 
 def _cleared(device: torch.device, size: int, shapes: Sequence[tuple[int, ...]]) -> list[Part]:
@@ -571,17 +594,25 @@ def starts_of(request: ChainRequest, rows: int, most: int) -> list[tuple[int, in
 
 
 class SizeEstimate:
-    """Capacity of coarser levels per finest row, and layout of sort keys, estimated from earlier scenes."""
+    """Capacity of coarser levels per finest row, and layout of sort keys, estimated from earlier scenes. ratio: of the
+    largest level; cells: of all."""
 
     def __init__(self, request: ChainRequest) -> None:
         self._bound = request.wide**request.dim
         self.ratio: float = min(self._bound, _FIRST_ESTIMATE)
-        self._request, self._layout = request, None
+        self.cells: float = len(request.steps) * self.ratio
+        self._request, self._layout, self._guessed = request, None, True
 
     def most(self, rows: int, needed: int = 0) -> int:
         """Capacity for `rows` finest rows. needed: rows needed by a run that overflowed, or 0."""
         wanted = max(int(self.ratio * rows), 2 * needed, _LEAST) + 64
         return aligned(min(wanted, self._bound * rows))
+
+    def room(self, rows: int, needed: Room) -> Room:
+        """Room for `rows` finest rows. needed: by a run that overflowed, or 0."""
+        most = self.most(rows, needed.most)
+        cells = max(int(self.cells * rows), 2 * needed.cells, _LEAST) + 64
+        return Room(most, min(aligned(cells), len(self._request.steps) * most))
 
     def key_layout(self, bounds: Bounds) -> KeyLayout:
         """The layout for coordinates within these bounds, possibly unknown ones."""
@@ -589,14 +620,19 @@ class SizeEstimate:
             return KeyLayout.of(self._request, bounds)
         return self._layout
 
-    def learn(self, rows: int, largest: int, needed: KeyLayout) -> None:
-        """Learn from a scene of `rows` finest rows, with `largest` rows in its largest coarser level. needed: the least
-        layout for its cells."""
+    def learn(self, rows: int, found: Room, needed: KeyLayout) -> None:
+        """Learn from a scene of `rows` finest rows. found: rows of its coarser levels; needed: the least layout for its
+        cells."""
         self._layout = needed if self._layout is None else self._layout.joined(needed)
         if rows >= _SORTED:
-            seen = _ROOM * largest / rows
-            # Decay slowly: rare large scenes would overflow again.
-            self.ratio = max(seen, 0.99 * self.ratio + 0.01 * seen)
+            before = (0.0, 0.0) if self._guessed else (self.ratio, self.cells)
+            self.ratio, self.cells = (_remembered(was, _ROOM * n / rows) for was, n in zip(before, found, strict=True))
+            self._guessed = False
+
+
+def _remembered(before: float, seen: float) -> float:
+    """The capacity per row, after a scene. It decays slowly: rare large scenes would overflow again."""
+    return max(seen, 0.99 * before + 0.01 * seen)
 
 
 @lru_cache(maxsize=64)
@@ -608,11 +644,11 @@ def estimate_of(request: ChainRequest) -> SizeEstimate:
 
 
 def find_maps(
-    coords: Tensor, site: GridSpec, request: ChainRequest, most: int, key_layout: KeyLayout | None = None
+    coords: Tensor, site: GridSpec, request: ChainRequest, room: Room, key_layout: KeyLayout | None = None
 ) -> Chain:
     """A chain with levels, neighbours and counts; no host synchronisation. key_layout: of sort keys; None: the least
     for the bounds of `site`."""
-    chain = Chain(coords, most, request, key_layout or KeyLayout.of(request, site.bounds))
+    chain = Chain(coords, room, request, key_layout or KeyLayout.of(request, site.bounds))
     if not has_triton(coords):
         find_maps_torch(chain, site)
         return chain

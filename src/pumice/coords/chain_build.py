@@ -25,6 +25,7 @@ from pumice.coords.chain import (
     Chain,
     ChainRequest,
     KeyLayout,
+    Room,
     TileRule,
     begun,
     estimate_of,
@@ -68,10 +69,10 @@ def build_chain(
     with outside_inference_mode():
         if geometry.coords.is_cuda:
             compile_kernels(request.compile_request, geometry.device)
-        estimate, needed, rows = estimate_of(request), 0, len(geometry)
+        estimate, needed, rows = estimate_of(request), Room(0, 0), len(geometry)
         while True:
-            most, site = estimate.most(rows, needed), geometry.outline
-            chain = find_maps(geometry.coords, site, request, most, estimate.key_layout(site.bounds))
+            room, site = estimate.room(rows, needed), geometry.outline
+            chain = find_maps(geometry.coords, site, request, room, estimate.key_layout(site.bounds))
             tile_maps(chain)
             if meanwhile is not None:
                 meanwhile()
@@ -82,16 +83,22 @@ def build_chain(
                     return None
                 geometry.learn(request.box_in(words))
             geometry.settle(words[0] & ~OVERFLOW)
-            largest = max(words[COUNTS + STRIDE : COUNTS + STRIDE * request.levels : STRIDE], default=0)
-            fits, least = not words[0] & OVERFLOW and largest <= most, KeyLayout.of(request, geometry.bounds)
-            if fits and chain.key_layout.joined(least) == chain.key_layout:
+            found, least = request.found_in(words), KeyLayout.of(request, geometry.bounds)
+            wanted = _more_room(needed, room, found, bool(words[0] & OVERFLOW))
+            if wanted == needed and chain.key_layout.joined(least) == chain.key_layout:
                 break
-            needed = needed if fits else max(largest, most)
+            needed = wanted
         if request.steps:
-            estimate.learn(rows, largest, least)
+            estimate.learn(rows, found, least)
         lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
         return _Assembler(chain, words, lists, groups).assemble(geometry)
+
+
+def _more_room(before: Room, room: Room, found: Room, full: bool) -> Room:
+    """The rows that another attempt is made for: more, where there was too little room or the hash table was full."""
+    each = zip(before, room, found, strict=True)
+    return Room(*[max(n, there) if full or n > there else known for known, there, n in each])
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +110,7 @@ def compile_kernels(request: ChainRequest, device: torch.device) -> None:
         for rows in (1, RANKED + 1):
             # Few rows are sorted by another kernel than many.
             coords = torch.zeros(rows, 1 + request.dim, dtype=torch.int32, device=device)
-            chain = find_maps(coords, site, request, 64)
+            chain = find_maps(coords, site, request, Room.of(request, 64))
             tile_maps(chain)
         nothing = [0] * request.num_read
         fill_tiles(chain, nothing)

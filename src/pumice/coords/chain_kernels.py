@@ -204,7 +204,8 @@ def place(
     for n in tl.static_range(1, LEVELS):
         row -= tl.where(n < level, tl.load(words + COUNTS + STRIDE * n), 0)
     begin, limit = _room_of(limits, level, most, BUFFERED)
-    valid = valid & (row < limit)
+    # Cells for which there was no room are counted, so that rows of the levels after them may be negative.
+    valid = valid & (row >= 0) & (row < limit)
     tl.store(values + slot, row.to(tl.int32), mask=valid)
     to = coarse + (begin + row) * (D + 1)
     tl.store(to, ((key >> (D * AXIS)) & (BATCHES - 1)).to(tl.int32), mask=valid)
