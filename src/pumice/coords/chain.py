@@ -9,8 +9,8 @@ neighbours.
 Keys are int64: level - 4 from bit 61 up, then the batch index (10 bits) and c + 2^(bits - 1) of each axis (AXIS_BITS).
 Axes are concatenated in the table's keys. Coordinates out of range are refused: callers build their maps level by
 level. There is room for some rows on each coarser level and on all together (Room), and sort keys have few bits
-(KeyLayout), both estimated from earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the device, in int32 `words`, until all
-maps are counted:
+(KeyLayout), both estimated from earlier scenes; if they do not suffice, the maps are built again. Sizes stay on the
+device, in int32 `words`, until all maps are counted:
 
     words[0], words[1]       status bits, number of batch items
     words[4]                 rows of all coarser levels
