@@ -460,3 +460,12 @@ def test_reductions_of_stored_entries(operator: str, form: str):
         torch.testing.assert_close(got, wanted)
         (one,), (two,) = torch.autograd.grad(got.sum(), leaf), torch.autograd.grad(wanted.nan_to_num().sum(), other)
         torch.testing.assert_close(one, two.nan_to_num())
+
+
+def test_operands_of_before_that_meet_in_inference_mode():
+    operands = {"V": pm.sparse(torch.rand(6), "e:C"), "W": pm.sparse(torch.rand(3, 4, 5), "(r i):H o:C")}
+    operands |= {"x": torch.rand(7, 4), "S": torch.tensor([0, 6, 2, 2, 1, 5]), "L": torch.tensor([0, 1, 2, 2, 1, 0])}
+    text = "O[e,o] = V[e] * x[S[e],i] * W[L[e],i,o]"
+    with torch.inference_mode():
+        found = pm.einsum(text, **operands)
+    assert torch.equal(found, pm.einsum(text, **operands))
