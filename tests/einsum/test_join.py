@@ -246,6 +246,18 @@ def test_integers_stay_integers(kind):
         pm.einsum("O[i] mean= A[i,k] * B[k]", A=a, B=torch.ones(6).to(kind))
 
 
+@pytest.mark.parametrize("values", [torch.ones(2, 3).int(), torch.ones(2, 3).bool(), pm.sparse(torch.eye(3).bool())])
+def test_fractions_of_integers_are_refused(values):
+    """They were cut off."""
+    with pytest.raises(DtypeError, match=r"has the coefficient 0.5: expected floating-point values, found integers"):
+        pm.einsum("O[i] = 0.5 * A[i,k]", A=values)
+    double = torch.compile(lambda a: pm.einsum("O[i] = 2e0 * A[i,k]", A=a), backend="eager")
+    half = torch.compile(lambda a: pm.einsum("O[i] = 0.5 * A[i,k]", A=a), backend="eager")
+    assert double(values).dtype == torch.int64
+    with pytest.raises(Exception, match=r"has the coefficient 0.5"):
+        half(values)
+
+
 # Groups of indices
 def test_groups_of_indices():
     x, f = torch.randn(2, 5, 4, 3), torch.randn(2, 2, 3, 6, requires_grad=True)
