@@ -246,6 +246,18 @@ def test_integers_stay_integers(kind):
         pm.einsum("O[i] mean= A[i,k] * B[k]", A=a, B=torch.ones(6).to(kind))
 
 
+@pytest.mark.parametrize("values", [torch.ones(2, 3).int(), torch.ones(2, 3).bool(), pm.sparse(torch.eye(3).bool())])
+def test_fractions_of_integers_are_refused(values):
+    """They were cut off."""
+    with pytest.raises(DtypeError, match=r"has the coefficient 0.5: expected floating-point values, found integers"):
+        pm.einsum("O[i] = 0.5 * A[i,k]", A=values)
+    double = torch.compile(lambda a: pm.einsum("O[i] = 2e0 * A[i,k]", A=a), backend="eager")
+    half = torch.compile(lambda a: pm.einsum("O[i] = 0.5 * A[i,k]", A=a), backend="eager")
+    assert double(values).dtype == torch.int64
+    with pytest.raises(Exception, match=r"has the coefficient 0.5"):
+        half(values)
+
+
 # Groups of indices
 def test_groups_of_indices():
     x, f = torch.randn(2, 5, 4, 3), torch.randn(2, 2, 3, 6, requires_grad=True)
@@ -460,3 +472,12 @@ def test_reductions_of_stored_entries(operator: str, form: str):
         torch.testing.assert_close(got, wanted)
         (one,), (two,) = torch.autograd.grad(got.sum(), leaf), torch.autograd.grad(wanted.nan_to_num().sum(), other)
         torch.testing.assert_close(one, two.nan_to_num())
+
+
+def test_operands_of_before_that_meet_in_inference_mode():
+    operands = {"V": pm.sparse(torch.rand(6), "e:C"), "W": pm.sparse(torch.rand(3, 4, 5), "(r i):H o:C")}
+    operands |= {"x": torch.rand(7, 4), "S": torch.tensor([0, 6, 2, 2, 1, 5]), "L": torch.tensor([0, 1, 2, 2, 1, 0])}
+    text = "O[e,o] = V[e] * x[S[e],i] * W[L[e],i,o]"
+    with torch.inference_mode():
+        found = pm.einsum(text, **operands)
+    assert torch.equal(found, pm.einsum(text, **operands))

@@ -92,6 +92,14 @@ def check_kernels_run() -> None:
         assert ran == expected, f"kernels of {ran} sums, expected {expected}"
 
 
+def check_strided_ends() -> None:
+    """Index arrays that are columns of a matrix, as edges often are."""
+    given = operands(PER_EDGE, 4, torch.float32)
+    edges = torch.stack([given["S"], given["T"].long()], 1)
+    want = pm.einsum(PER_EDGE, lowering="reference", **given)
+    near(pm.einsum(PER_EDGE, lowering="unrolled", **{**given, "S": edges[:, 0], "T": edges[:, 1]}), want.double(), 1e-5)
+
+
 def check_refusals() -> None:
     given = operands(ROWS, 4, torch.float32)
     many = pm.sparse(torch.ones(4, 4, 3, 50), "(k i j p):C")
@@ -113,7 +121,8 @@ def checks() -> Checks:
         "fp16, two blocks": partial(check, PER_EDGE, 130, torch.float16, 2e-2),
         "one lane": partial(check, SHARED, 1, torch.float32, 1e-5),
     }
-    return {**found, **more, "kernels run": check_kernels_run, "refusals": check_refusals}
+    more |= {"kernels run": check_kernels_run, "strided ends": check_strided_ends, "refusals": check_refusals}
+    return {**found, **more}
 
 
 GROUPS: Mapping[str, Callable[[], Checks]] = {"unrolled": checks}

@@ -295,6 +295,9 @@ def test_wide_gradients_of_weights_are_six_products():
             assert kernels.default_precision(bound) == "tf32"
     forward = bind(parse("Y[m,n] = X[m,c] * W[n,c]"), {"X": (500, 128), "W": (128, 128)})
     assert kernels.default_precision(forward) == "tf32x3"
+    segments = parse("O[D[P[e]],i] = x[S[P[e]],i] ; P:sorted, O:[6,_]")  # rows of results of no known number
+    shapes = {"x": (50, 128), "P": (90,), "S": (70,), "D": (70,)}
+    assert kernels.default_precision(bind(segments, shapes)) == "tf32x3"
 
 
 # operands that are held

@@ -729,3 +729,21 @@ def test_names_of_axes_that_end_in_numbers():
     a, v = torch.randn(5, 40) * (torch.rand(5, 40) < 0.4), torch.randn(40, 9)
     got = pm.einsum("y[i,n] = A[i,k] * v[k,n]", A=pm.sparse(a, "row_1:C tap_2:C"), v=v, lowering="nest")
     torch.testing.assert_close(got, a @ v, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_images_with_channels_last_in_memory(kind):
+    """torch.nn.functional.pad returns them in this layout, too."""
+    image = torch.randn(2, 12, 1, 8, dtype=kind).to(memory_format=torch.channels_last)
+    filter = pm.sparse(torch.randn(1, 3, 8, 8, dtype=kind), "(r s c m):C")
+    text = "O[n,p,q,m] = I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:12, q:1"
+    wanted = pm.einsum(text, I=image, F=filter.to_dense(), lowering="reference")
+    torch.testing.assert_close(pm.einsum(text, I=image, F=filter, lowering="nest"), wanted)
+
+
+@pytest.mark.parametrize("text", ["O[P[e],i] = x[P[e],i] ; O:[6,_]", "O[D[P[e]],i] = x[S[P[e]],i] ; O:[6,_]"])
+def test_one_index_array_reads_and_writes(text):
+    arrays = {"P": torch.tensor([3, 0, 5, 3]), "S": torch.tensor([1, 1, 2, 3, 0, 4]), "D": torch.arange(6)}
+    operands = {"x": torch.randn(6, 33), **{name: array for name, array in arrays.items() if f"{name}[" in text}}
+    wanted = pm.einsum(text, lowering="reference", **operands)
+    torch.testing.assert_close(pm.einsum(text, lowering="nest", **operands), wanted)

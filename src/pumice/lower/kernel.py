@@ -974,7 +974,8 @@ def default_precision(bound: BoundStatement) -> str:
     setting, form = float32_precision(), _form(bound)
     if setting != "tf32x3" or not form.atomic or form.folds or form.within or not _is_chained(bound, form):
         return setting
-    sides = (math.prod(bound.extents[name] for name in names) for names in (form.rows, form.columns))
+    # A segment index has no extent.
+    sides = (math.prod(bound.extents.get(name, 1) for name in names) for names in (form.rows, form.columns))
     return "bf16x6" if min(sides) >= 64 else setting
 
 

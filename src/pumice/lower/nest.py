@@ -433,7 +433,7 @@ def _padded(x: Tensor, pads: Sequence[tuple[int, int]]) -> Tensor:
     if not any(map(any, pads)):
         return x.contiguous()
     pads = (*pads, *((0, 0),) * (x.ndim - len(pads)))
-    return functional.pad(x, [n for pad in reversed(pads) for n in pad])
+    return functional.pad(x, [n for pad in reversed(pads) for n in pad]).contiguous()  # torch keeps channels last
 
 
 @cached_per_values
@@ -764,6 +764,8 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
         return None
     number, view, own = found[0], form.views[found[0]], values[found[0]][-axes:]
     images = math.prod([*padded_sizes(view, extents)][:-axes]) * count
+    channel = levels.get((number, len(view.axes) - axes - 1), "")
+    written = [name for (n, _), name in levels.items() if n == 0]
     return Image(
         view.name,
         names,
@@ -774,7 +776,7 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
         (math.prod(view.shape), math.prod(target.shape)),
         any(view.slices),
         MOST_ELEMENTS // images,
-        levels.get((number, len(view.axes) - axes - 1), ""),
+        "" if channel in written else channel,
     )
 
 

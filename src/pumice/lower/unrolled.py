@@ -289,7 +289,7 @@ def _launched(call: TableCall, operands: Mapping[str, Tensor]) -> list[Tensor]:
     sums, made, count = call.sums, call.kernel, call.programs
     factors = [operands[view.name].contiguous() for view in sums.factors]
     outs = [_room(call, n, factors[0].device) for n, _ in enumerate(sums.targets)]
-    tensors = [*factors, *(operands[view.rows] for view in sums.gathered), *outs]
+    tensors = [*factors, *(operands[view.rows].contiguous() for view in sums.gathered), *outs]
     numbers = [*(len(operands[view.name]) for view in sums.addressed), count, call.rows]
     spare = _SPARE * shares(sums)
     if sums.loop:

@@ -34,7 +34,9 @@ from pumice.ops.operands import (
     IndexCheck,
     Operand,
     WriteCheck,
+    are_integers,
     as_constant,
+    check_integers,
     checks_of,
     facts_of,
     flatten_operands,
@@ -72,8 +74,9 @@ def einsum(text: str, /, *unnamed: Operand, out: Tensor | None = None, lowering:
         not in the target are reduced, as are several writes to one entry. A term does not contribute where an index
         array holds -1 or an index is out of range. See docs/einsum.md for nested reductions, positions and groups.
     operands: by name. Tensors of one floating dtype (integer and bool values are converted to it, to int64 if all are
-        such, which have no mean), index arrays of int32 or int64, `pm.sparse` operands, Python floats (scalars) and
-        ints (scalars, or constants in indices). `+=` adds to the operand of the target's name, which is not modified.
+        such, which have no mean and no fractions as coefficients), index arrays of int32 or int64, `pm.sparse`
+        operands, Python floats (scalars) and ints (scalars, or constants in indices). `+=` adds to the operand of the
+        target's name, which is not modified.
     out: tensor of the result's shape and dtype, which is written and returned.
     lowering: "triton", "chained", "block-rows", "blocks", "entries", "segments", "unrolled", "gathered", "nest",
         "rowwise", "inductor", "graph" or "reference"; default: the cheapest by the cost model, see explain();
@@ -117,7 +120,9 @@ def _traced(text: str, operands: Mapping[str, Operand], lowering: str) -> Tensor
     integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
     values, constants = _numbers(text, integers)
     _check_traced(text, integers, tuple((name, str(x.format)) for name, x in operands.items() if isinstance(x, Sparse)))
-    ready = one_dtype(dict(operands), {name for name in values if name in operands})
+    named = [name for name in values if name in operands]
+    ready = one_dtype(dict(operands), set(named))
+    _check_traced_integers(text, integers, are_integers(ready, named))
     tensors, names = flatten_operands(ready, constants)
     return autograd.einsum(tensors, names, text, None, lowering)
 
@@ -486,6 +491,11 @@ _GROUP = re.compile(r"[\[,]\s*\(\s*[^\W\d]\w*\s*,")  # of indices: A[(n,p),m]
 @_constant
 def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
     return tuple(Groups.of(_parsed(text, integers)))
+
+
+@_constant
+def _check_traced_integers(text: str, integers: tuple[tuple[str, int], ...], over_integers: bool) -> None:
+    check_integers(_parsed(text, integers), over_integers)
 
 
 @_constant

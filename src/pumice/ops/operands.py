@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,21 @@ def validate_operands(
     compared = {name for name in named - values if isinstance(found[name], int | float)}
     device = next((x.device for x in found.values() if isinstance(x, Tensor | Sparse)), None)
     ready = one_dtype(found, values)
-    if statement.reduction == "mean" and any(ready[name].dtype == torch.int64 for name in values):
-        raise DtypeError(f"`{statement.text or statement}` is a mean: expected floating-point values, found integers")
+    check_integers(statement, are_integers(ready, values))
     return {**ready, **{name: torch.tensor(found[name], device=device) for name in compared}}
+
+
+def are_integers(ready: Mapping[str, Any], values: Collection[str]) -> bool:
+    """True if there are values, and none is of a floating dtype."""
+    return bool(values) and not any([ready[name].dtype.is_floating_point for name in values])
+
+
+def check_integers(statement: Statement, integers: bool) -> None:
+    """Raise DtypeError for a statement over integers whose results have fractions."""
+    coefficient = next((t.coefficient for t in statement.terms if not float(t.coefficient).is_integer()), None)
+    if integers and (statement.reduction == "mean" or coefficient is not None):
+        what = "is a mean" if coefficient is None else f"has the coefficient {coefficient}"
+        raise DtypeError(f"`{statement.text or statement}` {what}: expected floating-point values, found integers")
 
 
 def problem_of(operands: Mapping[str, Any]) -> str:

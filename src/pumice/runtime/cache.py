@@ -69,7 +69,7 @@ class cached_per_tensor(Generic[Given, Found]):  # noqa: N801 (a decorator)
         update_wrapper(self, find)
 
     def __call__(self, tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_inference():
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_inference() or any(map(_is_unversioned, args)):
             return self._find(tensor, *args, **kwargs)
         results, query = self._results(tensor), tuple(map(_key, (*args, *sorted(kwargs.items()))))
         if query in results:
@@ -95,6 +95,10 @@ class cached_per_tensor(Generic[Given, Found]):  # noqa: N801 (a decorator)
             entry = (weakref.ref(tensor, lambda _: known.pop(key, None)), tensor._version, {})
             known[key] = entry
         return entry[2]
+
+
+def _is_unversioned(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_inference()
 
 
 def _key(value: Any) -> Hashable:
