@@ -3,6 +3,7 @@
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import offset_table
@@ -41,6 +42,13 @@ def test_what_a_transform_has_made_first_serves_behind_it():
     with torch.inference_mode():
         made(4)
     assert not made(4).is_inference()
+
+
+def test_what_is_made_without_values_is_not_kept():
+    made = cached_device_constant(2)(lambda n: torch.arange(n) * 2)
+    with FakeTensorMode():
+        assert isinstance(made(3), FakeTensor)
+    assert torch.equal(made(3), torch.tensor([0, 2, 4])) and made(3) is made(3)
 
 
 def test_all_constants_of_maps_are_told():
