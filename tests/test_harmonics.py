@@ -146,6 +146,14 @@ def test_harmonics_refuse(given, error, text):
         spherical_harmonics(*given)
 
 
+def test_gradients_after_inference_mode():
+    # Degrees of no other test: tables are kept.
+    v = directions().float()
+    with torch.inference_mode():
+        spherical_harmonics([8, 9], v, normalize=True)
+    spherical_harmonics([8, 9], v.requires_grad_(), normalize=True).sum().backward()
+
+
 # Irreps
 def test_irreps_are_read_and_written():
     found = Irreps("16x0e + 8x1o+2e")

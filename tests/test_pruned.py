@@ -340,6 +340,24 @@ def test_prepared_calls_follow_the_layer_and_its_input():
         assert layer(x).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("make", "dense", "shape"),
+    [
+        (pm.nn.PrunedConv2d.from_dense, nn.Conv2d(4, 6, 3, padding=1), (2, 4, 7, 7)),
+        (pm.nn.PrunedLinear.from_dense, nn.Linear(8, 5), (3, 8)),
+    ],
+    ids=["convolution", "linear"],
+)
+def test_training_after_inference_mode(make, dense, shape):
+    pruned(dense)
+    layer, x = make(dense), torch.randn(*shape)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), dense(x))
+    layer(x.requires_grad_()).square().sum().backward()
+    (wanted,) = torch.autograd.grad(dense(x).square().sum(), x)
+    torch.testing.assert_close(x.grad, wanted)
+
+
 def test_prepared_calls_run_on_any_number_of_threads():
     torch.manual_seed(0)
     conv, threads = nn.Conv2d(16, 24, 1, stride=2, bias=False), torch.get_num_threads()

@@ -73,7 +73,7 @@ BESIDES: dict[str, dict[str, dict[str, set[str]]]] = {
         # Padding rows of buffers may be undefined for what works on each row alone.
         "nn/layers.py": {
             "pumice.ops.ahead": {"CompiledTogether"},
-            "pumice.ops.conv": {"Size"},
+            "pumice.ops.conv": {"Size", "target_of"},
             "pumice.ops.tensor": {"not_sparse", "row_wise"},
         },
     },

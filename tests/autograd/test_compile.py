@@ -67,6 +67,12 @@ NETWORKS: dict[str, Callable[[], torch.nn.Module]] = {
     "groups, offsets": lambda: nn.Sequential(conv(3, groups=2), conv(None, offsets=[(0, 0, 0), (0, -2, 1)])),
     "dense": lambda: Applied(lambda x, a: a(x).to_dense((5, 6, 7)).square(), conv(2, stride=2)),
     "pools": lambda: nn.Sequential(nn.MaxPool3d(2), nn.AvgPool3d(3, stride=1), nn.SumPool3d(2)),
+    "resampling": lambda: Applied(
+        lambda x, a, b, c: c(b(a(x), x)) + pm.ops.upsample_nearest(pm.ops.avg_pool(x, 2), 2, x),
+        nn.SpaceToChannel(2),
+        nn.ChannelToSpace(2),
+        conv(3),
+    ),
     "norms": lambda: nn.Sequential(conv(2, stride=2), nn.GroupNorm(2, 4), nn.InstanceNorm(4), nn.LayerNorm(4)),
     "all of an item": lambda: nn.Sequential(conv(2, stride=2), nn.GlobalAvgPool()),
     "greatest of an item": lambda: nn.Sequential(conv(2, stride=2), nn.GlobalMaxPool()),
@@ -336,6 +342,14 @@ def test_dense_grids_need_an_extent():
     assert_same(fast(x), model(x))
     with pytest.raises(pm.errors.CoordinateError, match="the dense tensor holds"):
         compiled(Applied(lambda x, a: a(x).to_dense((2, 2, 2)), conv(3)))[0](cloud(0))
+
+
+def test_codes_are_made_without_a_check():
+    coded = [Applied(lambda x, check=check: pm.serialize(x.coords, check=check)) for check in (True, False)]
+    with pytest.raises(Exception, match="under torch.compile: pass check=False"):
+        compiled(coded[0])[0](cloud(0))
+    x = cloud(0)
+    assert torch.equal(compiled(coded[1])[0](x), coded[0](x))
 
 
 def test_coordinates_made_inside_are_checked_when_it_runs():

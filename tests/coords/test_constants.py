@@ -3,12 +3,14 @@
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from pumice.coords.box import Bounds
 from pumice.coords.buffer import offset_table
 from pumice.coords.codes import CodeLayout
 from pumice.coords.relation import Relation
 from pumice.coords.tiles import SortSpec, groups_of
+from pumice.runtime.cache import cached_per_tensor
 from pumice.runtime.launch import cached_device_constant, recording_constants
 
 CPU = torch.device("cpu")
@@ -41,6 +43,23 @@ def test_what_a_transform_has_made_first_serves_behind_it():
     with torch.inference_mode():
         made(4)
     assert not made(4).is_inference()
+
+
+def test_what_is_made_without_values_is_not_kept():
+    made = cached_device_constant(2)(lambda n: torch.arange(n) * 2)
+    with FakeTensorMode():
+        assert isinstance(made(3), FakeTensor)
+    assert torch.equal(made(3), torch.tensor([0, 2, 4])) and made(3) is made(3)
+
+
+def test_what_is_computed_with_a_tensor_of_inference_mode_is_not_kept():
+    calls = []
+    found = cached_per_tensor(lambda x, by: calls.append(x * by))
+    with torch.inference_mode():
+        by = torch.ones(2)
+    for _ in range(2):
+        found(torch.ones(2), by)
+    assert len(calls) == 2
 
 
 def test_all_constants_of_maps_are_told():

@@ -592,6 +592,7 @@ WRONG = {
     "prune": (lambda x: x.prune(x.feats[:, 0] > 0), GeometryError, "prune"),
     "split": (lambda x: x.split(), GeometryError, "split"),
     "collate": (lambda x: pm.collate([x, x]), GeometryError, "collate"),
+    "coalesce": (lambda x: pm.coalesce(x.feats, x.coords), CoordinateError, "found -1.*captured network"),
     "dense without a grid": (lambda x: x.to_dense(), GeometryError, "spatial_shape"),
     "union": (lambda x: pm.union(x, pm.nn.Conv3d(4, 4, 1, out="support")(x)), GeometryError, "union"),
     "elsewhere": (lambda x: pm.nn.Conv3d(4, 4, 3)(x, out=scene(9)), GeometryError, "made outside"),

@@ -44,6 +44,17 @@ class Branch(nn.Module):
         return x if x.feats.sum() > 0 else -x
 
 
+class OntoItself(nn.Module):
+    """Ends at the coordinates that it is given, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = pm.nn.Conv3d(4, 4, 3, bias=False)
+
+    def forward(self, x):
+        return self.conv(x, out=x)
+
+
 @pytest.fixture
 def rates(monkeypatch):
     """Rates that do not depend on the machine."""
@@ -137,6 +148,11 @@ def test_numbers_and_masks_are_steps(rates):
     assert found.unknown == ("prune: its result depends on the values of features",)
     steps = {one.name: (one.voxels, one.channels) for one in found.inference.steps}
     assert steps["ge"] == (len(scene()), 1) and steps["mean"] == (0, 0)
+
+
+def test_coordinates_that_are_their_own_target(rates):
+    found, like = (pm.estimate(net, scene()).inference for net in (OntoItself(), pm.nn.Conv3d(4, 4, 3, bias=False)))
+    assert found.parts["features"] == like.parts["features"] and found.parts["maps"] > 0
 
 
 def test_a_table_tells_passes_and_steps(rates):

@@ -103,6 +103,25 @@ def test_a_backbone_of_levels_bounded_by_an_extent():
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-4)
 
 
+class Curved(torch.nn.Module):
+    """Codes along a curve, coarser voxels and back, and a mean over all voxels."""
+
+    def forward(self, x):
+        order = torch.argsort(pm.serialize(x.coords, "hilbert", check=False))
+        y = x.replace(x.feats[order].cumsum(0))
+        y = pm.ops.upsample_nearest(pm.ops.space_to_channel(y), 2, y)
+        return y, pm.ops.row_mean(y, y.feats)
+
+
+def test_an_export_leaves_nothing_behind():
+    coords, feats = scan(3)
+    net, program = exported(Curved(), (coords, feats))
+    torch.testing.assert_close(net(coords, feats), program.module()(coords, feats))
+    other = scan(4, 9)
+    torch.testing.assert_close(net(*other), program.module()(*other))
+    assert len(pm.serialize(coords, check=False).unique()) == len(coords)
+
+
 def test_mistakes():
     with pytest.raises(OptionError, match="takes a torch.nn.Module, found function"):
         pm.exportable(lambda x: x)  # pyright: ignore[reportArgumentType]

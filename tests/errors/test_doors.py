@@ -560,6 +560,9 @@ PLAIN = [
     Door(
         "policy-of-offsets", OptionError, ("'bogus'",), lambda: pm.nn.Conv2d(3, 3, None, offsets=[(0, 1)], out="bogus")
     ),
+    Door("target-by-name", OptionError, ("out=target", "'given'"), lambda: pm.nn.AvgPool3d(2, out="given")),
+    Door("weight-of-a-list", DtypeError, ("weight", "list"), lambda: pm.ops.conv(sparse(), [1])),  # pyright: ignore[reportArgumentType]
+    Door("name-of-another", AttributeError, ("tensor_stride", "x.stride"), lambda: sparse().tensor_stride),  # pyright: ignore
     Door("policy-of-a-pool", OptionError, ("support", "'bogus'"), lambda: pm.nn.MaxPool3d(2, out="bogus")),
     Door("no-offsets", OptionError, ("offsets", "none"), lambda: pm.nn.Conv3d(3, 3, None, offsets=[])),
     Door("channels-fraction", OptionError, ("in_channels", "3.0"), lambda: pm.nn.Conv3d(3.0, 3, 3)),

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pumice as pm
 from pumice.language.formats import parse_format
@@ -44,6 +45,9 @@ def test_zeros_of_both_signs_are_none_and_nan_is_stored(dtype: torch.dtype):
 def test_arrays_without_a_kernel():
     assert levels.listed(torch.ones(3, dtype=torch.int32)) is None
     assert levels.listed(torch.tensor(1.0)) is None
+    assert levels.listed(torch.ones(3)) is not None
+    with FakeTensorMode() as mode:
+        assert levels.listed(mode.from_tensor(torch.ones(3))) is None
 
 
 @pytest.mark.parametrize("format", ["a:U b:U c:C", "[a,b,c] c:U (b a):C", "(a b c):C", "a:H b:C c:C", "a:C b:C c:U"])

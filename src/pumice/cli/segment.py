@@ -103,7 +103,7 @@ def apply(scans: Sequence[Scan], job: Job, scored: bool = False) -> Result:
     """Run job.checkpoint on scans; they are scored if they have labels of the checkpoint's classes. Raises OptionError
     if they have none and `scored` is set."""
     if job.checkpoint is None:
-        raise OptionError("scans without labels, and 0 epochs, need a --checkpoint")
+        raise OptionError("scans without labels (give --labels), or with --epochs 0, need a --checkpoint")
     net, task = checkpoint.load(job.checkpoint, job.device)
     scans = fit_to_task(scans, task, job.features)
     if scored and not any(map(labelled, scans)):

@@ -31,7 +31,8 @@ class Bounds:
             return Bounds((0,) * dim, (0,) * dim, 0)
         low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
         if low[0] < 0:
-            raise CoordinateError(f"batch indices start at 0, found {low[0]}; coordinates are (batch, axes...)")
+            hint = "; rows of a captured network that hold no voxel have -1" if low[0] == -1 else ""
+            raise CoordinateError(f"batch indices start at 0, found {low[0]}; coordinates are (batch, axes...){hint}")
         return Bounds(tuple(low[1:]), tuple(high[1:]), high[0] + 1)
 
     @cached_property

@@ -331,7 +331,8 @@ def serialize(
             depth, if wide       31  31  31  27     31, 31, 31, 18
 
     wide: use codes of two words, 126 bits.
-    check: False skips the range check and its host synchronisation; bits that do not fit are then dropped.
+    check: False skips the range check and its host synchronisation, as torch.compile and torch.export need; bits that
+        do not fit are then dropped.
 
     Returns int64 [N]; if wide, int64 [N, 2] = (high, low) words of 63 bits, in lexicographic order.
 
@@ -343,6 +344,8 @@ def serialize(
     check_form(matrix)
     form = _CurveForm.of(matrix.shape[1] - 1, depth, 2 if wide else 1)
     if check:
+        if torch.compiler.is_compiling():
+            raise OptionError("serialize reads the range of coords, unknown under torch.compile: pass check=False")
         _check_range(Bounds.of(matrix), form)
     batch, *axes = matrix.unbind(1)
     words = interleave([batch, *curve.deal(axes, form.depth)], form.places, form.words)
@@ -386,6 +389,7 @@ def _check_range(bounds: Bounds, form: _CurveForm) -> None:
     if low < 0 or high >> form.depth:
         raise CoordinateError(
             f"coordinates of {form.depth} bits range from 0 to {2**form.depth - 1}, found {low if low < 0 else high}"
+            f"{'; subtract the least along each axis' if low < 0 else ''}"
         )
     if last.bit_length() > form.spare:
         raise CoordinateError(

@@ -259,7 +259,8 @@ def _build(known: Geometry, geometry: Geometry, training: bool) -> None:
     """Build the maps of one geometry for another one on the same coordinates."""
     for (relation, target), (_, below) in [*known.maps.items()]:
         if target is None:
-            found, outputs = kernel_map(geometry, relation)
+            # Also under None: a geometry as its own target.
+            found, outputs = kernel_map(geometry, relation, geometry if relation.policy == "given" else None)
             maps.planner_operands(found, training)
             if below is not None and outputs is not geometry:
                 _build(below, outputs, training)

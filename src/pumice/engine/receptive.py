@@ -117,13 +117,12 @@ class Rule:
 @dataclass(frozen=True)
 class Reads:
     """The rules of a network from its input to its result, in order. scales: size of the voxels of each node, in input
-    voxels; same: True if the result is at the input's coordinates, in its rows."""
+    voxels."""
 
     rules: tuple[Rule, ...]
     source: Node
     result: Node
     scales: Mapping[Node, tuple[Fraction, ...]]
-    same: bool
 
     @property
     def stride(self) -> tuple[int, ...]:
@@ -193,8 +192,7 @@ def reads_of_network(net: nn.Module, x: SparseTensor) -> Reads:
     if not isinstance(result, Node) or result.meta["kind"] != SPARSE:
         raise OptionError(f"the result of {type(net).__name__} is not one SparseTensor, whose receptive field this is")
     (source,) = graph.placeholders
-    scales, levels = _scales(rules, source, x.spatial_dim), graph.levels
-    return Reads(rules, source, result, scales, levels[source] == levels[result])
+    return Reads(rules, source, result, _scales(rules, source, x.spatial_dim))
 
 
 def _scales(rules: Sequence[Rule], source: Node, dim: int) -> dict[Node, tuple[Fraction, ...]]:

@@ -115,7 +115,7 @@ class Runner:
         device = self.device(x)
         given = placed(x.feats[rows].to(device), x.coords[rows].to(device), x.geometry)
         y = self.call(given)
-        if y.geometry is given.geometry if self.way.reads is None else self.way.reads.same:
+        if y.geometry is given.geometry:
             return TileResult(y.feats[:own].to(home), rows[:own], y.coords[:0], y.geometry)
         scale = [Fraction(a) / Fraction(b) for a, b in zip(y.stride, given.stride, strict=True)]
         kept = (cut.grid.tiles(y.coords, scale) == torch.tensor(tile, device=y.device)).all(1)

@@ -364,8 +364,9 @@ class ListedEntries(NamedTuple):
 
 def listed(x: Tensor) -> ListedEntries | None:
     """The nonzeros (and NaN) of a dense array, in row-major order. None if there is no kernel: there is one for
-    floating-point values on a CPU with a C compiler."""
-    if not x.dtype.is_floating_point or x.device.type != "cpu" or not 0 < x.ndim <= MOST_LEVELS:
+    floating-point values on a CPU with a C compiler, where no mode of torch stands between them and their memory."""
+    served = x.dtype.is_floating_point and x.device.type == "cpu" and 0 < x.ndim <= MOST_LEVELS
+    if not served or torch._C._len_torch_dispatch_stack():
         return None
     bits = 8 * x.element_size()
     if bits not in _WORDS or nest_c.unavailable():

@@ -27,7 +27,7 @@ from pumice.ops import (
     upsample_nearest,
 )
 from pumice.ops.ahead import CompiledTogether
-from pumice.ops.conv import Size
+from pumice.ops.conv import Size, target_of
 from pumice.ops.tensor import not_sparse, row_wise
 
 
@@ -248,7 +248,7 @@ class _Pool(nn.Module):
         """The relation between outputs and inputs."""
         kernel, (stride, padding, dilation, out) = self.kernel_size, self.options.values()
         step = kernel if stride is None else stride
-        return Relation.of(self.dim, kernel, stride=step, padding=padding, dilation=dilation, policy=out)
+        return Relation.of(self.dim, kernel, stride=step, padding=padding, dilation=dilation, policy=target_of(out)[0])
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         _check(self, x)

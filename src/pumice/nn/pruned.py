@@ -134,7 +134,9 @@ class _Pruned(nn.Module):
         assert mask is not None and values is not None
         key = mask.data_ptr(), mask._version, id(values), values.data_ptr(), values.dtype
         if self._stored is None or self._stored[0] != key:
-            self._stored = key, self._made(values)
+            # Training may follow a first call in inference mode.
+            with torch.inference_mode(False):
+                self._stored = key, self._made(values)
         found = self._stored[1]
         (held,) = (part.values for part in found.parts)
         if held is not values and held is not None and values.requires_grad and torch.is_grad_enabled():

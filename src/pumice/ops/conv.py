@@ -744,13 +744,15 @@ AUTOCAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def target_of(out: Target) -> tuple[str | None, Geometry | None]:
     """(policy, target geometry) of the argument `out`."""
-    if out is None or isinstance(out, str):
-        if out in ("given", "cached_inverse", "given_inverse", "transposed_support"):
-            raise OptionError(f"out={out!r} is internal; pass a target, or use conv_inverse or conv_transpose")
+    if out is None or (isinstance(out, str) and out in ("same", "support", "floor_unique")):
         return out, None
     if isinstance(out, SparseTensor | Geometry):
         return "given", out.geometry if isinstance(out, SparseTensor) else out
-    raise OptionError(f"out takes the name of a policy, a SparseTensor or a Geometry, found {type(out).__name__}")
+    found = repr(out) if isinstance(out, str) else type(out).__name__
+    raise OptionError(
+        f"out is 'same', 'support', 'floor_unique', or, given to a call, the SparseTensor or Geometry of the outputs, "
+        f"layer(x, out=target); found {found}. To finer coordinates: ConvTranspose, InverseConv, unpool"
+    )
 
 
 def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, relation: Relation) -> None:
@@ -763,6 +765,8 @@ def check_layer(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: in
 def _check_weight(x: SparseTensor, weight: Tensor, bias: Tensor | None, groups: int, spatial: bool) -> None:
     if not isinstance(x, SparseTensor):
         raise not_sparse(x, "a convolution")
+    if not isinstance(weight, Tensor):
+        raise DtypeError(f"weight is a tensor, found {type(weight).__name__}")
     if weight.ndim != (x.spatial_dim + 2 if spatial else 3):
         axes = f"{x.spatial_dim} kernel axes" if spatial else "one axis of K offsets"
         raise ShapeError(

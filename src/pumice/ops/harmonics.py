@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pumice.errors import OptionError, ShapeError
 from pumice.ops.irreps import Irreps
+from pumice.runtime.launch import cached_device_constant
 
 NORMALIZATIONS = ("component", "integral", "norm")
 
@@ -68,15 +69,9 @@ def _scale(degree: int, normalization: str) -> float:
     }[normalization]
 
 
+@cached_device_constant(64)
 def _raising(degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[(2l-1) * 3, 2l+1]: Y_(l-1) (x) Y_1 -> Y_l, all of norm 1 on the unit sphere."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(_raising_rows(degree), dtype=dtype, device=device)
-    return _kept_raising(degree, dtype, device)
-
-
-@lru_cache(maxsize=64)
-def _kept_raising(degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(_raising_rows(degree), dtype=dtype, device=device)
 
 

@@ -198,6 +198,9 @@ def _cells(batch: Tensor, cells: Tensor) -> Tensor:
 
 def take(feats: Tensor, rows: Tensor) -> Tensor:
     """feats[rows], with 0 where a row is -1."""
+    if torch.compiler.is_compiling():
+        # The number of rows is symbolic and may be 0: -1 is an appended row.
+        return pick(torch.cat([feats, feats.new_zeros(1, feats.shape[1])]), rows)
     if feats.shape[0] == 0:
         return feats.sum(dim=0).expand(rows.shape[0], -1)  # zeros, with the feats' graph
     absent = (rows < 0)[:, None]

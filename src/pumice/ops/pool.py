@@ -194,8 +194,9 @@ def row_mean(x: SparseTensor, values: Tensor) -> Tensor:
 
 
 def _check_rows(x: SparseTensor, values: Tensor) -> None:
-    if not values.ndim or len(values) != len(x.feats):
-        raise ShapeError(f"values must have a row for each of {len(x.feats)} voxels, found shape {list(values.shape)}")
+    rows = x.feats.shape[0]
+    if not values.ndim or values.shape[0] != rows:
+        raise ShapeError(f"values must have a row for each of {rows} voxels, found shape {list(values.shape)}")
 
 
 def _window(

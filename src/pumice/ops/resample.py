@@ -30,7 +30,7 @@ def space_to_channel(x: SparseTensor, factor: Size = 2) -> SparseTensor:
     """
     found, outputs = kernel_map(x.geometry, _blocks(x, factor))
     rows = found.rows().long()
-    feats = take(arithmetic_feats(x), rows.flatten()).view(len(rows), rows.shape[1] * x.channels)
+    feats = take(arithmetic_feats(x), rows.flatten()).view(rows.shape[0], rows.shape[1] * x.channels)
     return SparseTensor(feats, outputs)
 
 

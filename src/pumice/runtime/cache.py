@@ -62,14 +62,16 @@ PERSISTENT = PersistentBuffers()
 
 class cached_per_tensor(Generic[Given, Found]):  # noqa: N801 (a decorator)
     """Cache find(tensor, *args) for each tensor and hashable args, until the tensor is freed or written to. Not cached
-    for inference tensors, which have no version counter, and for fake tensors. Results must not hold the tensor."""
+    if one of them is an inference tensor, which has no version counter, and for fake tensors. Results must not hold the
+    tensor."""
 
     def __init__(self, find: Callable[Concatenate[Tensor, Given], Found]) -> None:
         self._find, self._known = find, dict[int, tuple[weakref.ref[Tensor], int, dict[Hashable, Any]]]()
         update_wrapper(self, find)
 
     def __call__(self, tensor: Tensor, *args: Given.args, **kwargs: Given.kwargs) -> Found:
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_inference() or any(map(_is_unversioned, args)):
+        given = tensor, *args, *kwargs.values()
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or any(map(_is_inference, given)):
             return self._find(tensor, *args, **kwargs)
         results, query = self._results(tensor), tuple(map(_key, (*args, *sorted(kwargs.items()))))
         if query in results:
@@ -97,7 +99,7 @@ class cached_per_tensor(Generic[Given, Found]):  # noqa: N801 (a decorator)
         return entry[2]
 
 
-def _is_unversioned(value: object) -> bool:
+def _is_inference(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_inference()
 
 

@@ -157,17 +157,19 @@ recorded_constants: Callable[[], list[object] | None] = _RECORDED.get
 
 def cached_device_constant(maxsize: int) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
     """lru_cache for read-only device tensors, created outside inference mode and torch.func transforms. A captured
-    graph must hold those it reads (`recording_constants`)."""
+    graph must hold those it reads (`recording_constants`). While torch traces they have no values, and are not kept."""
 
     def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
         def make(*args: Given.args, **kwargs: Given.kwargs) -> Found:
-            with nullcontext() if torch.compiler.is_compiling() else outside_inference_mode():
+            with outside_inference_mode():
                 return find(*args, **kwargs)
 
         known = lru_cache(maxsize)(make)
 
         @wraps(find)
         def cached(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+                return find(*args, **kwargs)
             return keep_for_graph(known(*args, **kwargs))
 
         return cached
