@@ -59,6 +59,12 @@ def _settled() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def seeded() -> None:
+    """The same random numbers in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def data_folder() -> Path:
     """The folder of real scans."""

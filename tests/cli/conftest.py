@@ -1,7 +1,6 @@
 """Fixtures of this folder: tiny labelled scenes, scenes as files, and the command line in this process."""
 
 import functools
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -35,8 +34,3 @@ def quick(monkeypatch):
     timed = functools.partial(evaluate.time_inference, runs=2)
     monkeypatch.setattr(evaluate, "time_inference", timed)
     monkeypatch.setattr(page, "plotly_source", lambda: "/* plotly */")
-
-
-def with_labels(scan, labels):
-    """The scan with other labels."""
-    return replace(scan, labels=labels)

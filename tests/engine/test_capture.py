@@ -39,12 +39,9 @@ from pumice.ops.tensor import is_sparse
 from pumice.runtime.compile import BACKGROUND
 from pumice.testing import assert_close, random_cloud, random_tensor
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPE = (12, 11, 10)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def scene(count, seed=0, batch=1, extent=8, shape=None, dtype=torch.float32):

@@ -39,12 +39,9 @@ from pumice.ops import row_mean, row_sum, tensor
 from pumice.ops.tensor import row_by_row, unchecked_tensor
 from pumice.testing import random_cloud
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPE = (12, 11, 10)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def scene(count, seed=0, batch=2, extent=8, shape=None, dtype=torch.float64):

@@ -14,10 +14,7 @@ from pumice.lower.dataflow import CONV
 from pumice.ops import autograd
 from pumice.testing import assert_close, random_tensor, reference_conv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(operands, dtype):

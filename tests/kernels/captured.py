@@ -39,7 +39,6 @@ from pumice.runtime.launch import BoundKernel
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
-preparing = sys.modules["pumice.ops.prepare"]
 conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]

@@ -4,7 +4,9 @@ from importlib import import_module
 
 import pytest
 
-MODULES = "block_rows captured entries interpret joins maps movement points segment_sums unrolled".split()
+MODULES = (
+    "block_rows", "captured", "entries", "interpret", "joins", "maps", "movement", "points", "segment_sums", "unrolled",
+)  # fmt: skip
 CHECKS = [
     (f"kernels.{module}", group, name)
     for module in MODULES
