@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import oracle
@@ -11,6 +12,7 @@ import torch
 from oracle import Coord, Ints
 
 import pumice as pm
+from pumice.env import settings
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
@@ -32,6 +34,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real scans."""
+    folder = settings().data
+    if folder is None:
+        pytest.skip("PUMICE_DATA is not set: no real scans to read")
+    return folder
 
 
 @dataclass(frozen=True)

@@ -5,21 +5,9 @@ from functools import partial
 
 import pytest
 from cases import one_thread  # noqa: F401
-from commands import run_command, scene, write_scan
+from commands import run_command, scenes, write  # noqa: F401
 
 from pumice.cli import evaluate, main, page
-
-
-@pytest.fixture
-def scenes():
-    """`scenes(n)`: the first n tiny streets."""
-    return lambda count: [scene(seed) for seed in range(count)]
-
-
-@pytest.fixture
-def write(tmp_path):
-    """`write("name.npz", scan, labels=False)`: a scan as a file in the test's own folder."""
-    return partial(write_scan, tmp_path)
 
 
 @pytest.fixture
