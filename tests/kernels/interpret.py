@@ -81,6 +81,11 @@ def refuses(lowering: str, cases: Mapping[str, tuple[str, Mapping[str, Any]]]) -
             raise AssertionError(f"`{text}` was not refused")
 
 
+def text_of(p: Problem, out: Tensor, tile: Tile) -> str:
+    """The source of the kernel with this tile."""
+    return lowered.generated_kernel(p.bound, {**p.operands, "": out}, tile, lowered.KernelOptions()).source.text
+
+
 def near(got: Tensor, want: Tensor, limit: float) -> None:
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     if not want.numel():
@@ -398,7 +403,7 @@ def check_no_tap() -> None:
     near(wanted(p), want, 1e-12)
     for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
-    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
+    text = text_of(p, want, Tile(16, 16, 16))
     assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
 
 
@@ -415,7 +420,7 @@ def check_holes() -> None:
     want = wanted(p)
     for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
-    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
+    text = text_of(p, want, Tile(16, 16, 16))
     assert "present = " in text and "tl.range(0, until)" in text
 
 
@@ -667,9 +672,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     near(got, want, 2e-5)
     assert torch.equal(got, run(p.operands))
     epilogue = epilogue_of(tuple(want.shape), "relu")
-    text = lowered.prepare(
-        p.bound, p.operands, got, tile, lowered._segments(p.bound, p.operands, form_of(p), tile)
-    ).generated.source.text
+    text = text_of(p, got, tile)
     loop = text.partition("for turn in")[2]
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
@@ -738,8 +741,7 @@ def check_slices(groups: int, columns: int, tile: Tile) -> None:
         assert torch.equal(got, whole)
         finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.signature)
         near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
-    segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
-    text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).generated.source.text
+    text = text_of(p, got, tile)
     assert (
         text.count("tl.store(where") == tile.epilogue_subtiles and text.count("tl.split(") == tile.epilogue_subtiles - 1
     )
