@@ -332,10 +332,11 @@ def test_calls_are_made_ready_for_deterministic_algorithms_apart():
         torch.use_deterministic_algorithms(False)
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
     made = spmm(3, 4)
     assert graph.refusal(made.statement, made.bound, made.operands) is None
-    reason = graph.refusal(made.statement, made.bound, made.operands, limit=100)
+    monkeypatch.setattr(graph, "LIMIT", 100)
+    reason = graph.refusal(made.statement, made.bound, made.operands)
     assert reason and "the gathered operands would take" in reason
     names = [f"i{n}" for n in range(53)]
     wide = call(f"C[i0] = {' * '.join(f'A[{name}]' for name in names)}", {"A": np.ones(1)})

@@ -363,7 +363,6 @@ class Chain:
     rows: int
     most: int
     room: int
-    tiled_rows: int
     ranked: bool
     digits: Digits
     words: Part
@@ -397,7 +396,7 @@ class Chain:
         room = self.room
         levels = [level for _, level, _ in request.tiled]
         self.largest: int = max([most if level else self.rows for level in levels], default=0)
-        self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
+        tiled = sum([most if level else self.rows for level in levels])
         self.digits = digits = digits_of(number)
         self.ranked = tiled <= RANKED
         turns = 0 if self.ranked else digits.turns

@@ -459,8 +459,6 @@ def _pyramid_of(graph: TracedModule) -> _Pyramid | None:
     windows and the first strided relation."""
     sparse = [n for n in graph.nodes[:-1] if n.meta["kind"] == SPARSE]
     node = next((n for n in sparse if n.op == "placeholder"), sparse[0])
-    if node is None:
-        return None
     requests = [*map_requests(graph)]
     convs = [(graph.levels[step.x], step.layer) for step in graph.steps if isinstance(step, Product)]
     level, steps, same = graph.levels[node], [], []
