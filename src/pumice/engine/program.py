@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
+from pumice.engine.text import aligned
 from pumice.engine.trace import (
     CONSTANTS,
     NUMBERS,
@@ -332,12 +333,10 @@ class Traced:
         if self.graph is None:
             return f"the module is called as it is: {self.why}"
         rows = [_told(number, step) for number, step in enumerate(self.graph.steps)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         products = sum(isinstance(step, Product) for step in self.graph.steps)
         opaque = sum(isinstance(step, CallStep) and step.reason is not None for step in self.graph.steps)
         head = f"{len(rows)} steps: {products} convolutions and linear maps, {opaque} modules called as they are"
-        return "\n".join((head, *lines))
+        return "\n".join((head, *aligned(rows)))
 
 
 def _features(given: Sequence[Any]) -> Tensor:
