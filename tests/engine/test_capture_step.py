@@ -14,7 +14,7 @@ import torch
 from emulated import Gpu, emulated, on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Dense, Layers, Levels, OneLevel, check_casts, smooth
+from nets import Asks, Dense, Layers, Levels, OneLevel, check_casts, smooth
 from programs import Maker, flat
 from torch import nn
 from torch.nn import functional
@@ -913,15 +913,6 @@ def test_a_network_that_is_changed_is_captured_anew():
 
 
 # At the door
-
-
-class Asks(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
-
-    def forward(self, x):
-        return self.what(self.conv(x))
 
 
 def mean_of(y):

@@ -30,12 +30,13 @@ from pumice.language.contraction import ContractionRoles, contraction_roles, sta
 from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement, single_terms
-from pumice.lower import chained, dataflow, maps, reference, segments
+from pumice.lower import chained, dataflow, maps, plan, reference, segments
 from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.maps import FORMS
 from pumice.lower.parts import WeightParts, rounded
+from pumice.ops.operands import flatten_used
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow, Grouping
 from pumice.schedule.tile import Tile
@@ -84,6 +85,22 @@ def refuses(lowering: str, cases: Mapping[str, tuple[str, Mapping[str, Any]]]) -
 def text_of(p: Problem, out: Tensor, tile: Tile) -> str:
     """The source of the kernel with this tile."""
     return lowered.generated_kernel(p.bound, {**p.operands, "": out}, tile, lowered.KernelOptions()).source.text
+
+
+def check_repeated(format: str, a: Tensor, b: Tensor, lowering: str, limit: float) -> None:
+    """A plan of a @ b as a function of b reads the values of a where they are."""
+    A, text = pm.sparse(a, format), "C[m,n] = A[m,k] * B[k,n]"
+    tensors, names, _ = flatten_used(text, {"A": A, "B": b}, ())
+    step = plan.plan_for(tensors, names, text, None, lowering)
+    plan.execute_plan(step, tensors)
+    call = plan.repeated(step, tensors, [len(tensors) - 1])
+    values = A.parts[0].values
+    assert call is not None and values is not None
+    for factor in (1, 3):
+        other = torch.randn_like(b)
+        assert (got := call([other])) is not None
+        near(got, factor * a.double() @ other.double(), limit)
+        values.mul_(3)
 
 
 def near(got: Tensor, want: Tensor, limit: float) -> None:
