@@ -39,7 +39,7 @@ class NestAxis(NamedTuple):
 
     def ends(self, part: Tensor | None) -> tuple[int, int]:
         """(minimum, maximum) of the entries' part, or of the constant if there is none."""
-        return (self.constant,) * 2 if part is None else (int(part.min()), int(part.max()))
+        return (self.constant, self.constant) if part is None else (int(part.min()), int(part.max()))
 
     def pads(self, part: Tensor | None, size: int, extents: Mapping[str, int]) -> tuple[int, int]:
         """(before, after): zeros around an axis of `size` points that its windows reach."""
