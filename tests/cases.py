@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from modes import threads
 from oracle import Coord, Ints
 
 import pumice as pm
@@ -30,10 +31,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Tensors of a few rows: on a busy machine a second thread makes each operator wait for a time slice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
 from journeys.calls import calls_of
+from modes import uncollected
 from programs import Maker, Residual, Unit, far, flat, in_mixed_modes, scene
 from torch import nn
 from torch.func import functional_call, jvp, vmap
@@ -552,12 +553,9 @@ def test_nothing_is_kept_of_a_scene(gpu):
     loss_of(results).backward()
     held = [weakref.ref(one) for one in (x.feats, x.geometry, *(y.feats for y in results))]
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         del x, results
         assert [ref() for ref in held] == [None] * len(held)
-    finally:
-        gc.enable()
 
 
 def test_interleaved_norms():

@@ -39,6 +39,7 @@ from clouds import (
 )
 from found import agree
 from kernels.interpret import answering
+from modes import uncollected
 from torch import Tensor
 
 import pumice as pm
@@ -1009,8 +1010,7 @@ def check_not_kept() -> None:
     """Without a collection: nothing holds itself, but for what is told by weak references."""
     steps, windows = [Relation.of(3, 2, stride=2)] * 2, [[Relation.of(3, 3)]] * 3
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         x = pm.SparseTensor(torch.zeros(40, 1), Scene(3, 40, 9).coords())
         with torch.no_grad():
             x.prepare(steps, windows)
@@ -1020,8 +1020,6 @@ def check_not_kept() -> None:
                 held += [weakref.ref(found), weakref.ref(outputs or found)]
         del x, found, outputs
         assert len(held) == 5 and all(ref() is None for ref in held)
-    finally:
-        gc.enable()
 
 
 def check_hard(first: int) -> None:

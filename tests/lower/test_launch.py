@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from modes import deterministic
 
 import pumice as pm
 from pumice.coords import Relation, kernel_map
@@ -413,11 +414,8 @@ def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
 def test_programs_share_no_loop_where_that_is_not_deterministic():
     bound = bind(parse("C[m,n] = A[k,m] * B[k,n]"), {"A": (100_000, 32), "B": (100_000, 32)})
     assert kernels.runner(bound, torch.float32).splits > 1
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         assert kernels.runner(bound, torch.float32).splits == 1
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert kernels.runner(bound, torch.float32).splits > 1
 
 
