@@ -339,17 +339,13 @@ def check_stacks_apart() -> None:
     p = problem(CASES["coo"].at(SMALL, M=40, p=400)).to(torch.float16)
     lengths = [2, 2, 90, 2, 80, 70, *[0] * 3, *[2] * 10, *[0] * 20, 134]
     p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
-    before = segments._LONG_ARRAY, segments._LONG
-    segments._LONG_ARRAY, segments._LONG = 1, 60
-    try:
+    with patch.multiple(segments, _LONG_ARRAY=1, _LONG=60):
         part = segments.stacks(p.operands["A_m"], 40, 16)
         assert part.outliers is not None and sorted(part.outliers.rows.tolist()) == [2, 4, 5, 39]
         assert sorted(zip(part.rows.tolist(), part.ends.tolist(), strict=True)) == [  # type: ignore[union-attr]
             (0, 2), (3, 4), (6, 16), (16, 32), (32, 39),
         ]  # fmt: skip
         agree(p, tile=Tile(16, 16, 32, stacked=True))
-    finally:
-        segments._LONG_ARRAY, segments._LONG = before
 
 
 def check_long_row(lanes: int) -> None:
@@ -363,13 +359,10 @@ def check_rows_apart() -> None:
     p = problem(CASES["coo"].at(SMALL, M=40, p=400))
     lengths = [300, *[2] * 20, 60, *[0] * 18]
     p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
-    before, segments._LONG_ARRAY = segments._LONG_ARRAY, 1
-    try:
+    with patch.object(segments, "_LONG_ARRAY", 1):
         part = segments.segments(p.operands["A_m"], 40, 512)
         assert part.outliers is not None and part.outliers.rows.tolist() == [0]
         agree(p)
-    finally:
-        segments._LONG_ARRAY = before
 
 
 # Products of several factors in two steps
