@@ -3,14 +3,17 @@
 import math
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import oracle
 import pytest
 import torch
+from modes import threads
 from oracle import Coord, Ints
 
 import pumice as pm
+from pumice.env import settings
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
@@ -28,10 +31,17 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Tensors of a few rows: on a busy machine a second thread makes each operator wait for a time slice."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Path:
+    """The folder of real scans."""
+    folder = settings().data
+    if folder is None:
+        pytest.skip("PUMICE_DATA is not set: no real scans to read")
+    return folder
 
 
 @dataclass(frozen=True)

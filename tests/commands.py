@@ -3,8 +3,10 @@
 import functools
 import sys
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import pytest
 
 from pumice.data import street_scene
 
@@ -46,3 +48,15 @@ def write_scan(folder, name, scan, labels=True):
         arrays["labels"] = scan.labels
     np.savez(path, **arrays)
     return path
+
+
+@pytest.fixture
+def scenes():
+    """`scenes(n)`: the first n tiny streets."""
+    return lambda count: [scene(seed) for seed in range(count)]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """`write("name.npz", scan, labels=False)`: a scan as a file in the test's own folder."""
+    return partial(write_scan, tmp_path)

@@ -12,10 +12,9 @@ from jaxtyping import install_import_hook
 with install_import_hook(["pumice.lower.reference"], "beartype.beartype"):
     import pumice  # noqa: F401
 
+from cases import data_folder  # noqa: F401
 from hypothesis import HealthCheck
 from hypothesis import settings as hypothesis_settings
-
-from pumice.env import settings
 
 MAX_THREADS = 4
 COMPILED = Path(__file__).resolve().parents[1] / "build" / "tests" / "inductor"
@@ -59,10 +58,7 @@ def _settled() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
-def data_folder() -> Path:
-    """The folder of real scans."""
-    folder = settings().data
-    if folder is None:
-        pytest.skip("PUMICE_DATA is not set: no real scans to read")
-    return folder
+@pytest.fixture
+def seeded() -> None:
+    """The same random numbers in every run."""
+    torch.manual_seed(0)

@@ -204,3 +204,14 @@ def stirred(module: nn.Module) -> nn.Module:
                 if values is not None:
                     values.data.uniform_(0.5, 2)
     return module.eval()
+
+
+class Asks(nn.Module):
+    """Does anything with the result of a convolution of 4 channels."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
+
+    def forward(self, x):
+        return self.what(self.conv(x))

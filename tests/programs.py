@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import pumice as pm
@@ -31,11 +31,15 @@ class Net(nn.Module):
         self.parts, self.wires, self.results = nn.ModuleList(parts), tuple(wires), tuple(results)
 
     def forward(self, x: pm.SparseTensor) -> Any:
-        values = [x]
-        for part, wire in zip(self.parts, self.wires, strict=True):
-            values.append(part(*[values[place] for place in wire]))
-        found = [values[place] for place in self.results]
-        return found[0] if len(found) == 1 else {"first": found[0], "others": tuple(found[1:])}
+        return through(self, [x])
+
+
+def through(net: Any, values: list[Any]) -> Any:
+    """The results of a network's parts, of which each takes what its wires name of `values` and of earlier results."""
+    for part, wire in zip(net.parts, net.wires, strict=True):
+        values.append(part(*[values[place] for place in wire]))
+    found = [values[place] for place in net.results]
+    return found[0] if len(found) == 1 else {"first": found[0], "others": tuple(found[1:])}
 
 
 class Unit(nn.Module):
@@ -421,3 +425,9 @@ def flat(value):
     if isinstance(value, tuple | list):
         return [one for each in value for one in flat(each)]
     return [value]
+
+
+def far(one: Tensor, other: Tensor) -> float:
+    """The norm of the difference, by that of the values or 1."""
+    one, other = one.detach().double().nan_to_num(), other.detach().double().nan_to_num()
+    return float((one - other).norm()) / max(1.0, float(other.norm()))

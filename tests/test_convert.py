@@ -15,12 +15,9 @@ from pumice.compat import flexgemm, spconv
 from pumice.compat import torchsparse as ts
 from pumice.errors import DtypeError, OptionError
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 EXTENT = 8
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def cloud(channels: int = 4):

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from modes import threads
 
 import pumice as pm
 from pumice.coords import neighbors, points
@@ -123,14 +124,10 @@ def test_samples_are_those_of_all_points(kind: str, dim: int, dtype: torch.dtype
 
 def test_threads_do_not_matter():
     x = cloud("clumps", 3000)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with threads(1):
         alone = pm.ops.knn(x, 8), pm.ops.radius_graph(x, 0.1)
-        torch.set_num_threads(3)
+    with threads(3):
         together = pm.ops.knn(x, 8), pm.ops.radius_graph(x, 0.1)
-    finally:
-        torch.set_num_threads(threads)
     assert all(map(torch.equal, alone[0], together[0])) and torch.equal(alone[1], together[1])
 
 

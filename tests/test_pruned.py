@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from modes import threads
 from torch import nn
 
 import pumice as pm
@@ -360,13 +361,9 @@ def test_training_after_inference_mode(make, dense, shape):
 
 def test_prepared_calls_run_on_any_number_of_threads():
     torch.manual_seed(0)
-    conv, threads = nn.Conv2d(16, 24, 1, stride=2, bias=False), torch.get_num_threads()
+    conv = nn.Conv2d(16, 24, 1, stride=2, bias=False)
     pruned(conv)
     layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(2, 16, 28, 28)
-    try:
-        with torch.no_grad():
-            for count in (1, 2, 3, 1):
-                torch.set_num_threads(count)
-                torch.testing.assert_close(layer(x), conv(x), rtol=1e-4, atol=1e-4)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3, 1):
+        with torch.no_grad(), threads(count):
+            torch.testing.assert_close(layer(x), conv(x), rtol=1e-4, atol=1e-4)

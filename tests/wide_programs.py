@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from programs import Arithmetic, Cat, Sum, Unit
+from programs import Arithmetic, Cat, Sum, Unit, through
 from torch import nn
 from torch.nn import functional
 
@@ -48,11 +48,7 @@ class WideNet(nn.Module):
         self.results: list[int] = []
 
     def forward(self, x: pm.SparseTensor, other: Any = None) -> Any:
-        values = [x] if other is None else [x, x * other if self.takes == "dense" else other]
-        for part, wire in zip(self.parts, self.wires, strict=True):
-            values.append(part(*[values[place] for place in wire]))
-        found = [values[place] for place in self.results]
-        return found[0] if len(found) == 1 else {"first": found[0], "others": tuple(found[1:])}
+        return through(self, [x] if other is None else [x, x * other if self.takes == "dense" else other])
 
 
 # Parts

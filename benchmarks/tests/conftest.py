@@ -5,11 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cases import one_thread  # noqa: F401
-from commands import run_command, scene, write_scan
+from cases import data_folder, one_thread  # noqa: F401
+from commands import run_command, scenes, write  # noqa: F401
 
 from benchmarks import __main__
-from pumice.env import settings
 
 
 @pytest.fixture
@@ -40,24 +39,3 @@ def measured(command, tmp_path):
         return ran, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
     return measured
-
-
-@pytest.fixture
-def write(tmp_path):
-    """`write("name.npz", scan)`: a scan as a file in the test's own folder."""
-    return partial(write_scan, tmp_path)
-
-
-@pytest.fixture
-def scenes():
-    """`scenes(n)`: the first n tiny streets."""
-    return lambda count: [scene(seed) for seed in range(count)]
-
-
-@pytest.fixture(scope="session")
-def data_folder():
-    """The folder of real scans."""
-    folder = settings().data
-    if folder is None:
-        pytest.skip("PUMICE_DATA is not set: no real scans to read")
-    return folder

@@ -31,7 +31,6 @@ from pumice.errors import OptionError, PumiceError
 from pumice.testing import random_tensor
 
 CPU = torch.device("cpu")
-STUDIES = ("inference", "equal", "varied", "training")
 
 
 def setup_of(said, **more):

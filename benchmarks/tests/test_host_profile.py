@@ -1,11 +1,11 @@
 """`python -m benchmarks profile`: the tree of calls, its parts, the page and the picture, on the CPU."""
 
-import json
 import re
 import time
 
 import pytest
 import torch
+from pages import data_of
 from torch import nn
 
 import pumice as pm
@@ -277,7 +277,7 @@ def test_the_command(command, tmp_path, monkeypatch):
     for title in ("by part", "by function, itself", "by layer, without the layers within it", "finding maps"):
         assert title in ran.out
     text = (out / "profile.html").read_text(encoding="utf-8")
-    held = json.loads(re.search(r'id="report-data">(.*?)</script>', text, re.S).group(1))
+    held = data_of(text)
     (trace,) = held["flame"]["data"]
     assert trace["type"] == "icicle" and "MinkUNet" in trace["labels"] and len(set(trace["ids"])) == len(trace["ids"])
     assert set(trace["parents"]) <= {"", *trace["ids"]} and min(trace["values"]) >= 0

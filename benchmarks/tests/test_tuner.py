@@ -68,7 +68,6 @@ def subject_of(setup, name="centerpoint-waymo-1f", mode="inference"):
     return found
 
 
-OF_LAYERS = ("dataflows", "layers", "batching", "offsets")  # Studies that time no whole networks
 WAYS = {
     "movement": {"fp32", "vectorised-fp32", "scalar", "vectorised", "fused", "locality-aware"},
     "breakdown": {"offset-by-offset", "locality-aware", "default"},

@@ -1,6 +1,5 @@
 """Sizes and layouts at the edge: no voxel, one voxel, a missing batch item, odd channels, strided memory."""
 
-import gc
 import weakref
 
 import cases
@@ -8,6 +7,7 @@ import oracle
 import pytest
 import torch
 from cases import Case
+from modes import uncollected
 
 import pumice as pm
 
@@ -233,12 +233,9 @@ def test_tensors_leave_no_cycle_behind(name):
     """Memory goes when the last reference goes, not when the garbage collector comes."""
     coords = cases.compact(2, -3, 3, 10)
     x = cases.tensor(coords, torch.randn(len(coords), 2, requires_grad=True))
-    gc.disable()
-    try:
+    with uncollected():
         y = ops_of(2)[name](x, torch.randn(2, 3, 3, 2))
         y.feats.sum().backward()
         alive = weakref.ref(x.geometry), weakref.ref(y.geometry)
         del x, y
         assert [a() for a in alive] == [None, None]
-    finally:
-        gc.enable()

@@ -1,26 +1,13 @@
 """Fixtures of this folder: tiny labelled scenes, scenes as files, and the command line in this process."""
 
 import functools
-from dataclasses import replace
 from functools import partial
 
 import pytest
 from cases import one_thread  # noqa: F401
-from commands import run_command, scene, write_scan
+from commands import run_command, scenes, write  # noqa: F401
 
 from pumice.cli import evaluate, main, page
-
-
-@pytest.fixture
-def scenes():
-    """`scenes(n)`: the first n tiny streets."""
-    return lambda count: [scene(seed) for seed in range(count)]
-
-
-@pytest.fixture
-def write(tmp_path):
-    """`write("name.npz", scan, labels=False)`: a scan as a file in the test's own folder."""
-    return partial(write_scan, tmp_path)
 
 
 @pytest.fixture
@@ -35,8 +22,3 @@ def quick(monkeypatch):
     timed = functools.partial(evaluate.time_inference, runs=2)
     monkeypatch.setattr(evaluate, "time_inference", timed)
     monkeypatch.setattr(page, "plotly_source", lambda: "/* plotly */")
-
-
-def with_labels(scan, labels):
-    """The scan with other labels."""
-    return replace(scan, labels=labels)

@@ -1,12 +1,10 @@
 """The report page: self-contained, safe against its own texts, and whole for every set of missing parts."""
 
 import base64
-import json
-import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
+from pages import EVIL, Elements, data_of, loads_nothing
 
 from pumice.cli import page as page_
 from pumice.cli import report as module
@@ -15,7 +13,6 @@ from pumice.cli.report import CloudView, Metrics, Report, RunFacts, class_styles
 from pumice.cli.training import TrainingProgress
 from pumice.errors import FileError, OptionError, ShapeError
 
-EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 PLOTLY = "/* the embedded plotly */"
 
 
@@ -47,22 +44,6 @@ def page(tmp_path, monkeypatch):
     return lambda report: write_report(tmp_path / "sub" / "r.html", report).read_text(encoding="utf-8")
 
 
-def payload(text):
-    inside = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', text, re.S)
-    assert inside
-    return json.loads(inside.group(1))
-
-
-class Elements(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags = []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-
 def test_the_file_embeds_plotly_and_fits(tmp_path):
     path = write_report(tmp_path / "r.html", full_report())
     text = path.read_text(encoding="utf-8")
@@ -71,22 +52,14 @@ def test_the_file_embeds_plotly_and_fits(tmp_path):
 
 
 def test_nothing_is_loaded_from_elsewhere(page):
-    text = page(full_report())
-    for tag, attrs in Elements(text).tags:
-        assert not attrs.get("src"), (tag, attrs)
-        assert tag != "link" or attrs["href"].startswith("data:")
-        assert tag not in ("a", "iframe", "object", "embed", "base")
-    # The policy forbids what plotly itself might ask for: only inline code, no connection at all.
-    assert "default-src 'none'" in text
-    own = text.replace("http://www.w3.org/2000/svg", "")
-    assert not re.search(r"https?://|@import|\bfetch\(|XMLHttpRequest|url\(", own)
+    loads_nothing(page(full_report()))
 
 
 def test_every_text_is_escaped(page):
     text = page(full_report(EVIL))
     assert "<script>alert" not in text and "<img" not in text
     assert [tag for tag, _ in Elements(text).tags].count("script") == 4
-    data = payload(text)
+    data = data_of(text)
     assert data["classes"][0]["name"] == data["views"][0]["name"] == data["layers"][0]["name"] == EVIL
 
 
@@ -94,7 +67,7 @@ def test_the_numbers_are_on_the_page(page):
     text = page(full_report())
     for expected in ("90.0", "60.0", "12.3", "p20 12.0", "maps included", "5,000", "0.1 × 0.1 × 0.2 m", "absent"):
         assert expected in text
-    data = payload(text)
+    data = data_of(text)
     assert data["history"]["loss"][1] == 0.5
     assert [layer["share"] for layer in data["layers"]] == [0.25, 0.75]
     assert [view["split"] for view in data["views"]] == ["train", "held out"]
@@ -106,7 +79,7 @@ def test_placeholders_in_names_stay_text(page):
 
 def test_parts_that_are_missing_leave_no_trace(page):
     text = page(Report("bare", [cloud(labelled=False)], class_styles(["only"])))
-    data = payload(text)
+    data = data_of(text)
     assert data["views"][0]["labels"] is None and "error" not in data["views"][0]["counts"]
     assert data["history"]["step"] == [] and data["layers"] == []
     for absent in ('id="history"', 'id="layers"', 'class="cards"', "This run", "IoU per class"):
@@ -120,7 +93,7 @@ def test_no_scan_at_all(page):
 
 @pytest.mark.parametrize("points", [0, 1])
 def test_tiny_scans(page, points):
-    view = payload(page(Report("t", [cloud(points=points, classes=1)], class_styles(["one"]))))["views"][0]
+    view = data_of(page(Report("t", [cloud(points=points, classes=1)], class_styles(["one"]))))["views"][0]
     assert view["shown"] == points
     assert all(high > low for low, high in zip(view["low"], view["high"], strict=True))
 
@@ -128,13 +101,13 @@ def test_tiny_scans(page, points):
 def test_numbers_that_are_not_finite(page):
     history = [TrainingProgress(0, float("nan"), float("inf"), float("nan"))]
     scores = Metrics(float("nan"), float("nan"), (None,), (0,))
-    data = payload(page(Report("t", [], class_styles(["a"]), history, scores)))
+    data = data_of(page(Report("t", [], class_styles(["a"]), history, scores)))
     assert data["history"]["loss"] == data["history"]["accuracy"] == [None]
 
 
 def test_a_long_history_is_thinned_and_keeps_its_ends(page):
     history = [TrainingProgress(i, 1.0, 0.5, 1e5) for i in range(9000)]
-    steps = payload(page(Report("t", [], (), history)))["history"]["step"]
+    steps = data_of(page(Report("t", [], (), history)))["history"]["step"]
     assert len(steps) == module.MAX_STEPS and steps[0] == 0 and steps[-1] == 8999
 
 

@@ -19,12 +19,9 @@ from pumice.compat.flexgemm import (
 )
 from pumice.errors import DtypeError, OptionError, ShapeError
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPE = torch.Size([2, 5, 7, 8, 6])
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def cloud(seed: int = 0):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from modes import threads
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -1006,10 +1007,8 @@ def live():
     if isinstance(found, str):
         pytest.skip(found)
     # With several threads spconv's CPU build loses sums.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield found
-    torch.set_num_threads(before)
+    with threads(1):
+        yield found
 
 
 def assert_equal_tensors(ours, theirs):

@@ -16,13 +16,10 @@ from pumice.compat import uninstall
 from pumice.compat.__main__ import main
 from pumice.errors import CoordinateError, DtypeError, GeometryError, OptionError, ShapeError
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 Cells = dict[tuple[int, ...], Tensor]
 """Features by (batch, x, y, z), divided by the stride."""
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def taps_of(kernel: tuple[int, ...], start: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from clouds import buffered
+from modes import threads
 from wide import beyond
 
 from pumice.coords import Bounds, CoordBuffer, Geometry, KeySpace, MapSchedule, Relation, kernel_map, native_maps
@@ -105,15 +106,12 @@ def test_tables_grow_with_the_number_of_bricks(apart):
 
 
 def test_maps_do_not_depend_on_the_number_of_threads():
-    coords, before, results = random_cloud(5000, 3, extent=40, seed=0), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    coords, results = random_cloud(5000, 3, extent=40, seed=0), []
+    for count in (1, 2, 5):
+        with threads(count):
             geometry = Geometry.checked(coords)
             found = [kernel_map(geometry, r)[0] for r in (Relation.of(3, 3), Relation.of(3, 2, stride=2))]
             results.append([one.rows() for one in found])
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
 
 

@@ -15,7 +15,7 @@ import torch
 from emulated import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Dense, Layers, Levels, strange
+from nets import Asks, Dense, Layers, Levels, strange
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -39,12 +39,9 @@ from pumice.ops.tensor import is_sparse
 from pumice.runtime.compile import BACKGROUND
 from pumice.testing import assert_close, random_cloud, random_tensor
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPE = (12, 11, 10)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def scene(count, seed=0, batch=1, extent=8, shape=None, dtype=torch.float32):
@@ -573,17 +570,6 @@ def test_autocast_is_that_of_the_capture():
 
 
 # At the door
-
-
-class Asks(nn.Module):
-    """Does what a captured network cannot."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
-
-    def forward(self, x):
-        return self.what(self.conv(x))
 
 
 WRONG = {

@@ -11,6 +11,8 @@ import pumice as pm
 from pumice.errors import CaptureError, CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.testing import assert_close
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 GRIDS = {
     "floor": {"size": 0.5},
     "round": {"size": (0.5, 0.25, 0.7), "origin": (-1.0, 0.3, 2.0), "rounding": "round"},
@@ -25,11 +27,6 @@ def cloud(count, seed=0, batch=None, extent=3.0):
     feats = torch.randn(count, 2, generator=generator)
     items = None if batch is None else torch.randint(0, batch, (count,), generator=generator)
     return points, feats, items
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 class Heads(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from emulated import Gpu, emulated, on_cpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Dense, Layers, Levels, OneLevel, check_casts, smooth
+from nets import Asks, Dense, Layers, Levels, OneLevel, check_casts, smooth
 from programs import Maker, flat
 from torch import nn
 from torch.nn import functional
@@ -39,12 +39,9 @@ from pumice.ops import row_mean, row_sum, tensor
 from pumice.ops.tensor import row_by_row, unchecked_tensor
 from pumice.testing import random_cloud
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 SHAPE = (12, 11, 10)
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def scene(count, seed=0, batch=2, extent=8, shape=None, dtype=torch.float64):
@@ -605,19 +602,13 @@ def test_a_mean_of_halves_whose_sum_is_too_large_for_them():
     assert 60 < float(got) < 65 and {*kinds} == {torch.float16}
 
 
-def test_a_scaler_skips_what_is_infinite_and_scales_the_rest():
-    net = nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.Conv3d(4, 1, 3))
+def scaled(net, loss, example, scenes, **options):
+    """The step after it and torch's loop did the same for each (scene, factor of the loss) under a scaler each."""
     other = copy.deepcopy(net)
     optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, other)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-
-    def loss(y, factor):
-        return row_mean(y, torch.sin(y.feats).sum(1)) * factor
-
-    x, _ = scene(50, dtype=torch.float32)
-    step = pm.capture_step(net, loss, optimizers[0], x, torch.tensor(1.0), scaler=scalers[0])
-    for seed, factor in enumerate((1.0, 1e37, 1e37, 1.0, 1.0, 1.0, 2.0)):
-        x, _ = scene(50, seed, dtype=torch.float32)
+    step = pm.capture_step(net, loss, optimizers[0], example, torch.tensor(1.0), scaler=scalers[0], **options)
+    for x, factor in scenes:
         optimizers[1].zero_grad()
         value = loss(other(x), torch.tensor(factor))
         scalers[1].scale(value).backward()
@@ -628,6 +619,18 @@ def test_a_scaler_skips_what_is_infinite_and_scales_the_rest():
         assert scalers[0].state_dict() == scalers[1].state_dict()
         for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
             close(a, b, 1e-5)
+    return step
+
+
+def test_a_scaler_skips_what_is_infinite_and_scales_the_rest():
+    net = nn.Sequential(pm.nn.Conv3d(4, 4, 3), pm.nn.BatchNorm(4), pm.nn.Conv3d(4, 1, 3))
+
+    def loss(y, factor):
+        return row_mean(y, torch.sin(y.feats).sum(1)) * factor
+
+    factors = (1.0, 1e37, 1e37, 1.0, 1.0, 1.0, 2.0)
+    scenes = [(scene(50, seed, dtype=torch.float32)[0], factor) for seed, factor in enumerate(factors)]
+    step = scaled(net, loss, scenes[0][0], scenes)
     assert step.skipped == 2 and step.replays == 7
 
 
@@ -858,28 +861,10 @@ def test_a_capacity_is_planned_anew_so_many_times_and_no_more(monkeypatch):
 def test_no_room_under_a_scaler():
     """The same updates and scales as torch's loop, whether gradients of the scene without room are finite or not."""
     example, sparse = block_and_sparse(torch.float32)
-    net = small().float()
-    other = copy.deepcopy(net)
-    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (net, other)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
-
-    def loss(y, factor):
-        return squared(y) * factor
-
-    step = pm.capture_step(net, loss, optimizers[0], example, torch.tensor(1.0), scaler=scalers[0], **ROOM)
     far = pm.SparseTensor(sparse.feats, sparse.coords + torch.tensor([0, 1, 0, 0], dtype=torch.int32))
     scenes = ((example, 1.0), (sparse, 1e37), (sparse, 1.0), (far, 1.0), (example, 1e37), (sparse, 1.0))
     with pytest.warns(RuntimeWarning, match=NO_ROOM):
-        for x, factor in scenes:
-            optimizers[1].zero_grad()
-            value = loss(other(x), torch.tensor(factor))
-            scalers[1].scale(value).backward()
-            scalers[1].step(optimizers[1])
-            scalers[1].update()
-            close(step(x, torch.tensor(factor)), value.detach(), 1e-5)
-            assert scalers[0].state_dict() == scalers[1].state_dict()
-            for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True):
-                close(a, b, 1e-5)
+        step = scaled(small().float(), lambda y, factor: squared(y) * factor, example, scenes, **ROOM)
     assert step.skipped == 2 and step.replays == 5 and step.fallbacks == {"room": 1}
 
 
@@ -916,15 +901,6 @@ def test_a_network_that_is_changed_is_captured_anew():
 
 
 # At the door
-
-
-class Asks(nn.Module):
-    def __init__(self, what):
-        super().__init__()
-        self.what, self.conv = what, pm.nn.Conv3d(4, 4, 3)
-
-    def forward(self, x):
-        return self.what(self.conv(x))
 
 
 def mean_of(y):

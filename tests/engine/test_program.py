@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import random
 import threading
@@ -14,6 +13,7 @@ import pytest
 import torch
 from emulated import emulated, on_cpu
 from journeys.calls import calls_of
+from modes import uncollected
 from nets import Gate, strange
 from programs import Maker, Residual, Unit, flat, scene
 from torch import nn
@@ -662,12 +662,9 @@ def test_nothing_is_kept_of_a_scene():
     program, x = pm.compile(strange(UNet([width // 8 for width in UNET]))), cloud(0, 300)
     y = program(x)
     held = [weakref.ref(one) for one in (x.feats, x.geometry, y.feats)]
-    gc.disable()
-    try:
+    with uncollected():
         del x, y
         assert [ref() for ref in held] == [None] * 3
-    finally:
-        gc.enable()
 
 
 class Looking(pm.nn.Conv3d):
@@ -684,13 +681,10 @@ class Looking(pm.nn.Conv3d):
 def test_nothing_is_kept_of_a_network(make, trains):
     net = strange(make()).train(trains)
     program, held = pm.compile(net), [weakref.ref(one) for one in (net, *net.parameters())]
-    gc.disable()
-    try:
+    with uncollected():
         program(cloud(0, 300))
         del net, program
         assert [ref() for ref in held] == [None] * len(held)
-    finally:
-        gc.enable()
 
 
 def test_checkpoints_within():

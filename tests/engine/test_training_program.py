@@ -13,7 +13,8 @@ import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
 from journeys.calls import calls_of
-from programs import Maker, Residual, Unit, flat, in_mixed_modes, scene
+from modes import uncollected
+from programs import Maker, Residual, Unit, far, flat, in_mixed_modes, scene
 from torch import nn
 from torch.func import functional_call, jvp, vmap
 from torch.utils.checkpoint import checkpoint
@@ -59,12 +60,6 @@ def step(net, x, inner=False, cast=None):
         loss.backward()
     grads = [feats.grad, *(p.grad for p in net.parameters())]
     return [y.feats.detach() for y in results], grads, [b.clone() for b in net.buffers()]
-
-
-def far(one, other):
-    """The norm of the difference, by that of the values or 1."""
-    one, other = one.detach().double().nan_to_num(), other.detach().double().nan_to_num()
-    return float((one - other).norm()) / max(1.0, float(other.norm()))
 
 
 def near(found, expected, most, exact=None):
@@ -558,12 +553,9 @@ def test_nothing_is_kept_of_a_scene(gpu):
     loss_of(results).backward()
     held = [weakref.ref(one) for one in (x.feats, x.geometry, *(y.feats for y in results))]
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         del x, results
         assert [ref() for ref in held] == [None] * len(held)
-    finally:
-        gc.enable()
 
 
 def test_interleaved_norms():

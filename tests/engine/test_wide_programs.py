@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
-from programs import flat, in_mixed_modes
+from programs import far, flat, in_mixed_modes
 from torch import Tensor, nn
 from wide import beyond
 from wide_programs import WideMaker, WideNet, wide_scene
@@ -79,12 +79,6 @@ def fresh(given: tuple[Any, ...]) -> tuple[Any, ...]:
         else:
             rest.append(y)
     return first, *rest
-
-
-def far(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference, by that of the values or 1."""
-    one, other = one.detach().double().nan_to_num(), other.detach().double().nan_to_num()
-    return float((one - other).norm()) / max(1.0, float(other.norm()))
 
 
 def check(found: Step, expected: Step, exact: Step, most: float) -> None:

@@ -18,10 +18,7 @@ from pumice.testing import assert_close, random_cloud
 
 prepare = import_module("pumice.ops.prepare")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS, WINDOWS = (Relation.of(3, 2, stride=2),) * 3, ((Relation.of(3, 3),),) * 4
 SLEEP = 1_000_000

@@ -29,7 +29,6 @@ from pumice.testing import assert_close, random_cloud
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

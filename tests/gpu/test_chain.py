@@ -16,10 +16,7 @@ from pumice.testing import random_cloud
 
 prepare = import_module("pumice.ops.prepare")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 

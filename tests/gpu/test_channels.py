@@ -16,10 +16,7 @@ from pumice.lower.dataflow import CONV
 from pumice.lower.maps import FORMS
 from pumice.testing import assert_close, random_cloud
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 

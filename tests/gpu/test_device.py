@@ -24,10 +24,7 @@ from pumice.errors import DeviceError
 from pumice.models import CenterPointBackbone, MinkUNet
 from pumice.testing import assert_close, random_tensor, reference_conv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
+from modes import deterministic
 
 import pumice as pm
 from pumice.language.parse import parse
@@ -14,10 +15,7 @@ from pumice.lower.dataflow import CONV
 from pumice.ops import autograd
 from pumice.testing import assert_close, random_tensor, reference_conv
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def on_gpu(operands, dtype):
@@ -334,9 +332,6 @@ def test_tuning_keeps_the_fastest(monkeypatch, tmp_path):
 def test_deterministic_when_asked():
     rows = torch.randint(0, 8, (5000,), device="cuda")
     x = torch.randn(5000, 16, device="cuda")
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         first = pm.einsum("y[R[p],c] = x[p,c] ; y:[8,_]", R=rows, x=x)
         assert all(torch.equal(first, pm.einsum("y[R[p],c] = x[p,c] ; y:[8,_]", R=rows, x=x)) for _ in range(5))
-    finally:
-        torch.use_deterministic_algorithms(False)

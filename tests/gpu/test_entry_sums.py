@@ -7,10 +7,7 @@ from torch import nn
 import pumice as pm
 from pumice.lower import block_sums
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 LAYERS = {
     "1x1": ({"kernel_size": 1}, 16),
     "1x1, odd": ({"kernel_size": 1}, 7),

@@ -39,7 +39,6 @@ from pumice.testing import random_cloud
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 

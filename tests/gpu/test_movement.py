@@ -9,10 +9,7 @@ from kernels.movement import NEAR, ROWS, check, slots_of, values
 from pumice.lower import movement
 from pumice.lower.movement import Slots
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 KINDS = ("distinct", "several", "padded", "none")
 
 

@@ -6,10 +6,7 @@ import torch
 import pumice as pm
 from pumice.ops import Neighbors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def cloud(kind: str, count: int, dim: int = 3) -> torch.Tensor:

@@ -8,10 +8,7 @@ import torch
 import pumice as pm
 from pumice.errors import CoordinateError, DeviceError, DtypeError, ShapeError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 SPMM = "C[m,n] = A[m,k] * B[k,n]"
 FORMATS = ("CSR", "GroupCOO", "BCSR")
 

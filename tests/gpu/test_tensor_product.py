@@ -5,10 +5,7 @@ import torch
 
 import pumice as pm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 IRREPS = ("32x0e+32x1o+32x2e", "0e+1o+2e", "32x0e+32x1o+32x2e")
 NODES, EDGES = 60, 700
 

@@ -17,10 +17,7 @@ from pumice.nn.conv import convolutions
 from pumice.schedule.tuned_plans import Plans
 from pumice.schedule.tuned_tiles import Ledger
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False"),
-]
+pytestmark = pytest.mark.gpu
 measuring, tuning, networks = (
     importlib.import_module(f"pumice.engine.{name}") for name in ("measure", "tuning", "tuned_network")
 )

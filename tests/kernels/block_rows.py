@@ -7,14 +7,13 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from kernels.interpret import answering, near, refuses
+from kernels.interpret import answering, check_repeated, near, refuses
 from torch import Tensor
 
 import pumice as pm
-from pumice.lower import block_rows, plan
+from pumice.lower import block_rows
 from pumice.lower.block_rows import PresentBlocks, RowForm, listed
 from pumice.lower.segment_sums import Roles
-from pumice.ops.operands import flatten_used
 
 Checks = Mapping[str, Callable[[], None]]
 SPMM = "C[m,n] = A[m,k] * B[k,n]"
@@ -91,19 +90,8 @@ def check_statements() -> None:
 
 def check_prepared() -> None:
     """A plan as a function of the gathered rows reads values where they are."""
-    a, b = blocked(80, 64, (32, 32)), torch.randn(64, 32).half()
-    A = pm.sparse(a, FORMATS[1].format(32, 32))
-    tensors, names, _ = flatten_used(SPMM, {"A": A, "B": b}, ())
-    step = plan.plan_for(tensors, names, SPMM, None, "block-rows")
-    plan.execute_plan(step, tensors)
-    call = plan.repeated(step, tensors, [len(tensors) - 1])
-    values = A.parts[0].values
-    assert call is not None and values is not None
-    for factor in (1, 3):
-        other = torch.randn_like(b)
-        assert (got := call([other])) is not None
-        near(got, factor * a.double() @ other.double(), NEAR)
-        values.mul_(3)
+    b = torch.randn(64, 32).half()
+    check_repeated(FORMATS[1].format(32, 32), blocked(80, 64, (32, 32)), b, "block-rows", NEAR)
 
 
 def check_refusals() -> None:

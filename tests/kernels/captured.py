@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from kernels.interpret import answering
-from kernels.maps import DeviceOnly, fenced, plain
+from kernels.maps import DeviceOnly, fenced, kernels_inside, plain
 from norms import both_passes
 from torch import nn
 from torch.nn import functional
@@ -35,11 +35,9 @@ from pumice.lower.rows import zero_padding_rows, zero_padding_rows_torch
 from pumice.lower.segments import pieces, segments
 from pumice.ops.pool import maximum
 from pumice.runtime.cache import PERSISTENT
-from pumice.runtime.launch import BoundKernel
 from pumice.schedule.dataflow import DATAFLOWS
 from pumice.testing import assert_close, random_cloud
 
-preparing = sys.modules["pumice.ops.prepare"]
 conv = sys.modules["pumice.ops.conv"]
 
 Checks = Mapping[str, Callable[[], None]]
@@ -579,17 +577,9 @@ def check_waits() -> None:
     x = scene(50, 1)
     buffers, rooms = planned(x, 80)
     points, entered = pointed()
-    start, watch = BoundKernel.__call__, DeviceOnly()
-
-    def launched(*args: Any, **kwargs: Any) -> None:
-        watch.inside = True
-        try:
-            start(*args, **kwargs)
-        finally:
-            watch.inside = False
-
+    watch = DeviceOnly()
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(BoundKernel, "__call__", launched):
+    with kernels_inside(watch):
         for guard in (False, True):
             if guard:
                 watch.__enter__()

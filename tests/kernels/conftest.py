@@ -96,10 +96,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of a job follow each other, so that one worker compiles it and remembers what came out; of each kernel
     one in six of the jobs and of the checks is narrow."""
     places = [place for place, item in enumerate(items) if HERE in item.path.parents]
-    ours = sorted((items[place] for place in places), key=lambda item: (item.path.name, _job_of(item)))
+    ours = sorted((items[place] for place in places), key=lambda item: (_module_of(item), _job_of(item)))
     for place, item in zip(places, ours, strict=True):
         items[place] = item
-    groups: dict[tuple[str, str], set[str]] = {}
+    groups: dict[tuple[object, str], set[str]] = {}
     for item in ours:
         groups.setdefault(_group_of(item), set()).add(_job_of(item))
     narrow = {group: set(sorted(names, key=_digest)[: -(-len(names) // NARROW)]) for group, names in groups.items()}
@@ -118,9 +118,13 @@ def _job_of(item: pytest.Item) -> str:
     return params["job"].name if "job" in params else params.get("name", "")
 
 
-def _group_of(item: pytest.Item) -> tuple[str, str]:
+def _module_of(item: pytest.Item) -> tuple[str, str]:
+    return item.path.name, _params(item).get("module", "")
+
+
+def _group_of(item: pytest.Item) -> tuple[object, str]:
     params = _params(item)
-    return item.path.name, params["job"].kernel if "job" in params else params.get("group", "")
+    return _module_of(item), params["job"].kernel if "job" in params else params.get("group", "")
 
 
 def _digest(name: str) -> str:

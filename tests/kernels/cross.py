@@ -130,7 +130,8 @@ def built(job: Job) -> Built:
     found = Built(tile, form.product, form.atomic)
     out = torch.empty(p.bound.shape, dtype=torch.float32 if form.atomic else _kept(job), device="meta")
     try:
-        launch = lowered.prepare(p.bound, p.operands, out, tile, options=how)
+        given = {**p.operands, "": out}
+        launch = lowered.generated_kernel(p.bound, given, tile, how).sized(given, None)
         options = {"num_warps": launch.generated.tile.warps, "num_stages": launch.generated.tile.stages}
         facts = facts_of(_source(launch, p, out), job.target, options, partial(_read, launch))
     except Exception as error:

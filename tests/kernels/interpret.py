@@ -30,12 +30,13 @@ from pumice.language.contraction import ContractionRoles, contraction_roles, sta
 from pumice.language.derive import declare
 from pumice.language.parse import parse
 from pumice.language.rewrite import lower_statement, single_terms
-from pumice.lower import chained, dataflow, maps, reference, segments
+from pumice.lower import chained, dataflow, maps, plan, reference, segments
 from pumice.lower import kernel as lowered
 from pumice.lower.dataflow import GROUPED_CONV, Pass
 from pumice.lower.epilogue import ACTIVATIONS, NO_EPILOGUE, Epilogue, EpilogueSignature, applied
 from pumice.lower.maps import FORMS
 from pumice.lower.parts import WeightParts, rounded
+from pumice.ops.operands import flatten_used
 from pumice.schedule import tile as schedule
 from pumice.schedule.dataflow import DATAFLOWS, PASSES, Dataflow, Grouping
 from pumice.schedule.tile import Tile
@@ -79,6 +80,27 @@ def refuses(lowering: str, cases: Mapping[str, tuple[str, Mapping[str, Any]]]) -
             assert reason in str(refused), refused
         else:
             raise AssertionError(f"`{text}` was not refused")
+
+
+def text_of(p: Problem, out: Tensor, tile: Tile) -> str:
+    """The source of the kernel with this tile."""
+    return lowered.generated_kernel(p.bound, {**p.operands, "": out}, tile, lowered.KernelOptions()).source.text
+
+
+def check_repeated(format: str, a: Tensor, b: Tensor, lowering: str, limit: float) -> None:
+    """A plan of a @ b as a function of b reads the values of a where they are."""
+    A, text = pm.sparse(a, format), "C[m,n] = A[m,k] * B[k,n]"
+    tensors, names, _ = flatten_used(text, {"A": A, "B": b}, ())
+    step = plan.plan_for(tensors, names, text, None, lowering)
+    plan.execute_plan(step, tensors)
+    call = plan.repeated(step, tensors, [len(tensors) - 1])
+    values = A.parts[0].values
+    assert call is not None and values is not None
+    for factor in (1, 3):
+        other = torch.randn_like(b)
+        assert (got := call([other])) is not None
+        near(got, factor * a.double() @ other.double(), limit)
+        values.mul_(3)
 
 
 def near(got: Tensor, want: Tensor, limit: float) -> None:
@@ -317,17 +339,13 @@ def check_stacks_apart() -> None:
     p = problem(CASES["coo"].at(SMALL, M=40, p=400)).to(torch.float16)
     lengths = [2, 2, 90, 2, 80, 70, *[0] * 3, *[2] * 10, *[0] * 20, 134]
     p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
-    before = segments._LONG_ARRAY, segments._LONG
-    segments._LONG_ARRAY, segments._LONG = 1, 60
-    try:
+    with patch.multiple(segments, _LONG_ARRAY=1, _LONG=60):
         part = segments.stacks(p.operands["A_m"], 40, 16)
         assert part.outliers is not None and sorted(part.outliers.rows.tolist()) == [2, 4, 5, 39]
         assert sorted(zip(part.rows.tolist(), part.ends.tolist(), strict=True)) == [  # type: ignore[union-attr]
             (0, 2), (3, 4), (6, 16), (16, 32), (32, 39),
         ]  # fmt: skip
         agree(p, tile=Tile(16, 16, 32, stacked=True))
-    finally:
-        segments._LONG_ARRAY, segments._LONG = before
 
 
 def check_long_row(lanes: int) -> None:
@@ -341,13 +359,10 @@ def check_rows_apart() -> None:
     p = problem(CASES["coo"].at(SMALL, M=40, p=400))
     lengths = [300, *[2] * 20, 60, *[0] * 18]
     p = replace(p, operands={**p.operands, "A_m": torch.arange(40).repeat_interleave(torch.tensor(lengths)).int()})
-    before, segments._LONG_ARRAY = segments._LONG_ARRAY, 1
-    try:
+    with patch.object(segments, "_LONG_ARRAY", 1):
         part = segments.segments(p.operands["A_m"], 40, 512)
         assert part.outliers is not None and part.outliers.rows.tolist() == [0]
         agree(p)
-    finally:
-        segments._LONG_ARRAY = before
 
 
 # Products of several factors in two steps
@@ -398,7 +413,7 @@ def check_no_tap() -> None:
     near(wanted(p), want, 1e-12)
     for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
-    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
+    text = text_of(p, want, Tile(16, 16, 16))
     assert "tl.range(0, until)" in text and p.bound.extents["g"] == groups + 3
 
 
@@ -415,7 +430,7 @@ def check_holes() -> None:
     want = wanted(p)
     for tile in (None, Tile(16, 16, 16, prefetch_indices=True), Tile(16, 16, 16, prefetch_indices=False)):
         near(lowered.runner(p.bound, torch.float32, tile)(p.operands), want, 2e-5)
-    text = lowered.prepare(p.bound, p.operands, want, Tile(16, 16, 16)).generated.source.text
+    text = text_of(p, want, Tile(16, 16, 16))
     assert "present = " in text and "tl.range(0, until)" in text
 
 
@@ -667,9 +682,7 @@ def check_way(groups: int, channels: int, tile: Tile) -> None:
     near(got, want, 2e-5)
     assert torch.equal(got, run(p.operands))
     epilogue = epilogue_of(tuple(want.shape), "relu")
-    text = lowered.prepare(
-        p.bound, p.operands, got, tile, lowered._segments(p.bound, p.operands, form_of(p), tile)
-    ).generated.source.text
+    text = text_of(p, got, tile)
     loop = text.partition("for turn in")[2]
     # What is switched off costs what it saves: the results are the same.
     assert ("+ shift)" in loop) == (not tile.hoisted) and ("+ shift <" in loop) == (not tile.padded)
@@ -738,8 +751,7 @@ def check_slices(groups: int, columns: int, tile: Tile) -> None:
         assert torch.equal(got, whole)
         finished = lowered.runner(p.bound, dtype, tile, finish=epilogue.signature)
         near(finished({**p.operands, **epilogue.operands}), applied(want, epilogue), limit)
-    segments_of = lowered._segments(p.bound, p.operands, form_of(p), tile)
-    text = lowered.prepare(p.bound, p.operands, got, tile, segments_of).generated.source.text
+    text = text_of(p, got, tile)
     assert (
         text.count("tl.store(where") == tile.epilogue_subtiles and text.count("tl.split(") == tile.epilogue_subtiles - 1
     )

@@ -40,6 +40,7 @@ from clouds import (
 )
 from found import agree
 from kernels.interpret import answering
+from modes import uncollected
 from torch import Tensor
 
 import pumice as pm
@@ -904,10 +905,10 @@ class DeviceOnly(NoWaits):
         return func(*args, **(kwargs or {})) if self.inside else super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def check_waits() -> None:
-    """From coordinates to tiles and lists of several levels, into buffers, without a value that Python sees."""
+@contextmanager
+def kernels_inside(watch: DeviceOnly) -> Iterator[None]:
+    """Kernels, which the interpreter runs in Python, are inside."""
     start = BoundKernel.__call__
-    watch = DeviceOnly()
 
     def launched(*args: Any, **kwargs: Any) -> None:
         watch.inside = True
@@ -916,10 +917,17 @@ def check_waits() -> None:
         finally:
             watch.inside = False
 
+    with patch.object(BoundKernel, "__call__", launched):
+        yield
+
+
+def check_waits() -> None:
+    """From coordinates to tiles and lists of several levels, into buffers, without a value that Python sees."""
+    watch = DeviceOnly()
     steps = [levels(3)[name] for name in ("floor k2 s2", "support k3 s2 p1", "transposed k2 s2")]
     cloud = Scene(3, 40, 7).cloud()
     # The first turn fills what is kept on the host and the device from call to call.
-    with patch.object(BoundKernel, "__call__", launched):
+    with kernels_inside(watch):
         _pipeline(cloud, steps)
         with watch:
             _pipeline(cloud, steps)
@@ -1003,8 +1011,7 @@ def check_not_kept() -> None:
     """Without a collection: nothing holds itself, but for what is told by weak references."""
     steps, windows = [Relation.of(3, 2, stride=2)] * 2, [[Relation.of(3, 3)]] * 3
     gc.collect()
-    gc.disable()
-    try:
+    with uncollected():
         x = pm.SparseTensor(torch.zeros(40, 1), Scene(3, 40, 9).coords())
         with torch.no_grad():
             x.prepare(steps, windows)
@@ -1014,8 +1021,6 @@ def check_not_kept() -> None:
                 held += [weakref.ref(found), weakref.ref(outputs or found)]
         del x, found, outputs
         assert len(held) == 5 and all(ref() is None for ref in held)
-    finally:
-        gc.enable()
 
 
 def check_hard(first: int) -> None:
@@ -1322,16 +1327,8 @@ def check_pieces() -> None:
 def check_chain_waits() -> None:
     """Until sizes are read nothing waits, once constants are on the device."""
     coords, site, request = Scene(3, 60, 9).coords(), site_in(Scene(3, 60, 9).bounds()), chain_request(3, "padded")
-    start, watch = BoundKernel.__call__, DeviceOnly()
-
-    def launched(*args: Any, **kwargs: Any) -> None:
-        watch.inside = True
-        try:
-            start(*args, **kwargs)
-        finally:
-            watch.inside = False
-
-    with patch.object(BoundKernel, "__call__", launched):
+    watch = DeviceOnly()
+    with kernels_inside(watch):
         for context in (nullcontext(), watch):
             with context:
                 chain_tiles.tile_maps(chain.find_maps(coords, site, request, chain.Room.of(request, 200)))

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 import torch
-from kernels.interpret import answering, near, refuses
+from kernels.interpret import answering, check_repeated, near, refuses
 from torch import Tensor
 
 import pumice as pm
@@ -111,20 +111,9 @@ def check_prepared() -> None:
     """A plan as a function of the gathered rows reads values where they are."""
     torch.manual_seed(0)
     a, b = torch.randn(20, 16) * (torch.rand(20, 16) < 0.5), torch.randn(16, 32)
-    A = pm.sparse(a, "CSR")
-    tensors, names, _ = flatten_used(SPMM, {"A": A, "B": b}, ())
-    step = plan.plan_for(tensors, names, SPMM, None, "segments")
-    plan.execute_plan(step, tensors)
-    call = plan.repeated(step, tensors, [len(tensors) - 1])
-    values = A.parts[0].values
-    assert call is not None and values is not None
-    for factor in (1, 3):
-        other = torch.randn_like(b)
-        assert (got := call([other])) is not None
-        near(got, factor * a.double() @ other.double(), 1e-5)
-        values.mul_(3)
+    check_repeated("CSR", a, b, "segments", 1e-5)
     twice = SPMM.replace("=", "+= 2 *", 1)
-    tensors, names, _ = flatten_used(twice, {"A": A, "B": b, "C": torch.ones(20, 32)}, ())
+    tensors, names, _ = flatten_used(twice, {"A": pm.sparse(a, "CSR"), "B": b, "C": torch.ones(20, 32)}, ())
     assert plan.repeated(plan.plan_for(tensors, names, twice, None, "segments"), tensors, [len(tensors) - 2]) is None
 
 

@@ -336,3 +336,11 @@ def test_the_table_agrees_with_itself():
         named = {access.name for access in accesses_of(*case.statement.terms, *case.statement.target.indices)}
         assert set(case.shapes) == named
         assert case.indices == {array.name for array in arrays_of(case.statement.target, *case.statement.terms)}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_unrolled_tables(compiler, target):
+    """A message and the kernel of its three gradients spill nothing, and need no shared memory."""
+    found = compiler.ask("kernels.unrolled_targets", target)
+    assert set(found) == {"message", "gradients"}
+    assert not any(facts["spilled"] or facts["shared"] for facts in found.values()), found

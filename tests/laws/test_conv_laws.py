@@ -215,15 +215,18 @@ def test_offsets_are_a_kernel_written_out(setup):
     assert_same(values(got), values(want))
 
 
+def map_of(geometry, kernel, keys):
+    """The kernel map of a convolution with these options, and its outputs."""
+    options = {name: keys[name] for name in ("stride", "padding", "dilation")}
+    return pm.coords.kernel_map(geometry, pm.coords.Relation.of(geometry.dim, kernel, **options, policy=keys["out"]))
+
+
 @FEW
 @given(setups())
 def test_a_kernel_map_transposed_twice_is_itself(setup):
     coords, dim, kernel, keys = setup
     geometry = sparse(coords, dim).geometry
-    relation = pm.coords.Relation.of(
-        dim, kernel, stride=keys["stride"], padding=keys["padding"], dilation=keys["dilation"], policy=keys["out"]
-    )
-    found, outputs = pm.coords.kernel_map(geometry, relation)
+    found, outputs = map_of(geometry, kernel, keys)
     assert (found.num_inputs, found.num_outputs) == (len(geometry), len(outputs))
     once, twice = found.transpose(), found.transpose().transpose()
     assert (once.num_inputs, once.num_outputs) == (found.num_outputs, found.num_inputs)
@@ -239,10 +242,7 @@ def test_every_storage_of_a_kernel_map_is_the_same_set_of_pairs(setup):
     coords, dim, kernel, keys = setup
     rel = oracle.relation(kernel, keys["stride"], keys["dilation"], keys["padding"])
     geometry = sparse(coords, dim).geometry
-    relation = pm.coords.Relation.of(
-        dim, kernel, stride=keys["stride"], padding=keys["padding"], dilation=keys["dilation"], policy=keys["out"]
-    )
-    found, outputs = pm.coords.kernel_map(geometry, relation)
+    found, outputs = map_of(geometry, kernel, keys)
     pairs = found.pairs()
     taps = [k for k, size in enumerate(pairs.sizes.tolist()) for _ in range(size)]
     got = sorted(zip(taps, pairs.inputs.tolist(), pairs.outputs.tolist(), strict=True))

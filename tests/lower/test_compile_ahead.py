@@ -63,7 +63,8 @@ def generated():
     operands = {"A": torch.empty(4096, 64, device="meta").half(), "B": torch.empty(64, 32, device="meta").half()}
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {name: tuple(x.shape) for name, x in operands.items()})
     out = torch.empty(4096, 32, device="meta", dtype=torch.half)
-    launch = kernels.prepare(bound, operands, out, Tile(64, 32, 32))
+    given = {**operands, "": out}
+    launch = kernels.generated_kernel(bound, given, Tile(64, 32, 32), kernels.KernelOptions()).sized(given, None)
     return launch.generated, kernels._values(launch, operands, out, None)
 
 

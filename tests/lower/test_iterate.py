@@ -8,6 +8,7 @@ import pytest
 import scipy.sparse
 import torch
 from einsum_oracle import evaluate
+from modes import threads
 from wide import beyond
 
 import pumice as pm
@@ -114,21 +115,17 @@ def test_every_order_of_loops_is_equal():
         check(text, dense, {"I": "h:C c:C"}, wanted, choices=IterationChoices(order))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_values_at_the_entries_of_a_mask(threads):
+@pytest.mark.parametrize("count", [1, 2])
+def test_values_at_the_entries_of_a_mask(count):
     mask, image, weight = draw(2, 9, 8, density=0.4), draw(2, 9, 8, 5, density=0.3), draw(3, 3, 5, 19)
     text = "O[n,p,q,m] = M[n,p,q] * I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:9, q:8"
     wanted = loops(text, {"M": mask, "I": image, "F": weight})
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C", "(n p q):H p:M8 q:M4"):
             given = {"M": pm.sparse(mask, form), "I": pm.sparse(image, "(n h w):C c:U"), "F": weight}
             got = product(text, pattern=0, **given).run()
             at = [given["M"].parts[0].coords[name].long() for name in "npq"]
             torch.testing.assert_close(got, wanted[tuple(at)])
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_sums_over_vectors():

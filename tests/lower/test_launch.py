@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from modes import deterministic
 
 import pumice as pm
 from pumice.coords import Relation, kernel_map
@@ -184,9 +185,6 @@ def test_a_tile_without_room_is_made_smaller(made, monkeypatch):
 
 
 def test_a_tile_that_was_asked_for_is_not(made, monkeypatch):
-    from pumice.language.bind import bind
-    from pumice.language.parse import parse
-
     a, b = operands()
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": a.shape, "B": b.shape})
     monkeypatch.setattr(Kernel, "room", 2)
@@ -417,16 +415,10 @@ def test_default_tiles_are_those_before_any_tuning(made, monkeypatch):
 
 
 def test_programs_share_no_loop_where_that_is_not_deterministic():
-    from pumice.language.bind import bind
-    from pumice.language.parse import parse
-
     bound = bind(parse("C[m,n] = A[k,m] * B[k,n]"), {"A": (100_000, 32), "B": (100_000, 32)})
     assert kernels.runner(bound, torch.float32).splits > 1
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         assert kernels.runner(bound, torch.float32).splits == 1
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert kernels.runner(bound, torch.float32).splits > 1
 
 
@@ -497,8 +489,6 @@ def as_on_gpu(made, monkeypatch):
 
 def layer(seed):
     """Features, weights, and the map of some voxels."""
-    from pumice.coords import Relation, kernel_map
-
     coords = torch.zeros(100, 4, dtype=torch.int32)
     coords[:, 1:] = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:100, None] // torch.tensor(
         [100, 10, 1]
@@ -533,9 +523,6 @@ def test_few_channels_are_packed_forward_and_backward(as_on_gpu, channels):
 
 
 def test_a_packed_tile_of_what_has_no_packs_is_refused(made):
-    from pumice.language.bind import bind
-    from pumice.language.parse import parse
-
     a, b = operands()
     bound = bind(parse("C[m,n] = A[m,k] * B[k,n]"), {"A": tuple(a.shape), "B": tuple(b.shape)})
     with pytest.raises(OptionError, match="cannot be packed"):
@@ -683,8 +670,6 @@ def test_an_epilogue_asks_for_no_other_tile(as_on_gpu):
 
 
 def a_map(seed, voxels):
-    from pumice.coords import Relation, kernel_map
-
     chosen = torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:voxels]
     coords = torch.stack([torch.zeros_like(chosen), chosen // 100, chosen // 10 % 10, chosen % 10], 1).int()
     return kernel_map(pm.SparseTensor(torch.zeros(voxels, 1), coords).geometry, Relation.of(3, 3))[0]
@@ -740,8 +725,6 @@ def grid(count, seed):
 
 def voxels(count, seed, channels=16, dtype=torch.float16):
     """Features and the map of so many voxels of a small grid."""
-    from pumice.coords import Relation, kernel_map
-
     found, _ = kernel_map(grid(count, seed), Relation.of(3, 3))
     return torch.zeros(count, channels, dtype=dtype), found
 
@@ -1175,7 +1158,8 @@ def test_the_kernel_for_some_entries_is_the_one_for_others(statement, channels):
         named = {**lists, **({"x": x, "w": w} if statement[0] == "O" else {"x": x, "g": g})}
         out = torch.zeros_like(g if statement[0] == "O" else w)
         bound = bind(parsed, {name: tensor.shape for name, tensor in named.items()}, out.shape)
-        sources.append(kernels.prepare(bound, named, out, Tile(16, 16, 16)).generated.source)
+        given = {**named, "": out}
+        sources.append(kernels.generated_kernel(bound, given, Tile(16, 16, 16), kernels.KernelOptions()).source)
     assert sources[0] == sources[1]
 
 
@@ -1186,7 +1170,7 @@ def test_a_number_of_programs_is_no_part_of_a_kernel():
     wide = {"met": torch.zeros(33, 64, dtype=torch.int32), "rows": torch.zeros(9, 64, dtype=torch.int32)}
     given, out = {"x": torch.zeros(300, 32), "grad": torch.zeros(300, 32), **lists, **wide}, torch.zeros(32, 27, 32)
     bound = bind(parse(text), {name: tensor.shape for name, tensor in given.items()}, out.shape)
-    source = kernels.prepare(bound, given, out, Tile(32, 32, 32)).generated.source
+    source = kernels.generated_kernel(bound, {**given, "": out}, Tile(32, 32, 32), kernels.KernelOptions()).source
     assert source.specialised and all(source.arguments[place].name != "e" for place in source.specialised)
 
 
@@ -1223,8 +1207,6 @@ def test_a_map_with_segments_far_longer_than_others_is_no_straight_call(straight
 
 def test_a_map_that_is_its_own_transpose_is_no_template_for_one_that_is_not(straight):
     """Its two forms of tiles share rows and inputs: which of them a kernel reads, the arrays do not tell."""
-    from pumice.coords import Relation, kernel_map
-
     weight = torch.zeros(16, 27, 16, dtype=torch.float16, requires_grad=True)
     ends = [grid(400, seed) for seed in (1, 2)]
     across, _ = kernel_map(ends[0], Relation.of(3, 3, policy="given"), ends[1])

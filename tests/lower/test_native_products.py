@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from modes import threads
 from windows import RELATIONS
 
 import pumice as pm
@@ -88,13 +89,10 @@ def test_weights_of_any_strides_are_packed(cloud):
 @needs_compiler
 def test_results_do_not_depend_on_the_number_of_threads(cloud):
     found, _ = kernel_map(cloud, RELATIONS["same"])
-    given, before, results = operands(found, (24, 80)), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    given, results = operands(found, (24, 80)), []
+    for count in (1, 2, 5):
+        with threads(count):
             results.append(check(found.pairs(), found.num_outputs, *given))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from modes import threads
 from torch.nn import functional
 from wide import beyond
 
@@ -218,13 +219,10 @@ def test_results_do_not_depend_on_the_number_of_threads():
     torch.manual_seed(0)
     x, weight = torch.randn(2, 16, 30, 30), torch.randn(24, 16, 3, 3) * (torch.rand(24, 16, 3, 3) < 0.3)
     filter, text = pm.sparse(weight, "(m c r s):C"), "O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s] ; p:30, q:30"
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
+    found = []
+    for count in (1, 2, 3):
+        with threads(count):
             found.append(pm.einsum(text, I=x, F=filter, lowering="nest"))
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -539,16 +537,13 @@ def test_random_schedules_compute_the_same(layer):
     assert len(legal) >= 6
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_orders_and_chunks_compute_the_same(threads):
-    before, one = torch.get_num_threads(), Pruned(*PRUNED["3x3"])
-    torch.set_num_threads(threads)
-    try:
+@pytest.mark.parametrize("count", [1, 2])
+def test_orders_and_chunks_compute_the_same(count):
+    one = Pruned(*PRUNED["3x3"])
+    with threads(count):
         for order in ("n p m e", "m n p e", "n m p e", "p n m e", "m p n e"):
             for parallel in ("", "; parallel m chunk 3", "; parallel m chunk 500", "; parallel n"):
                 assert one.agrees(f"order {order}; vector q{parallel}")
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_orders_of_sums_and_unrolled_sums():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulated import emulated
+from modes import deterministic
 
 import pumice as pm
 from pumice.errors import CoordinateError, ShapeError
@@ -98,13 +99,10 @@ def test_gradients_modes_and_settings(device):
     with torch.autocast("cpu", torch.bfloat16):
         assert f(X=x, W=w, E=e).dtype == torch.bfloat16
     assert repeats(lambda: f(X=x, W=w, E=e))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         for _ in range(2):
             agrees(f, e, x, w)
         assert repeats(lambda: f(X=x, W=w, E=e))
-    finally:
-        torch.use_deterministic_algorithms(False)
     batch = torch.vmap(lambda x: f(X=x, W=w, E=e))(torch.stack([x, x]))
     torch.testing.assert_close(batch[1], x[e] @ w, rtol=1e-4, atol=1e-4)
 

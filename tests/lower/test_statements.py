@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.utils
 from einsum_fuzz import random_case
 from einsum_oracle import evaluate
+from modes import deterministic
 from wide import beyond
 
 import pumice as pm
@@ -311,31 +312,26 @@ def test_nothing_is_masked_where_all_is_there():
 
 
 def test_deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         for text, operands in DIFFERENTIABLE.items():
             made = call(text, operands)
             got = [run(made.bound, made.operands, torch.float64) for run in LOWERINGS.values()]
             torch.testing.assert_close(*got)
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_calls_are_made_ready_for_deterministic_algorithms_apart():
     operands = [torch.ones(3), torch.ones(3)]
     before = plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "")
     assert plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is before
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         assert plan.plan_for(operands, "A|B", "C[i] = A[i] * B[i]", None, "") is not before
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
-def test_refusals():
+def test_refusals(monkeypatch):
     made = spmm(3, 4)
     assert graph.refusal(made.statement, made.bound, made.operands) is None
-    reason = graph.refusal(made.statement, made.bound, made.operands, limit=100)
+    monkeypatch.setattr(graph, "LIMIT", 100)
+    reason = graph.refusal(made.statement, made.bound, made.operands)
     assert reason and "the gathered operands would take" in reason
     names = [f"i{n}" for n in range(53)]
     wide = call(f"C[i0] = {' * '.join(f'A[{name}]' for name in names)}", {"A": np.ones(1)})

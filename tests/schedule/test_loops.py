@@ -1,7 +1,6 @@
 """Schedules of loop nests: text and JSON, what is refused and why, the rule, the presets, the candidates."""
 
 import dataclasses
-import json
 
 import pytest
 from hypothesis import given
@@ -36,10 +35,9 @@ SCHEDULES = st.builds(
 
 
 @given(SCHEDULES)
-def test_text_and_json_are_read_back(schedule):
+def test_text_is_read_back(schedule):
     assert LoopSchedule.parse(str(schedule)) == schedule
     assert LoopSchedule.parse(f"  {str(schedule).replace(' ', '   ')} ;;") == schedule
-    assert LoopSchedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
 
 
 @given(st.text(max_size=80) | st.text("order split fuse()mpqe,;.0123456789\n", max_size=80))
@@ -76,28 +74,6 @@ def test_other_text_is_refused(text):
 def test_refused_text(text, reason):
     with pytest.raises(OptionError, match=reason):
         LoopSchedule.parse(text)
-
-
-@pytest.mark.parametrize(
-    "found",
-    [
-        3,
-        [],
-        {"order": "m e"},
-        {"order": 3},
-        {"order": ["m; hold 3"]},
-        {"split": [["p", "7"]]},
-        {"split": [["p", 1.0]]},
-        {"split": [["p"]]},
-        {"hold": -1},
-        {"hold": True},
-        {"loops": ["m"]},
-        {"vector": [["p", 0], ["q", 0]]},
-    ],
-)
-def test_refused_json(found):
-    with pytest.raises(OptionError, match="schedule|directive|numbers"):
-        LoopSchedule.from_json(found)
 
 
 def test_schedules_are_values():

@@ -36,7 +36,6 @@ CASES = [
     Case("few neighbours", (3, 3, 3), low=-300, high=300, voxels=5),
 ]
 LIBRARY = [name for name, flow in DATAFLOWS.items() if flow.grouping is not None or flow.movement == "explicit"]
-STATED = [name for name in DATAFLOWS if name not in LIBRARY]
 FEW = ["explicit-gemm", *(f"gather-gemm-scatter-{how}-adaptive" for how in ("vectorised", "fused", "locality-aware"))]
 FEW += ["fetch-on-demand", "fetch-on-demand-deterministic", "implicit-gemm-split2", "implicit-gemm-table"]
 FEW += ["implicit-gemm-table-split-k"]

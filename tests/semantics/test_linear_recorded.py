@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from emulated import emulated, on_cpu
+from modes import deterministic
 from torch.testing import assert_close
 
 import pumice as pm
@@ -206,11 +207,8 @@ def test_gradients_are_kernels_whatever_else_seems_to_cost(gpu, monkeypatch):
 
 def test_sums_in_one_order_are_torch_s(gpu):
     layer, x = nn.Linear(8, 3).to(BF), rows(640, 8)
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic():
         layer(x).feats.sum().backward()
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert not gpu.started and layer.weight.grad is not None
 
 

@@ -8,12 +8,9 @@ import torch
 import pumice as pm
 from pumice.errors import GeometryError, OptionError, ShapeError
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 FACTORS = [(1, 3), (2, 2), (3, (2, 1, 3))]
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def cloud(dim: int, channels: int = 3, low: int = -4):

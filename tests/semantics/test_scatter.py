@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from modes import threads
 
 import pumice as pm
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
@@ -130,14 +131,10 @@ def test_nan_infinity_and_ties():
 
 def test_sums_do_not_depend_on_threads():
     src, index = torch.randn(20_000, 7), indices((20_000,), 300)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
+    found = []
+    for count in (1, 3):
+        with threads(count):
             found.append(pm.ops.scatter(src, index, 0))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(*found)
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from modes import threads
 
 import pumice as pm
 from pumice import nn
@@ -16,10 +17,8 @@ def spconv():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = pytest.importorskip("spconv.pytorch", reason="spconv is not installed: pip install pumice[bench]")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with more, its CPU build loses sums
-    yield found
-    torch.set_num_threads(threads)
+    with threads(1):  # With more, its CPU build loses sums
+        yield found
 
 
 @pytest.fixture

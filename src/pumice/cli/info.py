@@ -166,17 +166,8 @@ def _triton_version() -> str | None:
 
 def _cpu() -> Check:
     level = torch.backends.cpu.get_cpu_capability()
-    found = f"{_cpu_name()}, {_usable_cores()} cores, {torch.get_num_threads()} torch threads, {level}"
+    found = f"{native.cpu_name()}, {_usable_cores()} cores, {torch.get_num_threads()} torch threads, {level}"
     return Check("cpu", True, found)
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _usable_cores() -> int:

@@ -128,9 +128,9 @@ def class_styles(names: Sequence[str], colours: Sequence[str] | None = None) -> 
 
 
 def write_report(path: str | Path, report: Report) -> Path:
-    """Write the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and return its path. A view of more than 80
-    000 points (fewer with more than seven views) is thinned by a seeded choice, and the page says so. Missing folders
-    are made. Raises FileError if the file cannot be written."""
+    """Write the page (UTF-8 HTML, about 5 MB and 11 bytes per drawn point) and return its path. A view of more than
+    80,000 points (fewer with more than seven views) is thinned by a seeded choice, and the page says so. Missing
+    folders are made. Raises FileError if the file cannot be written."""
     body = "\n".join(part for part in (make(report) for make in SECTIONS) if part)
     return write_page(path, Page(report.title, body, _payload(report), ("report.css",), "report.js"))
 

@@ -75,6 +75,12 @@ class Bounds:
 UNKNOWN = Bounds((), (), -1)  # Bounds of coordinates made under torch.compile: not read yet
 
 
+def check_integers(x: object, name: str) -> None:
+    """Raise DtypeError unless x is an int32 or int64 tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(x)}")
+
+
 def dtype_of(x: object) -> object:
     """The dtype of a tensor, for anything else the name of its type: what a message tells."""
     return x.dtype if isinstance(x, Tensor) else type(x).__name__

@@ -381,7 +381,6 @@ class Chain:
     rows: int
     most: int
     room: int
-    tiled_rows: int
     ranked: bool
     digits: Digits
     words: Part
@@ -415,7 +414,7 @@ class Chain:
         steps, number, device = len(request.steps), len(request.tiled), coords.device
         levels = [level for _, level, _ in request.tiled]
         self.largest: int = max([most if level else self.rows for level in levels], default=0)
-        self.tiled_rows = tiled = sum([most if level else self.rows for level in levels])
+        tiled = sum([most if level else self.rows for level in levels])
         self.digits = digits = digits_of(number)
         self.ranked = tiled <= RANKED
         turns = 0 if self.ranked else digits.turns

@@ -474,7 +474,7 @@ READERS: Mapping[str, Reader] = MappingProxyType(
         ".parquet": read_arrow,
     }
 )
-"""Suffix to reader (path, columns) -> Cloud."""
+"""Suffix to reader (path, columns) -> PointFile."""
 _LABEL_READERS: Mapping[str, Callable[[Path], tuple[np.ndarray, LabelSet]]] = MappingProxyType(
     {".label": _semantic_kitti_labels, ".bin": _lidarseg_labels, ".npy": _npy_labels}
 )

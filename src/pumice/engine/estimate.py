@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from pumice.engine.program import INFERENCE, TRAINING, Item, Traced, items, unco
 from pumice.engine.rates import clock, rates_of
 from pumice.engine.stretch import Stretch
 from pumice.engine.subject import Loss, bare, fresh, sum_of_squares_loss
+from pumice.engine.text import aligned, first_line
 from pumice.engine.trace import CONSTANTS, CallStep, Step
 from pumice.engine.train_stretch import TrainStretch
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
@@ -71,8 +72,9 @@ class Estimate:
         rows = [("pass", "memory", "time", "of which"), *(_told(name, one) for name, one in passes.items())]
         longest = list(passes.values())[-1]
         steps = [("step", "voxels", "channels", "pairs", "memory", "time"), *map(_told_step, longest.steps)]
+        numbers = range(1, len(steps[0]))
         left_out = [f"not known: {name}" for name in self.unknown]
-        return "\n".join([f"on {self.device}", *_table(rows), "", *_table(steps), *left_out])
+        return "\n".join([f"on {self.device}", *aligned(rows, numbers), "", *aligned(steps, numbers), *left_out])
 
 
 def estimate(net: nn.Module, x: SparseTensor, *, loss: Loss | None = None) -> Estimate:
@@ -280,7 +282,7 @@ def _name(part: Step | Stretch | TrainStretch) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, NotImplementedError):  # of torch, for tensors without contents
         return "its result depends on the values of features"
-    return (str(error) or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 # Text
@@ -301,11 +303,3 @@ def _bytes(size: int) -> str:
 
 def _milliseconds(spent: float) -> str:
     return f"{1e3 * spent:.2f} ms"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Lines of a table, the first column aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        yield "  ".join(cells).rstrip()

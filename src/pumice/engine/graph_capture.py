@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from pumice.engine.buckets import forbid_synchronisation
 from pumice.engine.static import Autocast
 from pumice.engine.subject import undisturbed
+from pumice.engine.text import first_line
 from pumice.errors import CaptureError, DeviceError, DtypeError, OptionError, PumiceError, ShapeError
 from pumice.nn import RelationalConv
 from pumice.ops import Graph
@@ -171,7 +172,7 @@ class _Recorder:
             raise
         except RuntimeError as problem:
             raise CaptureError(
-                f"{type(self.model).__name__} cannot be recorded ({str(problem).splitlines()[0]}): expected a network "
+                f"{type(self.model).__name__} cannot be recorded ({first_line(problem)}): expected a network "
                 "that reads no values on the host and takes prepared graphs (pumice.Graph), not edge_index"
             ) from problem
 

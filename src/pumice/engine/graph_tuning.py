@@ -143,25 +143,17 @@ def _able(layers: Mapping[str, RelationalConv], calls: Sequence[Callable[[], obj
                 able = orders_of(layer.aggr, weighted) if isinstance(x, Tensor) and x.is_floating_point() else ()
                 found[name] = found.get(name, {*able}) & {*able}
 
-            stack.enter_context(_removed(layer.register_forward_pre_hook(see, with_kwargs=True)))
+            stack.callback(layer.register_forward_pre_hook(see, with_kwargs=True).remove)
         for call in calls:
             call()
     return {name: tuple(sorted(able)) for name, able in found.items() if len(able) > 1}
 
 
-def _removed(handle: Any) -> ExitStack:
-    stack = ExitStack()
-    stack.callback(handle.remove)
-    return stack
-
-
 def _search(
     layers: Mapping[str, RelationalConv], able: Mapping[str, tuple[str, ...]], calls: Sequence[Any], clock: Clock
 ) -> SearchResult:
-    meter, before = (
-        PassTimer(layers[next(iter(layers))].weight.device),
-        {name: layer.order for name, layer in layers.items()},
-    )
+    meter = PassTimer(next(iter(layers.values())).weight.device)
+    before = {name: layer.order for name, layer in layers.items()}
 
     def measure(assignment: Assignment) -> float:
         for name in able:

@@ -30,6 +30,7 @@ from pumice import coords
 from pumice.coords import KernelMap
 from pumice.engine.groups import EpilogueSpec, LayerCall, recording_calls
 from pumice.engine.subject import Loss, Scene, TuningSubject, fresh, subject, undisturbed
+from pumice.engine.text import first_line
 from pumice.errors import DeviceError, OptionError
 from pumice.lower.dataflow import Pass
 from pumice.lower.kernel import measured, tuning
@@ -191,8 +192,8 @@ class PassTimer:
         except Exception as problem:
             # The profiler is missing, in use or silent; an error of the calls recurs below.
             if self.clock:
-                raise DeviceError(f"the profiler failed after earlier measurements: {_line(problem)}") from problem
-            self.note = f"the profiler is not available, timed by events ({_line(problem)})"
+                raise DeviceError(f"the profiler failed after earlier measurements: {first_line(problem)}") from problem
+            self.note = f"the profiler is not available, timed by events ({first_line(problem)})"
         self.clock = EVENTS
         return self._by_events(calls)
 
@@ -270,10 +271,6 @@ def _on_wall(calls: Sequence[Call], repeats: int) -> PassTiming:
 def _wall(spent: Sequence[float], scenes: int) -> float:
     """Mean over scenes of the median over repeats."""
     return fmean(median(spent[at::scenes]) for at in range(scenes))
-
-
-def _line(problem: Exception) -> str:
-    return (str(problem) or type(problem).__name__).splitlines()[0]
 
 
 # Layers in isolation

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pumice.coords import Geometry, Relation
 from pumice.engine.stretch import Env, Stretch, run_product, stretches
+from pumice.engine.text import aligned
 from pumice.engine.trace import (
     CONSTANTS,
     NUMBERS,
@@ -329,12 +330,10 @@ class Traced:
         if self.graph is None:
             return f"the module is called as it is: {self.why}"
         rows = [_told(number, step) for number, step in enumerate(self.graph.steps)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         products = sum(isinstance(step, Product) for step in self.graph.steps)
         opaque = sum(isinstance(step, CallStep) and step.reason is not None for step in self.graph.steps)
         head = f"{len(rows)} steps: {products} convolutions and linear maps, {opaque} modules called as they are"
-        return "\n".join((head, *lines))
+        return "\n".join((head, *aligned(rows)))
 
 
 def _features(given: Sequence[Any]) -> Tensor:
@@ -456,8 +455,6 @@ def _pyramid_of(graph: TracedModule) -> _Pyramid | None:
     windows and the first strided relation."""
     sparse = [n for n in graph.nodes[:-1] if n.meta["kind"] == SPARSE]
     node = next((n for n in sparse if n.op == "placeholder"), sparse[0])
-    if node is None:
-        return None
     requests = [*map_requests(graph)]
     convs = [(graph.levels[step.x], step.layer) for step in graph.steps if isinstance(step, Product)]
     level, steps, same = graph.levels[node], [], []

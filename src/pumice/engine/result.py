@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -13,6 +13,7 @@ from torch import nn
 
 from pumice.engine.measure import PassTiming
 from pumice.engine.subject import bare
+from pumice.engine.text import aligned
 from pumice.errors import OptionError
 from pumice.nn.conv import Convolution
 from pumice.ops.conv import Flow
@@ -170,7 +171,7 @@ class Tuning:
         rows = [
             (c.group, str(len(c.layers)), f"{c.rows:.0f}", f"{c.pairs:.1f}", _text(c.flow), c.why) for c in self.choices
         ]
-        yield from _aligned([head, *rows], (1, 2, 3))
+        yield from aligned([head, *rows], (1, 2, 3))
 
 
 def _choice_of_json(data: Mapping[str, Any]) -> DataflowChoice:
@@ -193,13 +194,3 @@ def _flow_of_json(data: Any) -> Any:
 
 def _text(flow: Flow) -> str:
     return "default" if flow is None else str(flow)
-
-
-def _aligned(rows: Sequence[Sequence[str]], numbers: Sequence[int]) -> Iterator[str]:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if place in numbers else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(cells).rstrip()

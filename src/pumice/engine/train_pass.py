@@ -577,12 +577,10 @@ class Backward(_Pass):
             own = differentiable_call(x, flat, _map_of(call), call.rows)
             dx, weight = own.gradients((x, flat), dh, layer.wanted())
         if weight is not None:
-            self._dweight(layer).copy_(weight.view(layer.shape))
+            own = self.dweights.as_strided(layer.shape, _strides(layer.shape), layer.weights)
+            own.copy_(weight.view(layer.shape))
         if dx is not None:
             self._add(layer.wired.x, dx)
-
-    def _dweight(self, layer: Layer) -> Tensor:
-        return self.dweights.as_strided(layer.shape, _strides(layer.shape), layer.weights)
 
     def _bias(self, n: int, layer: Layer) -> Tensor:
         """Gradient of a bias before a norm: 0 if the norm uses batch statistics, which cancel the bias; with fewer than

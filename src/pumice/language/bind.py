@@ -72,7 +72,7 @@ def bind(
         _check_rank(access, shapes)
     _check_shapes(statement, shapes)
     open_shape = _target_shape(statement, shapes, shape)
-    read = list(_axes((a for a in accesses_of(*statement.terms, *statement.target.indices)), shapes))
+    read = list(_axes(accesses_of(*statement.terms, *statement.target.indices), shapes))
     written = [Axis(statement.target, i, e, open_shape[i]) for i, e in enumerate(statement.target.indices)]
     ranges = _bare_ranges(statement, [*read, *written])
     bare = set(ranges) - {name for name, _ in statement.ranges}
@@ -86,7 +86,8 @@ def bind(
     if strict:
         _check_windows(statement, ranges, read)
     windowed = tuple(name for name in ranges if name not in bare)
-    return BoundStatement(statement, ranges, _inferred_shape(statement, ranges, written, strict), windowed)
+    inferred = tuple(_target_extent(statement, ranges, axis, strict) for axis in written)
+    return BoundStatement(statement, ranges, inferred, windowed)
 
 
 def resizable(bound: BoundStatement) -> bool:
@@ -286,12 +287,6 @@ def _check_windows(statement: Statement, ranges: Mapping[str, Range], axes: Sequ
         raise ShapeError(
             f"{axis.expression} runs from {low} to {high}, but {axis} has extent {axis.extent}{hint}{_in(statement)}"
         )
-
-
-def _inferred_shape(
-    statement: Statement, ranges: Mapping[str, Range], axes: Sequence[Axis], strict: bool
-) -> tuple[int, ...]:
-    return tuple(_target_extent(statement, ranges, axis, strict) for axis in axes)
 
 
 def _target_extent(statement: Statement, ranges: Mapping[str, Range], axis: Axis, strict: bool) -> int:

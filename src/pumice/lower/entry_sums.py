@@ -434,7 +434,8 @@ class Windows:
     @classmethod
     def of(cls, form: Form, view: View, parts: Sequence[Tensor | None]) -> Windows:
         extents = dict(form.extents)
-        pads = [_pads(view, n, parts[n], extents) for n in range(len(view.axes))]
+        every = zip(view.axes, parts, view.shape, strict=True)
+        pads = [axis.pads(part, size, extents) for axis, part, size in every]
         outside = [n for n, pad in enumerate(pads) if any(pad)]
         none = torch.zeros(0, dtype=torch.int32, device="cpu")
         strides = _strides(view.shape)
@@ -458,14 +459,6 @@ class Windows:
 
 def _constant(number: int) -> Tensor:
     return torch.full((1,), number, device="cpu")
-
-
-def _pads(view: View, number: int, part: Tensor | None, extents: Mapping[str, int]) -> tuple[int, int]:
-    """(before, after): zeros that the windows of an axis reach."""
-    axis, size = view.axes[number], view.shape[number]
-    low, high = (axis.constant,) * 2 if part is None else (int(part.min()), int(part.max()))
-    before, after = axis.reach(extents)
-    return max(0, -low - before), max(0, high + after - size + 1)
 
 
 def _inside(form: Form, view: View, axes: Sequence[int], windows: Tensor) -> Tensor:

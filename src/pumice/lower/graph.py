@@ -181,9 +181,7 @@ def sizes(bound: BoundStatement) -> tuple[int, ...]:
     return (*(bound.ranges[name].stop for name in indices_of(bound.statement)), *bound.shape)
 
 
-def refusal(
-    statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor], limit: int = LIMIT
-) -> str | None:
+def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, Tensor]) -> str | None:
     """The reason why the graph should not run on these operands, or None."""
     most = max((len(indices_of(term)) for term in statement.terms), default=0)
     if most > len(ascii_letters):
@@ -192,8 +190,8 @@ def refusal(
     count = max((_gathered(term, bound) for term in statement.terms), default=0)
     if statement.reduction != "sum":
         count = max(count, bound.points(indices_of(statement)))
-    if count * width > limit:
-        return f"the gathered operands would take {count * width / 2**30:.1f} GiB, the limit is {limit / 2**30:.1f} GiB"
+    if count * width > LIMIT:
+        return f"the gathered operands would take {count * width / 2**30:.1f} GiB, the limit is {LIMIT / 2**30:.1f} GiB"
     return None
 
 

@@ -65,7 +65,6 @@ _STATIC = 1024
 """Extents of reductions and columns up to this are compile-time constants; larger ones are arguments."""
 _STRIDES = 1 << 14
 """Strides of operands of packed tiles up to this are constants, too: of channels and kernel offsets, not of rows."""
-_DEFAULT_OPTIONS = KernelOptions()
 _FEW = 64
 """Extents of rows up to this are constants, too, in a product whose left side is itself a product."""
 
@@ -99,8 +98,9 @@ def refusal(statement: Statement, bound: BoundStatement, operands: Mapping[str, 
     form = contraction_roles(statement, bound.extents)
     if form.atomic and torch.are_deterministic_algorithms_enabled():
         return "results are accumulated by atomics, which deterministic algorithms forbid"
+    smallest = Tile(16, 16, 16) if form.product else Tile(1, 1)
     try:
-        _emitted(statement, form, _signature(bound, operands, form, torch.float32, _smallest(form)))
+        _emitted(statement, form, _signature(bound, operands, form, torch.float32, smallest))
     except OptionError as reason:
         return str(reason)
     return None
@@ -554,19 +554,6 @@ def _used(bound: BoundStatement) -> tuple[str, ...]:
     return tuple(dict.fromkeys(a.name for a in accesses_of(*statement.terms, *statement.target.indices)))
 
 
-def prepare(
-    bound: BoundStatement,
-    operands: Mapping[str, Tensor],
-    out: Tensor,
-    tile: Tile,
-    part: Segments | None = None,
-    options: KernelOptions = _DEFAULT_OPTIONS,
-) -> SizedLaunch:
-    """The sized launch of these operands with this tile."""
-    given = {**operands, "": out}
-    return generated_kernel(bound, given, tile, options).sized(given, part)
-
-
 def generated_kernel(
     bound: BoundStatement, operands: Mapping[str, Tensor], tile: Tile, options: KernelOptions
 ) -> GeneratedKernel:
@@ -943,10 +930,6 @@ def _count(bound: BoundStatement, operands: Mapping[str, Tensor]) -> int:
 def _counted(bound: BoundStatement) -> tuple[str, int, int]:
     """(operand, axis, coefficient) that determine the number of segments; operand "" is the result."""
     return segment_axis(_form(bound))
-
-
-def _smallest(form: ContractionRoles) -> Tile:
-    return Tile(16, 16, 16) if form.product else Tile(1, 1)
 
 
 def _bits(kinds: Set[torch.dtype]) -> int:

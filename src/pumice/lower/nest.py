@@ -583,12 +583,8 @@ def _sorted_targets(target: Placed, offset: Tensor | int, count: int, zeros: boo
 
 def _pads(view: View, values: Sequence[Tensor | None], extents: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
     """(before, after): zeros that the windows of each axis reach."""
-    found = []
-    for axis, size, entry in zip(view.axes, view.shape, values, strict=True):
-        before, after = axis.reach(extents)
-        low, high = (axis.constant,) * 2 if entry is None else (int(entry.min()), int(entry.max()))
-        found.append((max(0, -low - before), max(0, high + after - size + 1)))
-    return tuple(found)
+    every = zip(view.axes, values, view.shape, strict=True)
+    return tuple(axis.pads(part, size, extents) for axis, part, size in every)
 
 
 def _placed(number: int, view: View, pads: tuple[tuple[int, int], ...], lanes: Lanes | None, count: int) -> Placed:
@@ -782,7 +778,7 @@ def _image(form: Form, values: Values, levels: Mapping[tuple[int, int], str], ax
 
 def _span(axis: NestAxis, entry: Tensor | None) -> int:
     """How far the entries' parts of an axis reach past an image that begins at its first index, or at its padding."""
-    low, high = (axis.constant,) * 2 if entry is None else (int(entry.min()), int(entry.max()))
+    low, high = axis.ends(entry)
     return high - min(low, 0)
 
 

@@ -37,6 +37,15 @@ class NestAxis(NamedTuple):
         ends = [c * (extents[name] - 1) for c, name in self.dense]
         return sum(e for e in ends if e < 0), sum(e for e in ends if e > 0)
 
+    def ends(self, part: Tensor | None) -> tuple[int, int]:
+        """(minimum, maximum) of the entries' part, or of the constant if there is none."""
+        return (self.constant, self.constant) if part is None else (int(part.min()), int(part.max()))
+
+    def pads(self, part: Tensor | None, size: int, extents: Mapping[str, int]) -> tuple[int, int]:
+        """(before, after): zeros around an axis of `size` points that its windows reach."""
+        (before, after), (low, high) = self.reach(extents), self.ends(part)
+        return max(0, -low - before), max(0, high + after - size + 1)
+
     @property
     def bare(self) -> str | None:
         """The only dense index, if there is nothing else."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -82,6 +82,11 @@ class OperandLayout:
     places: Mapping[tuple[str, str, int, str], int]
     shapes: Shapes
     integers: Mapping[str, int]
+
+    @cached_property
+    def first_forms(self) -> tuple[tuple[str, str], ...]:
+        """(operand, its first form) of the sparse operands."""
+        return tuple((name, next(iter(known))) for name, known in self.forms.items())
 
 
 @dataclass(frozen=True)

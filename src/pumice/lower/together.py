@@ -118,7 +118,7 @@ def _form(
 @lru_cache(maxsize=1024)
 def _step(names: str, text: str) -> tuple[tuple[tuple[str, str], ...], Statement] | None:
     """(storage forms, the only step) of a call over the first storage form of each sparse operand, None for several."""
-    forms = tuple((name, next(iter(known))) for name, known in plan.read(names).forms.items())
+    forms = plan.read(names).first_forms
     done = plan.rewritten(text, names, forms)
     return (forms, done.steps[0]) if len(done.steps) == 1 and not done.dense else None
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pumice.coords.box import dtype_of
+from pumice.coords.box import check_integers
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.runtime.cache import cached_per_tensor
 
@@ -157,8 +157,7 @@ def _read(cu_seqlens: Tensor) -> _Lengths:
 
 
 def _lengths(cu_seqlens: Tensor, total: int, name: str) -> _Lengths:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(cu_seqlens)}")
+    check_integers(cu_seqlens, name)
     if cu_seqlens.ndim != 1 or not len(cu_seqlens):
         raise ShapeError(f"{name} is [B + 1], found shape {list(cu_seqlens.shape)}")
     found = _read(cu_seqlens)

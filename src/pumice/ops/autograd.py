@@ -70,12 +70,12 @@ def einsum(
     operands: Sequence[Tensor], names: str, text: str, shape: Sequence[int] | None = None, lowering: str = ""
 ) -> Tensor:
     """Evaluate the statement `text` on operands that `names` describes. shape: of the target, if known."""
+    known = None if shape is None else tuple(shape)
     if operands:
         check_device(operands[0].device)
     # Plain calls, and calls without tensors, bypass the dispatcher.
     if not operands or is_plain_call(operands):
-        return plan.execute(operands, names, text, None if shape is None else tuple(shape), lowering)
-    known = None if shape is None else tuple(shape)
+        return plan.execute(operands, names, text, known, lowering)
     if only_autograd_active(operands):
         # As the registered operator, without the dispatcher: saves 50 us of host time.
         return _EinsumFunction.apply(names, text, known, lowering, *operands)
@@ -579,7 +579,7 @@ class _CallFunction:
     def over_arrays(self) -> tuple[list[_CallFunction], list[int]]:
         """(the steps of the call over the arrays of its sparse operands, operand position of each array). A step has
         the results of those before as further operands."""
-        forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
+        forms = self.given.first_forms
         text = self.text
         if self.statement.summed:
             bound = plan.sizes(text, self.names, [x.shape for x in self.operands], self.shape)
@@ -640,7 +640,7 @@ class _CallFunction:
 
     def _of_values(self, place: tuple[str, str, int, str], grad: Tensor) -> Any:
         """The gradients of the values of a sparse operand, one per use in a step."""
-        forms = tuple((name, next(iter(known))) for name, known in self.given.forms.items())
+        forms = self.given.first_forms
         done = plan.rewritten(self.text, self.names, forms)
         tensors = plan.arrays(self.operands, self.names, self.text, plan.Candidate(forms, (), done.steps, 0.0))
         for values, array in done.arrays.items():

@@ -25,8 +25,7 @@ from pumice.schedule.loops import LoopSchedule, check_of_levels
 def windowed(statement: Statement, sparse: Mapping[str, tuple[int, ...]]) -> bool:
     """True if a coordinate of a sparse factor is a sum of indices, so that its entries would write through windows.
     sparse: the axes of each sparse operand that have coordinates."""
-    factors = [f for term in statement.terms for f in term.factors if isinstance(f, Access) and f.name in sparse]
-    coordinates = (f.indices[axis] for f in factors for axis in sparse[f.name])
+    coordinates = (f.indices[axis] for f in _reads(statement, sparse) for axis in sparse[f.name])
     return statement.reduction == "sum" and any(len(indices_of(e)) > 1 for e in coordinates)
 
 

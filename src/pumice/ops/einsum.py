@@ -117,7 +117,7 @@ def _traced(text: str, operands: Mapping[str, Operand], lowering: str) -> Tensor
     if _GROUP.search(text):
         return _without_groups(text, operands, lambda text, operands: _traced(text, operands, lowering))
     operands = {n: as_constant(x) if type(x) in (int, float) else x for n, x in operands.items()}
-    integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
+    integers = _integers(operands)
     values, constants = _numbers(text, integers)
     _check_traced(text, integers, tuple((name, str(x.format)) for name, x in operands.items() if isinstance(x, Sparse)))
     named = [name for name in values if name in operands]
@@ -131,7 +131,7 @@ def _without_groups(
     text: str, operands: Mapping[str, Operand], call: Callable[[str, dict[str, Operand]], Tensor | Sparse]
 ) -> Any:
     """The result of a statement with groups of indices, by a call of the one without, on reshaped operands."""
-    groups = Groups(*_groups(text, tuple((name, x) for name, x in operands.items() if type(x) is int)))
+    groups = Groups(*_groups(text, _integers(operands)))
     grouped = dict(groups.axes)
     for name in grouped:
         if name in operands and not isinstance(operands[name], Tensor):
@@ -154,6 +154,10 @@ def _without_groups(
     for names in grouped[target]:
         shape.append(math.prod([next(sizes) for _ in names or " "]))
     return result.reshape(shape)
+
+
+def _integers(operands: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, x) for name, x in operands.items() if type(x) is int)
 
 
 @lru_cache(maxsize=256)
@@ -258,7 +262,7 @@ class Einsum:
     def explain(self, /, **operands: Operand) -> str:
         """The statement and its steps as text and, with operands, the costs of the lowerings and the kernel source."""
         if _GROUP.search(self.text):
-            plain = _groups(self.text, tuple((name, x) for name, x in operands.items() if type(x) is int))[0]
+            plain = _groups(self.text, _integers(operands))[0]
             return f"statement\n  {self.text}\n\nwithout groups of indices\n  {plain}\n"
         if not operands:
             formats = {name: parse_format(form) for name, form in self.formats}
@@ -333,7 +337,7 @@ class Einsum:
         """Check and convert the operands."""
         if problem := problem_of(operands):
             raise DtypeError(problem)
-        integers = tuple((name, x) for name, x in operands.items() if type(x) is int)
+        integers = _integers(operands)
         statement = _parsed(self.text, integers)
         ready = validate_operands(statement, operands, dict(self.formats))
         checks = checks_of(statement, ready)
@@ -542,8 +546,7 @@ def explanation(operands: Sequence[Tensor], names: str, text: str, lowering: str
     statement = plan.statement_of(text, names)
     lines = ["statement", f"  {statement}", ""]
     if not operands:
-        forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
-        done = plan.rewritten(text, names, forms)
+        done = plan.rewritten(text, names, plan.read(names).first_forms)
         return "\n".join([*lines, *_steps(done.steps, done.dense)])
     bound = plan.sizes(text, names, [t.shape for t in operands], None)
     ranges = ", ".join(f"{name} {len(extent)}" for name, extent in bound.ranges.items())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pumice.coords import MultiMap
-from pumice.coords.box import dtype_of
-from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
+from pumice.coords.box import check_integers
+from pumice.errors import CoordinateError, DeviceError, OptionError, ShapeError
 from pumice.lower import maps
 from pumice.lower.joins import Joins
 from pumice.runtime.cache import cached_per_tensor
@@ -50,8 +50,7 @@ class Graph:
         both = num_nodes if isinstance(num_nodes, tuple) else (max(most[:2]) if num_nodes is None else num_nodes,) * 2
         sizes = both[0], both[1], most[2] if num_relations is None else num_relations
         for name, values, size in zip(("sources", "targets", "types"), (*edge_index, taps), sizes, strict=True):
-            if len(values) and (int(values.min()) < 0 or int(values.max()) >= size):
-                raise CoordinateError(f"{name} are 0 to {size - 1}, found {int(values.min())} to {int(values.max())}")
+            _check_range(values, size, name)
         self.map, self.order = MultiMap.of((edge_index[0], edge_index[1]), taps, sizes)
         self.types: Mapping[str, slice] = {}
         self._register()
@@ -80,7 +79,8 @@ class Graph:
         whole, kinds = [], []
         for kind, ((source, name, target), edges) in enumerate(edge_index.items()):
             own = _checked_edges(edges, None) + kind
-            _check_types(edges, (num_nodes[source], num_nodes[target]), (source, name, target))
+            for end, side in zip(edges, (source, target), strict=True):
+                _check_range(end, num_nodes[side], f"nodes of {(source, name, target)}")
             whole.append(edges + torch.tensor([[ends[source]], [ends[target]]], device=edges.device))
             kinds.append(own)
         sizes = {"num_nodes": sum(num_nodes.values()), "num_relations": len(edge_index)}
@@ -278,8 +278,7 @@ def _checked_edges(edge_index: Tensor, edge_type: Tensor | None) -> Tensor:
     """The relations of the edges, after checks of dtypes, shapes and devices."""
     given = {"edge_index": edge_index} | ({} if edge_type is None else {"edge_type": edge_type})
     for name, x in given.items():
-        if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
-            raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(x)}")
+        check_integers(x, name)
     if edge_index.ndim != 2 or len(edge_index) != 2:
         raise ShapeError(f"edge_index is [2, E], found shape {list(edge_index.shape)}")
     if edge_type is None:
@@ -291,7 +290,6 @@ def _checked_edges(edge_index: Tensor, edge_type: Tensor | None) -> Tensor:
     return edge_type
 
 
-def _check_types(edges: Tensor, sizes: tuple[int, int], name: EdgeType) -> None:
-    for end, size in zip(edges, sizes, strict=True):
-        if len(end) and (int(end.min()) < 0 or int(end.max()) >= size):
-            raise CoordinateError(f"nodes of {name} are 0 to {size - 1}, found {int(end.min())} to {int(end.max())}")
+def _check_range(values: Tensor, size: int, name: str) -> None:
+    if len(values) and (int(values.min()) < 0 or int(values.max()) >= size):
+        raise CoordinateError(f"{name} are 0 to {size - 1}, found {int(values.min())} to {int(values.max())}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pumice.coords import Limits, PointSet, farthest, nearest, within
-from pumice.coords.box import dtype_of
+from pumice.coords.box import check_integers, dtype_of
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.ops.scatter import gather
 
@@ -213,8 +213,7 @@ def _checked(points: Tensor, name: str) -> Tensor:
 def _items(points: Tensor, batch: Tensor | None, name: str) -> Tensor:
     if batch is None:
         return torch.zeros(len(points), dtype=torch.int64, device=points.device)
-    if not isinstance(batch, Tensor) or batch.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(batch)}")
+    check_integers(batch, name)
     if batch.shape != (len(points),):
         raise ShapeError(f"{name} is [{len(points)}], an item for each point; found shape {list(batch.shape)}")
     if batch.device != points.device:

@@ -186,7 +186,7 @@ def flatten_used(
     """`flatten_operands` for this statement; sparse operands that it uses in dense form are converted, and listed with
     the reason."""
     tensors, names = flatten_operands(operands, constants)
-    forms = tuple((name, next(iter(held))) for name, held in plan.read(names).forms.items())
+    forms = plan.read(names).first_forms
     dense = plan.rewritten(text, names, forms).dense if forms else {}
     if dense:
         ready = {n: x.to_dense() if n in dense else x for n, x in operands.items()}

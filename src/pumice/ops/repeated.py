@@ -176,11 +176,8 @@ class RepeatedCall:
         """True if index arrays, packed values and integers are those of before."""
         arrays = all([fixed.holds(operands[name]) for name, fixed in self._fixed])
         values = all([fixed.holds(x) for x, fixed in self._packed])
-        return arrays and values and all([_same_number(operands.get(name), n) for name, n in self._numbers])
-
-
-def _same_number(x: object, n: int) -> bool:
-    return type(x) is type(n) and x == n
+        numbers = all([type(x := operands.get(name)) is type(n) and x == n for name, n in self._numbers])
+        return arrays and values and numbers
 
 
 def _layouts(operands: Mapping[str, Operand]) -> Iterator[Hashable]:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from pumice.coords.box import dtype_of
+from pumice.coords.box import check_integers
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import rows as lowered
 from pumice.ops import autograd
@@ -53,9 +53,7 @@ def scatter(
     _check_reduction(src, reduce, places)
     _check_index(src, index)
     lowest, highest, _ = _extent(index)
-    size = highest + 1 if dim_size is None else dim_size
-    if lowest < 0 or highest >= size:
-        raise CoordinateError(f"an index is 0 to {size - 1}, dim_size - 1; found {lowest} to {highest}")
+    size = _size(lowest, highest, dim_size)
     return _reduced(_rows_of(src, index, dim, size, False), reduce, places)
 
 
@@ -110,9 +108,7 @@ def segment_reduce(
             raise CoordinateError(f"pointers are 0 to {src.shape[dim]}, the size of src; found {lowest} to {highest}")
         size, index = len(indptr) - 1, _segment_of(indptr, src.shape[dim])
     else:
-        size = highest + 1 if dim_size is None else dim_size
-        if lowest < 0 or highest >= size:
-            raise CoordinateError(f"an index is 0 to {size - 1}, dim_size - 1; found {lowest} to {highest}")
+        size = _size(lowest, highest, dim_size)
     assert index is not None
     return _reduced(_rows_of(src, index, dim, size, dim == 0 and indptr is None), reduce, places)
 
@@ -316,9 +312,16 @@ def _check_reduction(src: Tensor, reduce: str, places: bool) -> None:
         raise OptionError(f"places are those of max and min, found reduce={reduce!r}")
 
 
+def _size(lowest: int, highest: int, dim_size: int | None) -> int:
+    """Rows of the result: dim_size, if an index from lowest to highest fits."""
+    size = highest + 1 if dim_size is None else dim_size
+    if lowest < 0 or highest >= size:
+        raise CoordinateError(f"an index is 0 to {size - 1}, dim_size - 1; found {lowest} to {highest}")
+    return size
+
+
 def _check_index(src: Tensor, index: Tensor, name: str = "index", whole: bool = True) -> None:
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-        raise DtypeError(f"{name} is an int32 or int64 tensor, found {dtype_of(index)}")
+    check_integers(index, name)
     if index.device != src.device:
         raise DeviceError(f"{name} is on {index.device}, src is on {src.device}")
     if not whole and index.ndim != 1:

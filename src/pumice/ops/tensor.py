@@ -470,11 +470,11 @@ class _Poisoned(torch.autograd.Function):
         return torch.where(alive, grad, torch.nan), None
 
 
-def mask_padding(x: SparseTensor, feats: Tensor, filler: float = 0.0) -> Tensor:
-    """Features [N, ...] of x for reductions over all rows: padding rows of a captured network are set to `filler`."""
+def mask_padding(x: SparseTensor, feats: Tensor) -> Tensor:
+    """Features [N, ...] of x for sums over all rows: padding rows of a captured network are set to 0."""
     if x.geometry.buffered is None:
         return feats
-    return torch.where(x.geometry.cloud.valid_mask().view(-1, *(1,) * (feats.ndim - 1)), feats, filler)
+    return torch.where(x.geometry.cloud.valid_mask().view(-1, *(1,) * (feats.ndim - 1)), feats, 0.0)
 
 
 def arithmetic_feats(x: SparseTensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Schedules of loop nests on a CPU: immutable values, text such as "order m e; vector p; split(p, 7); hold 14", JSON.
+"""Schedules of loop nests on a CPU: immutable values, text such as "order m e; vector p; split(p, 7); hold 14".
 
     order n m e      loops, the outermost first; e: the entries of a segment (of one result of the index arrays)
     split(p, 7)      tiles of 7 outputs along p, of a lane or, where lanes are neighbours, of a vector, in registers;
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from pumice.errors import OptionError
@@ -82,20 +82,6 @@ class LoopSchedule:
         """The schedule of a text. Raises OptionError for other text; numbers are from 1 to 2^20."""
         return LoopSchedule(**_directives(text))
 
-    def to_json(self) -> dict[str, Any]:
-        """The directives as JSON values."""
-        return {name: value for name, value in asdict(self).items() if value}
-
-    @staticmethod
-    def from_json(found: Any) -> LoopSchedule:
-        """The schedule of JSON values. Raises OptionError for others."""
-        if not isinstance(found, dict) or not found.keys() <= {f.name for f in fields(LoopSchedule)}:
-            raise OptionError(f"a schedule has the fields {', '.join(_FORMS)}, found {_short(found)}")
-        try:
-            return LoopSchedule(**{name: _tuples(value) for name, value in found.items()})
-        except (TypeError, ValueError, RecursionError) as problem:
-            raise OptionError(f"a schedule has names and numbers, found {_short(found)} ({problem})") from problem
-
     def sizes(self) -> dict[str, int]:
         """The splits by index."""
         return dict(self.split)
@@ -108,14 +94,6 @@ class LoopSchedule:
 
 def _spoken(pairs: Sequence[tuple[str, int]]) -> str:
     return " ".join(f"{name} {size}" if size else name for name, size in pairs)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
-
-
-def _short(value: Any) -> str:
-    return text if len(text := repr(value)) < 200 else f"{text[:200]}..."
 
 
 def _directives(text: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ sqrt(2) of the plan's. Fixed buckets would not work: with nine maps, one nearly 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import lru_cache
@@ -118,11 +118,7 @@ def _plan(entry: Entry) -> TunedPlan:
     workload = tuple((float(a), float(b)) for a, b in fields.pop("workload"))
     if not all(float(fields[name]["total"]) >= 0 for name in ("before", "after")):
         raise ValueError("times are 0 or more")
-    return TunedPlan(flows, workload, date=date, **{**fields, "tuned_groups": _strings(fields["tuned_groups"])})
-
-
-def _strings(values: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(map(str, values))
+    return TunedPlan(flows, workload, date=date, **{**fields, "tuned_groups": tuple(map(str, fields["tuned_groups"]))})
 
 
 PLANS: RecordType[PlanKey, TunedPlan] = RecordType("plans", VERSION, _entry, key_of, _plan, lambda plan: plan.date)
