@@ -36,7 +36,7 @@ from pumice.ops.operands import (
     WriteCheck,
     are_integers,
     as_constant,
-    check_integers,
+    check_fractions,
     checks_of,
     facts_of,
     flatten_operands,
@@ -499,7 +499,7 @@ def _groups(text: str, integers: tuple[tuple[str, int], ...]) -> tuple[Any, ...]
 
 @_constant
 def _check_traced_integers(text: str, integers: tuple[tuple[str, int], ...], over_integers: bool) -> None:
-    check_integers(_parsed(text, integers), over_integers)
+    check_fractions(_parsed(text, integers), over_integers)
 
 
 @_constant

@@ -52,7 +52,7 @@ def validate_operands(
     compared = {name for name in named - values if isinstance(found[name], int | float)}
     device = next((x.device for x in found.values() if isinstance(x, Tensor | Sparse)), None)
     ready = one_dtype(found, values)
-    check_integers(statement, are_integers(ready, values))
+    check_fractions(statement, are_integers(ready, values))
     return {**ready, **{name: torch.tensor(found[name], device=device) for name in compared}}
 
 
@@ -61,7 +61,7 @@ def are_integers(ready: Mapping[str, Any], values: Collection[str]) -> bool:
     return bool(values) and not any([ready[name].dtype.is_floating_point for name in values])
 
 
-def check_integers(statement: Statement, integers: bool) -> None:
+def check_fractions(statement: Statement, integers: bool) -> None:
     """Raise DtypeError for a statement over integers whose results have fractions."""
     coefficient = next((t.coefficient for t in statement.terms if not float(t.coefficient).is_integer()), None)
     if integers and (statement.reduction == "mean" or coefficient is not None):
