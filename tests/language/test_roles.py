@@ -106,6 +106,15 @@ def test_without_sorted_rows_results_are_added():
     assert ell.segment is None and not ell.atomic and ell.rows == ("m",)
 
 
+@pytest.mark.parametrize("axis", ["M[p]-r", "M[p]+r-1", "3*M[p]-1", "3*M[p]+q-r"])
+def test_an_axis_with_a_negative_part_has_no_segments(axis):
+    """Segments past the end of the axis would write to it."""
+    text = f"C[{axis},n] = A[p,n,q,r] ; M:sorted, C:[6,_]"
+    extents = {"p": 100, "n": 64, "q": 3, "r": 3}
+    assert contraction_roles(parse(text), extents).segment is None
+    assert contraction_roles(parse(text.replace("-", "+")), extents).segment is not None
+
+
 def test_an_axis_that_runs_backwards_has_no_segments():
     """Segments count upwards from the first place of the axis."""
     text = "C[{}R[p],n] += V[p] * B[K[p],n] ; R:sorted"

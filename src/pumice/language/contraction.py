@@ -190,14 +190,16 @@ def _segmented(statement: Statement) -> tuple[Access, Segment | None]:
             continue
         name = fresh("s", names_of(statement))
         replaced = _exchange(target, array, Index(name))
-        if position not in indices_of(replaced) and _coefficient(replaced, name) > 0:
+        if position not in indices_of(replaced) and _is_bounded(replaced, name):
             return replaced, Segment(array.name, position, name)
     return target, None
 
 
-def _coefficient(target: Access, name: str) -> int:
-    terms = [t for access in (target, *accesses_of(*target.indices)) for e in access.indices for t in e.terms]
-    return next(c for c, atom in terms if atom == Index(name))
+def _is_bounded(target: Access, name: str) -> bool:
+    """True if the axis of the segment index has no negative part: the index then has extent / coefficient points."""
+    every = [e for access in (target, *accesses_of(*target.indices)) for e in access.indices]
+    axis = next(e for e in every if Index(name) in [atom for _, atom in e.terms])
+    return axis.constant >= 0 and all(coefficient > 0 for coefficient, _ in axis.terms)
 
 
 def _exchange(access: Access, old: Access, new: Index) -> Access:

@@ -586,7 +586,7 @@ def _cheapest(operands: Sequence[Tensor], names: str, text: str, shape: tuple[in
     """The cheapest candidate. Raises OptionError with every reason if all are refused."""
     found = sorted(options(operands, names, text, shape, lowering), key=lambda option: option.cost)
     if not found or found[0].refused:
-        reasons = "; ".join(f"{'/'.join(option.lowerings)}: {option.refused}" for option in found)
+        reasons = "; ".join(dict.fromkeys(option.refused for option in found))
         raise OptionError(f"`{text}` has no lowering here: {reasons}")
     return found[0]
 
