@@ -213,6 +213,31 @@ def test_a_kernel_for_each_layer(name, tmp_path):
     assert calls <= 6 * LAYERS[name] + 132
 
 
+def test_a_network_on_another_gpu_runs_with_that_as_the_current_one(monkeypatch):
+    """Its kernels are launched on the current device, and only while it runs."""
+    current, entered = [False], []
+
+    class Device:
+        def __init__(self, device):
+            entered.append(device)
+
+        def __enter__(self):
+            current[0] = True
+
+        def __exit__(self, *_):
+            current[0] = False
+
+    net, x = strange(NETS["encoder"]()), scene(4)
+    program = pm.compile(net)
+    with torch.no_grad():
+        want = program(x)
+    monkeypatch.setattr(programs, "_is_current", lambda x: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    with torch.no_grad():
+        check(program(x), want)
+    assert entered == [torch.device("cpu")] and not current[0]
+
+
 def test_levels_share_memory(tmp_path, monkeypatch):
     """An arena is little larger than what lives at once; slots are never shared by values that do."""
     runs, allocate = [], stretch.StretchRun.allocate

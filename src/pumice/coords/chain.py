@@ -87,7 +87,7 @@ CHOSEN = 10  # First row of `layout` with mask words of sort groups
 _FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
 _LEAST = 1 << 12  # Minimum capacity of a coarser level that can have as many rows
 _ROOM = 1.15  # Capacity per row of the coarser levels seen
-_SLOTS = 2  # Slots of the hash table per cell for which there is room
+_SLOTS = 3  # Slots of the hash table per cell for which there is room: with 2, probes of large scenes take 10 % longer
 
 
 @dataclass(frozen=True)
@@ -537,7 +537,7 @@ class BufferedChain:
 
 def _slots(cells: int) -> int:
     """Size of the hash table for at most so many cells."""
-    return 1 << max(6, (int(_SLOTS * cells) - 1).bit_length())
+    return 1 << max(6, (_SLOTS * cells - 1).bit_length())
 
 
 def _cleared(device: torch.device, size: int, shapes: Sequence[tuple[int, ...]]) -> list[Part]:

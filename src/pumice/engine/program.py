@@ -305,11 +305,13 @@ class Traced:
 
     def run(self, given: Sequence[Any], way: str) -> Any:
         """The result of the steps: a value, or the values of `form`. given: the arguments that are no constants."""
-        graph = self.graph
+        graph, first = self.graph, _features(given)
         assert graph is not None
+        if not _is_current(first):
+            with torch.cuda.device(first.device):
+                return self.run(given, way)
         env: Env = dict(zip(graph.placeholders, given, strict=True))
-        first = _features(given)
-        on_gpu = autograd.uses_gpu(first) and _is_current(first)
+        on_gpu = autograd.uses_gpu(first)
         key = way, (autocast_dtype(first) or first.dtype).itemsize if on_gpu else None
         plan = self._plans.get(key)
         if plan is None:
@@ -346,7 +348,7 @@ def _features(given: Sequence[Any]) -> Tensor:
 
 
 def _is_current(x: Tensor) -> bool:
-    """True if x can be read by kernels, which are launched on the current device."""
+    """True if x is on a CPU or on the current device, on which kernels are launched."""
     return not x.is_cuda or x.get_device() == torch._C._cuda_getDevice()
 
 
