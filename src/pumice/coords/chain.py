@@ -87,6 +87,7 @@ CHOSEN = 10  # First row of `layout` with mask words of sort groups
 _FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
 _LEAST = 1 << 12  # Minimum capacity of a coarser level that can have as many rows
 _ROOM = 1.15  # Capacity per row of the coarser levels seen
+WASTED = 1.5  # The first scene's maps are built again if there was so many times the room learnt from it
 _SLOTS = 3  # Slots of the hash table per cell for which there is room: with 2, probes of large scenes take 10 % longer
 
 
@@ -619,14 +620,15 @@ class SizeEstimate:
             return KeyLayout.of(self._request, bounds)
         return self._layout
 
-    def learn(self, rows: int, found: Room, needed: KeyLayout) -> None:
-        """Learn from a scene of `rows` finest rows. found: rows of its coarser levels; needed: the least layout for its
-        cells."""
-        self._layout = needed if self._layout is None else self._layout.joined(needed)
+    def learn(self, rows: int, found: Room, needed: KeyLayout) -> bool:
+        """Learn from a scene of `rows` finest rows; True if there was only a guess before. found: rows of its coarser
+        levels; needed: the least layout for its cells."""
+        self._layout, guessed = needed if self._layout is None else self._layout.joined(needed), self._guessed
         if rows >= _SORTED:
-            before = (0.0, 0.0) if self._guessed else (self.ratio, self.cells)
+            before = (0.0, 0.0) if guessed else (self.ratio, self.cells)
             self.ratio, self.cells = (_remembered(was, _ROOM * n / rows) for was, n in zip(before, found, strict=True))
             self._guessed = False
+        return guessed and not self._guessed
 
 
 def _remembered(before: float, seen: float) -> float:

@@ -21,6 +21,7 @@ from pumice.coords.chain import (
     SAME,
     STRIDE,
     UP,
+    WASTED,
     BufferedChain,
     Chain,
     ChainRequest,
@@ -63,7 +64,8 @@ def build_chain(
     """Build the levels and maps of a request that `refusal` accepts, and cache them in their geometries.
 
     Returns the tiled maps in the request's order; None if coordinates whose bounds were not known exceed the keys. One
-    host synchronisation per attempt, with another attempt after an overflow. meanwhile: called before the first one.
+    host synchronisation per attempt, with another attempt after an overflow, and for the first scene of a request if
+    the first guess took much more memory than needed. meanwhile: called before the first one.
     Raises CoordinateError for duplicates and for coordinates outside the geometry's bounds."""
     geometry.require_unwritten()
     with outside_inference_mode():
@@ -86,10 +88,10 @@ def build_chain(
             found, least = request.found_in(words), KeyLayout.of(request, geometry.bounds)
             wanted = _more_room(needed, room, found, bool(words[0] & OVERFLOW))
             if wanted == needed and chain.key_layout.joined(least) == chain.key_layout:
-                break
+                first, wanted = bool(request.steps) and estimate.learn(rows, found, least), Room(0, 0)
+                if not first or room.cells <= WASTED * estimate.room(rows, wanted).cells:
+                    break
             needed = wanted
-        if request.steps:
-            estimate.learn(rows, found, least)
         lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
         return _Assembler(chain, words, lists, groups).assemble(geometry)
