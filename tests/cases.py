@@ -9,10 +9,10 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from modes import threads
 from oracle import Coord, Ints
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.env import settings
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Tensors of a few rows: on a busy machine a second thread makes each operator wait for a time slice."""
-    with threads(1):
+    with on_threads(1):
         yield
 
 

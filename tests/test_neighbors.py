@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from modes import threads
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.coords import neighbors, points
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 
@@ -124,9 +124,9 @@ def test_samples_are_those_of_all_points(kind: str, dim: int, dtype: torch.dtype
 
 def test_threads_do_not_matter():
     x = cloud("clumps", 3000)
-    with threads(1):
+    with on_threads(1):
         alone = pm.ops.knn(x, 8), pm.ops.radius_graph(x, 0.1)
-    with threads(3):
+    with on_threads(3):
         together = pm.ops.knn(x, 8), pm.ops.radius_graph(x, 0.1)
     assert all(map(torch.equal, alone[0], together[0])) and torch.equal(alone[1], together[1])
 

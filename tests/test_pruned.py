@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from modes import threads
 from torch import nn
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.errors import DeviceError, DtypeError, OptionError, ShapeError
 from pumice.nn.pruned import Blocks
 
@@ -365,5 +365,5 @@ def test_prepared_calls_run_on_any_number_of_threads():
     pruned(conv)
     layer, x = pm.nn.PrunedConv2d.from_dense(conv), torch.randn(2, 16, 28, 28)
     for count in (1, 2, 3, 1):
-        with torch.no_grad(), threads(count):
+        with torch.no_grad(), on_threads(count):
             torch.testing.assert_close(layer(x), conv(x), rtol=1e-4, atol=1e-4)

@@ -7,9 +7,9 @@ import oracle
 import pytest
 import torch
 from cases import Case
-from modes import uncollected
 
 import pumice as pm
+from pumice.runtime.launch import without_collection
 
 
 def ops_of(dim):
@@ -233,7 +233,7 @@ def test_tensors_leave_no_cycle_behind(name):
     """Memory goes when the last reference goes, not when the garbage collector comes."""
     coords = cases.compact(2, -3, 3, 10)
     x = cases.tensor(coords, torch.randn(len(coords), 2, requires_grad=True))
-    with uncollected():
+    with without_collection():
         y = ops_of(2)[name](x, torch.randn(2, 3, 3, 2))
         y.feats.sum().backward()
         alive = weakref.ref(x.geometry), weakref.ref(y.geometry)

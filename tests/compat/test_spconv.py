@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from modes import threads
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import pumice as pm
 import pumice.compat.spconv as spconv
+from benchmarks.harness.timing import on_threads
 from pumice.compat import install, spconv_utils, uninstall
 from pumice.env import settings
 from pumice.errors import CoordinateError, DtypeError, OptionError, PumiceError, ShapeError
@@ -1007,7 +1007,7 @@ def live():
     if isinstance(found, str):
         pytest.skip(found)
     # With several threads spconv's CPU build loses sums.
-    with threads(1):
+    with on_threads(1):
         yield found
 
 

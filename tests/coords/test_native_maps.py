@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 from clouds import buffered
-from modes import threads
 from wide import beyond
 
+from benchmarks.harness.timing import on_threads
 from pumice.coords import Bounds, CoordBuffer, Geometry, KeySpace, MapSchedule, Relation, kernel_map, native_maps
 from pumice.coords.lookup import NativeTable, SortedKeys, default
 from pumice.coords.outputs import NativeOutputs, TorchOutputs, make_outputs, site_of
@@ -108,7 +108,7 @@ def test_tables_grow_with_the_number_of_bricks(apart):
 def test_maps_do_not_depend_on_the_number_of_threads():
     coords, results = random_cloud(5000, 3, extent=40, seed=0), []
     for count in (1, 2, 5):
-        with threads(count):
+        with on_threads(count):
             geometry = Geometry.checked(coords)
             found = [kernel_map(geometry, r)[0] for r in (Relation.of(3, 3), Relation.of(3, 2, stride=2))]
             results.append([one.rows() for one in found])

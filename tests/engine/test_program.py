@@ -13,7 +13,6 @@ import pytest
 import torch
 from emulated import emulated, on_cpu
 from journeys.calls import calls_of
-from modes import uncollected
 from nets import Gate, strange
 from programs import Maker, Residual, Unit, flat, scene
 from torch import nn
@@ -27,6 +26,7 @@ from pumice.engine import stretch
 from pumice.engine.trace import CallStep, Product
 from pumice.errors import DtypeError, GeometryError, OptionError, PumiceError, ShapeError
 from pumice.lower import kernel as kernels
+from pumice.runtime.launch import without_collection
 from pumice.testing import random_cloud
 
 prepare, programs = import_module("pumice.ops.prepare"), import_module("pumice.engine.program")
@@ -687,7 +687,7 @@ def test_nothing_is_kept_of_a_scene():
     program, x = pm.compile(strange(UNet([width // 8 for width in UNET]))), cloud(0, 300)
     y = program(x)
     held = [weakref.ref(one) for one in (x.feats, x.geometry, y.feats)]
-    with uncollected():
+    with without_collection():
         del x, y
         assert [ref() for ref in held] == [None] * 3
 
@@ -706,7 +706,7 @@ class Looking(pm.nn.Conv3d):
 def test_nothing_is_kept_of_a_network(make, trains):
     net = strange(make()).train(trains)
     program, held = pm.compile(net), [weakref.ref(one) for one in (net, *net.parameters())]
-    with uncollected():
+    with without_collection():
         program(cloud(0, 300))
         del net, program
         assert [ref() for ref in held] == [None] * len(held)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from emulated import Gpu, emulated, on_cpu
 from journeys.calls import calls_of
-from modes import uncollected
 from programs import Maker, Residual, Unit, far, flat, in_mixed_modes, scene
 from torch import nn
 from torch.func import functional_call, jvp, vmap
@@ -22,6 +21,7 @@ from wide import beyond
 
 import pumice as pm
 from benchmarks.scenes.stream_nets import ENCODER, UNET, Encoder, UNet
+from pumice.runtime.launch import without_collection
 from pumice.testing import random_cloud
 
 
@@ -553,7 +553,7 @@ def test_nothing_is_kept_of_a_scene(gpu):
     loss_of(results).backward()
     held = [weakref.ref(one) for one in (x.feats, x.geometry, *(y.feats for y in results))]
     gc.collect()
-    with uncollected():
+    with without_collection():
         del x, results
         assert [ref() for ref in held] == [None] * len(held)
 

@@ -40,7 +40,6 @@ from clouds import (
 )
 from found import agree
 from kernels.interpret import answering
-from modes import uncollected
 from torch import Tensor
 
 import pumice as pm
@@ -84,7 +83,7 @@ from pumice.coords.segments import segments_by_length, segments_by_length_torch,
 from pumice.coords.tiles import Digits, stable_argsort, stable_argsort_torch
 from pumice.lower import maps as lowered
 from pumice.lower.dataflow import materialize
-from pumice.runtime.launch import BoundKernel, Part
+from pumice.runtime.launch import BoundKernel, Part, without_collection
 
 prepared = import_module("pumice.ops.prepare")
 layer_maps = import_module("pumice.ops.prepare")
@@ -1011,7 +1010,7 @@ def check_not_kept() -> None:
     """Without a collection: nothing holds itself, but for what is told by weak references."""
     steps, windows = [Relation.of(3, 2, stride=2)] * 2, [[Relation.of(3, 3)]] * 3
     gc.collect()
-    with uncollected():
+    with without_collection():
         x = pm.SparseTensor(torch.zeros(40, 1), Scene(3, 40, 9).coords())
         with torch.no_grad():
             x.prepare(steps, windows)

@@ -8,10 +8,10 @@ import pytest
 import scipy.sparse
 import torch
 from einsum_oracle import evaluate
-from modes import threads
 from wide import beyond
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.errors import OptionError, ShapeError
 from pumice.language.bind import bind
 from pumice.language.iteration import IterationChoices
@@ -120,7 +120,7 @@ def test_values_at_the_entries_of_a_mask(count):
     mask, image, weight = draw(2, 9, 8, density=0.4), draw(2, 9, 8, 5, density=0.3), draw(3, 3, 5, 19)
     text = "O[n,p,q,m] = M[n,p,q] * I[n,p+r-1,q+s-1,c] * F[r,s,c,m] ; p:9, q:8"
     wanted = loops(text, {"M": mask, "I": image, "F": weight})
-    with threads(count):
+    with on_threads(count):
         for form in ("(n p q):C", "n:U p:C q:C", "[n,p,q] q:C (n p):C", "(n p q):H p:M8 q:M4"):
             given = {"M": pm.sparse(mask, form), "I": pm.sparse(image, "(n h w):C c:U"), "F": weight}
             got = product(text, pattern=0, **given).run()

@@ -7,10 +7,10 @@ import weakref
 
 import pytest
 import torch
-from modes import threads
 from windows import RELATIONS
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.coords import Geometry, KernelMap, Pairs, Relation, kernel_map
 from pumice.language.bind import bind
 from pumice.language.parse import parse
@@ -91,7 +91,7 @@ def test_results_do_not_depend_on_the_number_of_threads(cloud):
     found, _ = kernel_map(cloud, RELATIONS["same"])
     given, results = operands(found, (24, 80)), []
     for count in (1, 2, 5):
-        with threads(count):
+        with on_threads(count):
             results.append(check(found.pairs(), found.num_outputs, *given))
     assert all(torch.equal(a, b) for result in results[1:] for a, b in zip(results[0], result, strict=True))
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from modes import threads
 from torch.nn import functional
 from wide import beyond
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.env import settings
 from pumice.errors import OptionError
 from pumice.language.bind import bind
@@ -221,7 +221,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     filter, text = pm.sparse(weight, "(m c r s):C"), "O[n,m,p,q] = I[n,c,p+r-1,q+s-1] * F[m,c,r,s] ; p:30, q:30"
     found = []
     for count in (1, 2, 3):
-        with threads(count):
+        with on_threads(count):
             found.append(pm.einsum(text, I=x, F=filter, lowering="nest"))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
@@ -540,7 +540,7 @@ def test_random_schedules_compute_the_same(layer):
 @pytest.mark.parametrize("count", [1, 2])
 def test_orders_and_chunks_compute_the_same(count):
     one = Pruned(*PRUNED["3x3"])
-    with threads(count):
+    with on_threads(count):
         for order in ("n p m e", "m n p e", "n m p e", "p n m e", "m p n e"):
             for parallel in ("", "; parallel m chunk 3", "; parallel m chunk 500", "; parallel n"):
                 assert one.agrees(f"order {order}; vector q{parallel}")

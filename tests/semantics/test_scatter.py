@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from modes import threads
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice.errors import CoordinateError, DeviceError, DtypeError, OptionError, ShapeError
 from pumice.lower import native_scatter, rows
 from pumice.ops.scatter import REDUCTIONS
@@ -133,7 +133,7 @@ def test_sums_do_not_depend_on_threads():
     src, index = torch.randn(20_000, 7), indices((20_000,), 300)
     found = []
     for count in (1, 3):
-        with threads(count):
+        with on_threads(count):
             found.append(pm.ops.scatter(src, index, 0))
     assert torch.equal(*found)
 

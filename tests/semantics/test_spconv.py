@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from modes import threads
 
 import pumice as pm
+from benchmarks.harness.timing import on_threads
 from pumice import nn
 
 SHAPE = (12, 12, 12)
@@ -17,7 +17,7 @@ def spconv():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = pytest.importorskip("spconv.pytorch", reason="spconv is not installed: pip install pumice[bench]")
-    with threads(1):  # With more, its CPU build loses sums
+    with on_threads(1):  # With more, its CPU build loses sums
         yield found
 
 
