@@ -87,7 +87,7 @@ CHOSEN = 10  # First row of `layout` with mask words of sort groups
 _FIRST_ESTIMATE = 1.5  # Capacity of a coarser level per finest row, before any scene was seen
 _LEAST = 1 << 12  # Minimum capacity of a coarser level that can have as many rows
 _ROOM = 1.15  # Capacity per row of the coarser levels seen
-WASTED = 1.5  # The first scene's maps are built again if there was so many times the room learnt from it
+_WASTED = 1.5  # A guess of so many times the room that is then learnt is not kept
 _SLOTS = 3  # Slots of the hash table per cell for which there is room: with 2, probes of large scenes take 10 % longer
 
 
@@ -349,7 +349,7 @@ class KeyLayout(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Rows for which there is room: `most` on each coarser level, `cells` on all of them together."""
+    """A capacity, in rows: `most` on each coarser level, `cells` on all of them together."""
 
     most: int
     cells: int
@@ -620,15 +620,16 @@ class SizeEstimate:
             return KeyLayout.of(self._request, bounds)
         return self._layout
 
-    def learn(self, rows: int, found: Room, needed: KeyLayout) -> bool:
-        """Learn from a scene of `rows` finest rows; True if there was only a guess before. found: rows of its coarser
-        levels; needed: the least layout for its cells."""
+    def learn(self, rows: int, room: Room, found: Room, needed: KeyLayout) -> bool:
+        """Learn from a scene of `rows` finest rows. room: its capacity; found: rows of its coarser levels; needed: the
+        least layout for its cells. True if the capacity was a first guess far above what is needed."""
         self._layout, guessed = needed if self._layout is None else self._layout.joined(needed), self._guessed
-        if rows >= _SORTED:
-            before = (0.0, 0.0) if guessed else (self.ratio, self.cells)
-            self.ratio, self.cells = (_remembered(was, _ROOM * n / rows) for was, n in zip(before, found, strict=True))
-            self._guessed = False
-        return guessed and not self._guessed
+        if rows < _SORTED:
+            return False
+        before = (0.0, 0.0) if guessed else (self.ratio, self.cells)
+        self.ratio, self.cells = (_remembered(was, _ROOM * n / rows) for was, n in zip(before, found, strict=True))
+        self._guessed = False
+        return guessed and room.cells > _WASTED * self.room(rows, Room(0, 0)).cells
 
 
 def _remembered(before: float, seen: float) -> float:

@@ -21,7 +21,6 @@ from pumice.coords.chain import (
     SAME,
     STRIDE,
     UP,
-    WASTED,
     BufferedChain,
     Chain,
     ChainRequest,
@@ -88,9 +87,9 @@ def build_chain(
             found, least = request.found_in(words), KeyLayout.of(request, geometry.bounds)
             wanted = _more_room(needed, room, found, bool(words[0] & OVERFLOW))
             if wanted == needed and chain.key_layout.joined(least) == chain.key_layout:
-                first, wanted = bool(request.steps) and estimate.learn(rows, found, least), Room(0, 0)
-                if not first or room.cells <= WASTED * estimate.room(rows, wanted).cells:
+                if not request.steps or not estimate.learn(rows, room, found, least):
                     break
+                wanted = Room(0, 0)
             needed = wanted
         lists, groups = fill_tiles(chain, words), group_pairs(chain, words)
         chain.release()
@@ -98,7 +97,7 @@ def build_chain(
 
 
 def _more_room(before: Room, room: Room, found: Room, full: bool) -> Room:
-    """The rows that another attempt is made for: more, where there was too little room or the hash table was full."""
+    """The least capacity of another attempt: more where it was exceeded, and everywhere if the hash table was full."""
     each = zip(before, room, found, strict=True)
     return Room(*[max(n, there) if full or n > there else known for known, there, n in each])
 

@@ -143,7 +143,7 @@ class Background:
             self._of_spare.release()
 
     def _start_processes(self) -> None:
-        """Start those that are not; they take half a second to be ready."""
+        """Start the compiler processes, unless they were started; each takes half a second to be ready."""
         with self._lock:
             workers, self._not_started = self._not_started, []
             if self._owner != os.getpid() or self._closed:
