@@ -49,7 +49,7 @@ class RowForm(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Size of a block in the unit of the kernel's offsets into the values: _STEP values, or _STEP rows if turned."""
+        """Size of a block in the unit of the kernel's offsets into values: _STEP values, or _STEP rows if turned."""
         return self.depth // _STEP * (1 if self.turned else _HEIGHT)
 
 
